@@ -43,6 +43,7 @@ from kvferry.daemon.core.tier_actions import (
     StoreDropped,
     TierDescription,
     WriteJob,
+    WrittenBlocks,
 )
 from kvferry.daemon.core.transfers import JobObserver, Transfers
 from kvferry.daemon.core.writes import Writes
@@ -240,6 +241,14 @@ class Core:
     def take_writes(self, tier: int, limit: int, coldest: float) -> list[WriteJob]:
         """Hold up to `limit` blocks to be written into a tier: see writes.py."""
         return self._writes.take_writes(tier, limit, coldest)
+
+    def next_written(self, tier: int, limit: int) -> WrittenBlocks | None:
+        """Blocks that were written into a tier, the next ones with each call: see writes.py."""
+        return self._writes.next_written(tier, limit)
+
+    def reopen_writes(self, written: WrittenBlocks, missing: Sequence[bool]) -> None:
+        """Write blocks of `next_written` again that the tier does not have. missing: for each."""
+        self._writes.reopen_writes(written, missing)
 
     def end_write(self, number: int, done: Sequence[bool]) -> None:
         """Release the blocks of a WriteJob. done: for each key, whether the tier has it now."""

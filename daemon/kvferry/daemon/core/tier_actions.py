@@ -102,6 +102,16 @@ class WriteJob:
     block_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenBlocks:
+    """Keys of one namespace that were written into a tier, and their host blocks in its region."""
+
+    tier: int
+    store: str
+    keys: tuple[bytes, ...]
+    blocks: Int64s
+
+
 # Reports
 
 

@@ -23,6 +23,8 @@ from kvferry.proto.layout import Int64s
 Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
 _NO_BLOCKS: Int64s = np.empty(0, np.int64)
+# Blocks that are looked at in one step.
+CHECKED_BLOCKS = 1 << 13
 
 
 class TierAccess:
@@ -116,6 +118,25 @@ class TierAccess:
         marks.set_done(taken, [tier])
         self._writing[tier] += taken.size
         return self._blocks.index.keys_of(taken.tolist()), taken
+
+    def written_blocks(self, tier: int, begin: int, limit: int) -> tuple[list[bytes], Int64s]:
+        """Up to `limit` blocks from block `begin` on that were written into a tier, and used since;
+        and their keys. Those that are held are left out: they may be on the way there.
+        """
+        found, capacity = list[Int64s](), self._blocks.capacity
+        while begin < capacity and limit > 0:
+            blocks = np.arange(begin, min(begin + CHECKED_BLOCKS, capacity))
+            used = blocks[self._blocks.marks.are_used(blocks, tier)]
+            used = self._blocks.allocator.idle_among(used)[:limit]
+            found.append(used)
+            begin, limit = begin + blocks.size, limit - used.size
+        written = np.concatenate((_NO_BLOCKS, *found))
+        return self._blocks.index.keys_of(written.tolist()), written
+
+    def reopen_writes(self, tier: int, entries: Iterable[tuple[bytes, int]]) -> None:
+        """Keys in these blocks are not in a tier, other than `written_blocks` assumed."""
+        blocks = self._blocks.allocator.idle_among(self._blocks.stored_in(entries))
+        self._blocks.marks.set_open(blocks, tier)
 
     def end_writes(self, tier: int, blocks: Int64s, done: Mask) -> None:
         """Release blocks of `take_writes`. done: which of them are in the tier now; (n,).

@@ -29,6 +29,8 @@ class WriteMarks:
     def __init__(self, capacity: int, min_uses: Sequence[int]) -> None:
         self._min_uses = tuple(min_uses)
         self._uses: Bytes = np.zeros(capacity, np.uint8)
+        # The tiers into which each block was written before its last use.
+        self._used: Bytes = np.zeros(capacity, np.uint8)
         self._has_checksum = np.zeros(capacity, np.bool_)
         # The tiers that have each block, or to which it is on the way.
         self._done: Bytes = np.zeros(capacity, np.uint8)
@@ -51,12 +53,14 @@ class WriteMarks:
         """Blocks get other keys."""
         self._uses[blocks] = 0
         self._done[blocks] = 0
+        self._used[blocks] = 0
         self._has_checksum[blocks] = False
         self.set_changed()
 
     def count_uses(self, blocks: Int64s) -> None:
         """Blocks are used, each at most once."""
         self._uses[blocks] = np.minimum(self._uses[blocks], MAX_USES - 1) + 1
+        self._used[blocks] |= self._done[blocks]
         self.set_changed()
 
     def set_checksum(self, blocks: Int64s) -> None:
@@ -66,7 +70,9 @@ class WriteMarks:
 
     def set_done(self, blocks: Int64s, tiers: Iterable[int]) -> None:
         """Blocks are in these tiers, or on the way there."""
-        self._done[blocks] |= sum(1 << tier for tier in tiers)
+        bits = sum(1 << tier for tier in tiers)
+        self._done[blocks] |= bits
+        self._used[blocks] &= ALL_TIERS ^ bits
 
     def set_open(self, blocks: Int64s, tier: int) -> None:
         """Blocks are not in this tier."""
@@ -84,10 +90,10 @@ class WriteMarks:
         """Which of these blocks are missing and can be written."""
         return self.are_missing(blocks, tier) & self._has_checksum[blocks]
 
-    def are_done(self, blocks: Int64s, tier: int) -> Mask:
-        """Which of these blocks are in this tier, or on the way there."""
-        done: Mask = self._done[blocks] & 1 << tier != 0
-        return done
+    def are_used(self, blocks: Int64s, tier: int) -> Mask:
+        """Which of these blocks are in this tier, or on the way there, and were used since."""
+        used: Mask = self._done[blocks] & self._used[blocks] & 1 << tier != 0
+        return used
 
     def count_missing(self, blocks: Int64s) -> list[int]:
         """How many of these blocks should be in each tier, and are not."""
