@@ -125,12 +125,15 @@ Start = Callable[..., LocalDaemon]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """start(**options) -> a daemon with a disk tier, at the same root each time."""
+    """start(**options) -> a daemon with a disk tier, at the same root each time; disk=False:
+    without it."""
     with ExitStack() as running:
 
-        def with_tier(**options: Any) -> LocalDaemon:
-            given = {"tier_disk": tmp_path / "tier", "tier_disk_size": "256MiB", **options}
-            return running.enter_context(PatientDaemon(pool_bytes=1 << 20, **given))
+        def with_tier(disk: bool = True, **options: Any) -> LocalDaemon:
+            root: dict[str, Any] = {"tier_disk": tmp_path / "tier", "tier_disk_size": "256MiB"}
+            if not disk:
+                root.clear()
+            return running.enter_context(PatientDaemon(pool_bytes=1 << 20, **root | options))
 
         yield with_tier
 
@@ -266,6 +269,22 @@ def test_a_second_tier_has_what_the_first_has_not(start: Start, enter: Enter) ->
     assert custom.hits >= 8
     engine.client.reset()
     assert engine.find(range(17)).prefix == 0
+
+
+def test_keys_that_the_tier_has_evicted_are_written_again(start: Start, enter: Enter) -> None:
+    """If they are used in the pool."""
+    daemon = start(
+        disk=False,
+        tier_custom="kvferry.daemon.tiers.memory_tier",
+        tier_custom_options=f"{{ size = {16 * PAGE} }}",
+        tier_custom_write="write_through",
+    )
+    engine = enter(daemon)
+    engine.store(range(16))
+    engine.wait_written(16)
+    engine.load(range(16))
+    engine.store(range(16, 24))  # evicts eight of them there
+    engine.wait_written(24 + 8)
 
 
 def the_tier_process(daemon: LocalDaemon) -> int:

@@ -184,7 +184,7 @@ class CacheModel:
 
     def start(self) -> None:
         """A daemon starts."""
-        self.cache = Cache(self.capacity, self.policy_name, self.threshold)
+        self.cache = Cache(self.capacity, self.policy_name, self.threshold, (1, 1))
         self.cache.events.recording = True
         self.policy = PLAIN[self.policy_name](self.capacity)
         self.state: dict[bytes, str] = {}
@@ -358,7 +358,8 @@ class CacheModel:
         writing = sum(len(job.keys) for job in self.tier_jobs if job.tier == tier)
         room = min(limit, max(1, self.capacity // 4) - writing)
         wanted = [key for key in self.policy.order() if key in self.hits() - self.in_tier[tier]]
-        keys, blocks = self.cache.tier_access.take_writes(tier, limit, 1.0, 1)
+        self.cache.tier_access.mark_committed(self.cache.entries())
+        keys, blocks = self.cache.tier_access.take_writes(tier, limit, 1.0)
         assert keys == wanted[: max(0, room)]
         assert blocks.tolist() == [self.where[key] for key in keys]
         if keys:
@@ -486,8 +487,8 @@ class CacheModel:
         assert self.cache.has_parts == bool(self.parts)
         where = np.array([self.where[key] for key in sorted(ready)], np.int64)
         for tier, its in enumerate(self.in_tier):
-            is_open = self.cache._blocks.marks.are_open(where, tier, 1).tolist()
-            assert is_open == [key not in its for key in sorted(ready)]
+            is_missing = self.cache._blocks.marks.are_missing(where, tier).tolist()
+            assert is_missing == [key not in its for key in sorted(ready)]
         order = [key for key in self.policy.order() if key in ready]
         assert self.cache.entries() == [(key, self.where[key]) for key in order]
         usage = self.cache.usage

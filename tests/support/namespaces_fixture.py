@@ -14,7 +14,9 @@ import pytest
 
 from kvferry.daemon.core.actions import (
     Action,
+    BlockSet,
     Broadcast,
+    CommitBlocks,
     CopyPlan,
     MapTensors,
     PublishKVEvents,
@@ -29,7 +31,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.status import DaemonIdentity
-from kvferry.daemon.core.tier_actions import TierDescription
+from kvferry.daemon.core.tier_actions import BlocksCommitted, TierDescription
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
@@ -110,6 +112,9 @@ class NamespacesFixture:
             tiers=tuple(TierDescription(t) if isinstance(t, str) else t for t in tiers),
         )
         self.region_records = RegionRecordsModel()
+        self.commits = True
+        # The blocks that were stored last.
+        self.stored_last: BlockSet
         self.job_ids = count(1)
         self.registrations: dict[str, int] = {}
         for session in sessions:
@@ -127,7 +132,17 @@ class NamespacesFixture:
         return self.region_records.observe(self.core.handle(session, message, now=101.0))
 
     def report(self, report: Report) -> list[Any]:
-        return self.region_records.observe(self.core.report(report))
+        """Checksums are computed at once, if `commits`."""
+        actions = self.core.report(report)
+        for action in actions:
+            if isinstance(action, CommitBlocks):
+                self.stored_last = action.block_set
+                if self.commits:
+                    self.commit(action.block_set)
+        return self.region_records.observe(actions)
+
+    def commit(self, blocks: BlockSet) -> None:
+        self.core.report(BlocksCommitted(blocks.owner, blocks.blocks, blocks.keys))
 
     def error(self, session: str, message: wire.ClientMessage) -> tuple[str, str]:
         """The code with which a request is refused, and the value."""

@@ -236,7 +236,7 @@ class TierStatus(Part):
     read_bytes: int = 0
     written: int = 0
     written_bytes: int = 0
-    # Keys that were not written, because the tier is full, off or behind.
+    # Keys that were evicted before they were written: the tier was full, off or behind.
     dropped_writes: int = 0
     evictions: int = 0
     checksum_failures: int = 0

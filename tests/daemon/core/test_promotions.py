@@ -107,7 +107,7 @@ def test_keys_are_promoted_only_if_computing_them_is_slower(seconds: float, prom
     fixture = new_fixture()
     answer = reply(found(fixture, find(fixture, b"ab", seconds), 0, 0))
     assert (answer.prefix, answer.promoted) == (promoted, promoted)
-    assert fixture.core.tier_counters() == {"disk": {"skipped": 2 - promoted}}
+    assert fixture.core.tier_counters() == {"disk": {"skipped": 2 - promoted, "dropped_writes": 0}}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,8 @@ def test_a_rate_that_is_not_known_is_measured_with_keys_that_nobody_waits_for() 
     (fetch,) = of_kind(actions, FetchBlocks)
     assert (fetch.tier, letters_of(fetch), fetch.seconds) == (1, b"e", 2.0)
     assert reply(actions) == wire.TiersFound(1, 0)
-    assert fixture.core.tier_counters() == {"fast": {"skipped": 3}, "slow": {"skipped": 2}}
+    counters = fixture.core.tier_counters()
+    assert [counters[tier]["skipped"] for tier in ("fast", "slow")] == [3, 2]
     one = find(fixture, b"z", 0.0005)
     assert not of_kind(found(fixture, one, 0, known=False), FetchBlocks)
 

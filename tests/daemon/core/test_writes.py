@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.daemon.core.actions import BlockSet
 from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
     FetchBlocks,
@@ -28,8 +29,9 @@ from support.namespaces_fixture import (
 QUOTA = 4 * ROOM  # 16 blocks: four may be written at a time
 
 
-def new_fixture(letters: bytes = b"", policy: str = "lru") -> NamespacesFixture:
-    fixture = NamespacesFixture("a", quota=QUOTA, policy=policy, tiers=("disk",))
+def new_fixture(letters: bytes = b"", policy: str = "lru", min_uses: int = 1) -> NamespacesFixture:
+    tiers = (TierDescription("disk", min_uses=min_uses),)
+    fixture = NamespacesFixture("a", quota=QUOTA, policy=policy, tiers=tiers)
     for letter in each(letters):
         fixture.stored("a", letter)
     return fixture
@@ -39,19 +41,18 @@ def take(
     fixture: NamespacesFixture,
     limit: int = 16,
     coldest: float = 1.0,
-    min_uses: int = 1,
     tier: int = 0,
 ) -> list[WriteJob]:
-    return fixture.core.take_writes(tier, limit, coldest, min_uses)
+    return fixture.core.take_writes(tier, limit, coldest)
 
 
 def letters_of(jobs: list[WriteJob]) -> bytes:
     return b"".join(key for job in jobs for key in job.keys)
 
 
-def write_all(fixture: NamespacesFixture, min_uses: int = 1, tier: int = 0) -> bytes:
+def write_all(fixture: NamespacesFixture, tier: int = 0) -> bytes:
     letters = b""
-    while jobs := take(fixture, min_uses=min_uses, tier=tier):
+    while jobs := take(fixture, tier=tier):
         letters += letters_of(jobs)
         for job in jobs:
             fixture.core.end_write(job.number, [True] * len(job.keys))
@@ -77,11 +78,81 @@ def test_only_the_coldest_share_is_written(policy: str) -> None:
 
 
 def test_keys_are_written_from_the_given_use_on() -> None:
-    fixture = new_fixture(b"abcd")
-    assert take(fixture, min_uses=2) == []
+    fixture = new_fixture(b"abcd", min_uses=2)
+    assert take(fixture) == []
     fixture.send("a", wire.Touch(each(b"b")))
     fixture.end(fixture.start("a", load(b"d")))
-    assert write_all(fixture, min_uses=2) in (b"bd", b"db")
+    assert write_all(fixture) in (b"bd", b"db")
+
+
+def test_keys_are_written_once_they_have_a_checksum() -> None:
+    fixture = new_fixture()
+    fixture.commits = False
+    fixture.stored("a", b"ab")
+    owner, blocks, keys = (
+        getattr(fixture.stored_last, name) for name in ("owner", "blocks", "keys")
+    )
+    assert take(fixture) == []
+    fixture.commit(BlockSet(owner, blocks, keys[::-1]))
+    assert take(fixture) == []  # they are in other blocks
+    fixture.commit(BlockSet(owner, blocks[:1], keys[:1]))
+    assert write_all(fixture) == keys[0]
+
+
+def test_keys_that_were_used_since_they_were_written_are_named_in_turn() -> None:
+    """And written again if the tier has lost them."""
+    fixture = new_fixture(b"abcdef")
+    fixture.open_sessions("b")
+    fixture.open_namespace("b", OTHER, QUOTA)
+    fixture.register("b")
+    fixture.stored("b", b"uv")
+    assert sorted(write_all(fixture)) == sorted(b"abcdefuv")
+    assert fixture.core.next_written(0, 16) is None
+    fixture.send("a", wire.Touch(each(b"bcd")))
+    fixture.send("b", wire.Touch(each(b"v")))
+    named = []
+    while (written := fixture.core.next_written(0, 2)) is not None:
+        named.append(written)
+    assert sorted(map(len, (each.keys for each in named))) == [1, 1, 2]
+    assert sorted(b"".join(key for each in named for key in each.keys)) == sorted(b"bcdv")
+    for each_written in named:
+        fixture.core.reopen_writes(each_written, [key == b"c" for key in each_written.keys])
+    assert write_all(fixture) == b"c"
+    assert fixture.core.next_written(1, 16) is None
+
+
+def test_keys_that_are_written_or_evicted_meanwhile_are_not_written_again() -> None:
+    fixture = new_fixture(b"ab")
+    write_all(fixture)
+    fixture.send("a", wire.Touch(each(b"ab")))
+    written = fixture.core.next_written(0, 16)
+    assert written is not None
+    fixture.core.reopen_writes(written, [True, True])
+    (job,) = take(fixture, limit=1)
+    fixture.core.reopen_writes(written, [True, True])
+    assert len(letters_of(take(fixture, limit=2))) == 1
+    fixture.core.end_write(job.number, [True])
+    fixture.send("a", wire.Reset(5))
+    fixture.core.reopen_writes(written, [True, True])
+    assert take(fixture) == []
+
+
+@pytest.mark.parametrize(("min_uses", "dropped"), [(0, 0), (1, 14), (2, 2)])
+def test_keys_that_are_evicted_before_they_were_written_are_counted(
+    min_uses: int, dropped: int
+) -> None:
+    """If they should have been written."""
+    fixture = new_fixture(b"abcdefghijklmnop", min_uses=min_uses)
+    fixture.send("a", wire.Touch(each(b"abcd")))
+    for job in take(fixture, limit=2):
+        fixture.core.end_write(job.number, [True, True])
+    fixture.stored("a", b"0123456789ABCDEF")
+    counters = fixture.core.tier_counters()
+    assert counters == {"disk": {"skipped": 0, "dropped_writes": dropped}}
+    fixture.close_sessions("a")  # and its region goes to another
+    fixture.open_sessions("b")
+    fixture.open_namespace("b", OTHER, POOL)
+    assert fixture.core.tier_counters() == counters
 
 
 def test_pending_keys_are_written_once_they_are_stored() -> None:

@@ -53,8 +53,10 @@ class WriterFixture:
 
     def __init__(self, record: RegionRecord = KEYED, fold: int = MIN_WAITING_BLOCKS) -> None:
         self.reads = RecordedReads()
+        self.committed: list[BlockSet] = []
         self.writer = ChecksumWriter(
             self.reads,  # type: ignore[arg-type]
+            self.committed.append,
             commit_after=0,
             min_waiting=fold,
         )
@@ -91,6 +93,18 @@ async def test_the_last_store_of_a_block_in_a_round_is_committed(fixture: Writer
     assert not fixture.writer.busy
     assert fixture.reads.asked == [[2, 1]]
     assert fixture.table.residents() == (ResidentBlock(2, key(9)), ResidentBlock(1, key(8), (2, 3)))
+
+
+async def test_blocks_that_are_committed_are_reported_with_their_keys(
+    fixture: WriterFixture,
+) -> None:
+    """Not those that were overwritten meanwhile."""
+    fixture.add([1, 2, 3], [1, 2, 3])
+    await eventually(lambda: fixture.reads.waiting)
+    fixture.table.invalidate(numbers(2))
+    fixture.reads.answer()
+    (one,) = fixture.committed
+    assert (one.owner, one.blocks.tolist(), one.keys) == (KEYED.owner, [1, 3], (key(1), key(3)))
 
 
 async def test_more_blocks_than_one_request_takes() -> None:

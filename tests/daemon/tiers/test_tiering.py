@@ -55,10 +55,10 @@ class FakeWriteSource:
     def __init__(self) -> None:
         self.jobs: list[WriteJob] = []
         self.ended: dict[int, list[bool]] = {}
-        self.asked: list[tuple[int, int, float, int]] = []
+        self.asked: list[tuple[int, int, float]] = []
 
-    def take_writes(self, tier: int, limit: int, coldest: float, min_uses: int) -> list[WriteJob]:
-        self.asked.append((tier, limit, coldest, min_uses))
+    def take_writes(self, tier: int, limit: int, coldest: float) -> list[WriteJob]:
+        self.asked.append((tier, limit, coldest))
         return [self.jobs.pop(0)] if self.jobs else []
 
     def end_write(self, number: int, done: Any) -> None:
@@ -348,25 +348,25 @@ def test_a_marked_drop_is_done_at_the_next_start(memory: TieringFixture) -> None
 
 
 def test_blocks_are_written_and_unpinned(disk: TieringFixture) -> None:
-    disk.start(WriteOptions(0, 0.25, 2))
+    disk.start(WriteOptions(0, 0.25))
     disk.write(disk.write_job(1, 0, 1), disk.write_job(2, 2))
     disk.tiers[0].wait_until(lambda: len(disk.core.ended) == 2)
     assert disk.core.ended == {1: [True, True], 2: [True]}
     assert disk.find(0, 1, 2, 3).tier_of == (0, 0, 0, -1)
     assert disk.fetch(0, 1).ok == (True,)
-    assert disk.core.asked[0] == (0, write_out.TAKEN_BLOCKS, 0.25, 2)
+    assert disk.core.asked[0] == (0, write_out.TAKEN_BLOCKS, 0.25)
     (status,) = disk.tiering.status({})
-    assert (status.written, status.written_bytes, status.dropped_writes) == (3, 3 * BLOCK, 0)
+    assert (status.written, status.written_bytes) == (3, 3 * BLOCK)
 
 
 def test_each_tier_is_written_with_its_options(two: TieringFixture) -> None:
-    two.start(WriteOptions(0, 1.0), WriteOptions(1, 0.25, 2))
+    two.start(WriteOptions(0, 1.0), WriteOptions(1, 0.25))
     two.write(two.write_job(1, 0), two.write_job(2, 1))
     two.tiers[0].wait_until(lambda: len(two.core.ended) == 2)
     assert sorted(two.find(0, 1).tier_of) == [0, 1]
     assert {asked[0]: asked[1:] for asked in two.core.asked} == {
-        0: (write_out.TAKEN_BLOCKS, 1.0, 1),
-        1: (write_out.TAKEN_BLOCKS, 0.25, 2),
+        0: (write_out.TAKEN_BLOCKS, 1.0),
+        1: (write_out.TAKEN_BLOCKS, 0.25),
     }
     assert [tier.written for tier in two.tiering.status({})] == [1, 1]
 
@@ -427,4 +427,3 @@ def test_a_tier_that_takes_nothing_is_left_alone_for_a_while(
     memory.write(memory.write_job(2, 0))
     memory.tiers[0].wait_until(lambda: len(memory.core.ended) == 2)
     assert time.monotonic() - ended > 0.2
-    assert memory.tiering.status({})[0].dropped_writes == 1

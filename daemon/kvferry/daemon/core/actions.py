@@ -17,6 +17,7 @@ from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s
 from kvferry.daemon.core.records import KeptTensorsRecord, RegionOwner, RegionRecord
 from kvferry.daemon.core.tier_actions import (
+    BlocksCommitted,
     BlocksFetched,
     DropStore,
     FetchBlocks,
@@ -373,6 +374,7 @@ Report: TypeAlias = (
     | CopyCalibrated
     | HealthChecked
     | Pong
+    | BlocksCommitted
     | KeysFound
     | BlocksFetched
     | FetchReleased

@@ -36,12 +36,14 @@ from kvferry.daemon.core.registration import OWN
 from kvferry.daemon.core.registrations import Registrations
 from kvferry.daemon.core.status import DaemonIdentity, StatusRecorder
 from kvferry.daemon.core.tier_actions import (
+    BlocksCommitted,
     BlocksFetched,
     FetchReleased,
     KeysFound,
     StoreDropped,
     TierDescription,
     WriteJob,
+    WrittenBlocks,
 )
 from kvferry.daemon.core.transfers import JobObserver, Transfers
 from kvferry.daemon.core.writes import Writes
@@ -84,7 +86,7 @@ class Core:
         # Requests, by session, that wait until a closing registration frees what they need.
         self._waiting_requests: dict[str, RegionRequest] = {}
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
-        self._namespaces = Namespaces(self._regions, tuple(tier.name for tier in tiers))
+        self._namespaces = Namespaces(self._regions, tiers)
         self._promotions = Promotions(self._namespaces, tiers)
         self._writes = Writes(self._namespaces)
         self._registrations = Registrations(self._regions, self._namespaces, self._owners)
@@ -167,6 +169,9 @@ class Core:
                 actions, error = [], None
             case StoreDropped():
                 actions, error = self._promotions.end_drop(report), None
+            case BlocksCommitted():
+                self._namespaces.mark_committed(report)
+                return []
             case Continue(command):
                 return [command]
         if error is not None:
@@ -233,9 +238,17 @@ class Core:
         if self._engines.get(session) != OWN:
             self._recorder.count_errors(error.code)
 
-    def take_writes(self, tier: int, limit: int, coldest: float, min_uses: int) -> list[WriteJob]:
+    def take_writes(self, tier: int, limit: int, coldest: float) -> list[WriteJob]:
         """Hold up to `limit` blocks to be written into a tier: see writes.py."""
-        return self._writes.take_writes(tier, limit, coldest, min_uses)
+        return self._writes.take_writes(tier, limit, coldest)
+
+    def next_written(self, tier: int, limit: int) -> WrittenBlocks | None:
+        """Blocks that were written into a tier, the next ones with each call: see writes.py."""
+        return self._writes.next_written(tier, limit)
+
+    def reopen_writes(self, written: WrittenBlocks, missing: Sequence[bool]) -> None:
+        """Write blocks of `next_written` again that the tier does not have. missing: for each."""
+        self._writes.reopen_writes(written, missing)
 
     def end_write(self, number: int, done: Sequence[bool]) -> None:
         """Release the blocks of a WriteJob. done: for each key, whether the tier has it now."""

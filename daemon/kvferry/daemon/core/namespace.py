@@ -47,7 +47,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class Namespace:
-    """changed: called with the namespace when it has key events to take."""
+    """changed: called with the namespace when it has key events to take. min_uses: see Cache."""
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class Namespace:
         policy: str,
         threshold: int,
         changed: Callable[[Namespace], None],
+        min_uses: Sequence[int] = (),
     ) -> None:
         self.name = fingerprint.name
         self.region = region
@@ -70,7 +71,7 @@ class Namespace:
         self.sequence = 0
         self.generation = 1
         self.policy, self.threshold = policy, threshold
-        self.cache = Cache(region.num_blocks, policy, threshold)
+        self.cache = Cache(region.num_blocks, policy, threshold, min_uses)
         self.cache.events.recording = True
         self.cache.events.on_event = partial(changed, self)
         self._pages: tuple[tuple[int, ...], ...] | None = None

@@ -8,6 +8,7 @@ needs the memory. Called by the core, on the event loop.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import reduce
 from itertools import islice
 
 from kvferry.daemon.core.actions import (
@@ -24,8 +25,9 @@ from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.cache.policies import POLICIES
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.records import RecoveredRegion, namespace_owner
-from kvferry.daemon.core.regions import Regions
+from kvferry.daemon.core.regions import Region, Regions
 from kvferry.daemon.core.session_pins import SessionPins
+from kvferry.daemon.core.tier_actions import BlocksCommitted, TierDescription
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import (
     ClientMessage,
@@ -37,7 +39,7 @@ from kvferry.proto.messages import (
     Touch,
     Unpin,
 )
-from kvferry.proto.status import NamespaceStatus
+from kvferry.proto.status import Fingerprint, NamespaceStatus
 
 # Encoded. The status of all namespaces must fit into one message.
 MAX_FINGERPRINT_BYTES = 4096
@@ -46,10 +48,13 @@ MOST_UNLIKE, UNLIKE_CHARACTERS = 16, 512
 
 
 class Namespaces:
-    """tiers: names of the tiers below the host pool, fastest first."""
+    """tiers: those below the host pool, fastest first."""
 
-    def __init__(self, regions: Regions, tiers: tuple[str, ...] = ()) -> None:
-        self._regions, self._tiers = regions, tiers
+    def __init__(self, regions: Regions, tiers: tuple[TierDescription, ...] = ()) -> None:
+        self._regions, self._tiers = regions, tuple(tier.name for tier in tiers)
+        self._min_uses = tuple(tier.min_uses for tier in tiers)
+        # Blocks of freed namespaces that were evicted before they were written into each tier.
+        self._unwritten = [0] * len(tiers)
         self._by_name: dict[str, Namespace] = {}
         self._by_session: dict[str, Namespace] = {}
         # Namespaces whose region was freed; their subscribers are not notified yet.
@@ -85,8 +90,8 @@ class Namespaces:
         )
         namespace = next((one for one in self if one.region is region), None)
         if namespace is None:
-            namespace = Namespace(
-                region, fingerprint, message.policy, message.store_threshold, self._note_changed
+            namespace = self._make_namespace(
+                region, fingerprint, message.policy, message.store_threshold
             )
             self._by_name[namespace.name] = namespace
             self._regions.record_created(namespace.record)
@@ -126,7 +131,7 @@ class Namespaces:
             raise Refused(Code.BAD_LAYOUT, message, record.name)
         region = self._regions.restore_region(found)
         try:
-            namespace = Namespace(region, fingerprint, policy, record.threshold, self._note_changed)
+            namespace = self._make_namespace(region, fingerprint, policy, record.threshold)
             namespace.restore_keys(found)
         except ValueError as error:
             self._regions.free_region(region.owner)
@@ -146,7 +151,16 @@ class Namespaces:
         if namespace is not None:
             namespace.cache.discard_keys(zip(report.keys, report.blocks.tolist(), strict=True))
 
-    def _namespace_of_report(self, report: BlocksVerified | BlocksCorrupted) -> Namespace | None:
+    def mark_committed(self, report: BlocksCommitted) -> None:
+        """These keys have a checksum: tiers can write them."""
+        namespace = self._namespace_of_report(report)
+        if namespace is not None and self._tiers:
+            entries = zip(report.keys, report.blocks.tolist(), strict=True)
+            namespace.cache.tier_access.mark_committed(entries)
+
+    def _namespace_of_report(
+        self, report: BlocksVerified | BlocksCorrupted | BlocksCommitted
+    ) -> Namespace | None:
         namespace = self._by_name.get(report.owner.name)
         owns = namespace is not None and namespace.region.owner == report.owner
         return namespace if owns else None
@@ -210,6 +224,11 @@ class Namespaces:
                     actions.append(Broadcast(tuple(namespace.subscribers), key_events))
         return actions
 
+    def _make_namespace(
+        self, region: Region, fingerprint: Fingerprint, policy: str, threshold: int
+    ) -> Namespace:
+        return Namespace(region, fingerprint, policy, threshold, self._note_changed, self._min_uses)
+
     def _note_changed(self, namespace: Namespace) -> None:
         self._changed[namespace] = None
 
@@ -221,6 +240,7 @@ class Namespaces:
         lost = [one for one in self._by_name.values() if not self._regions.is_owned(one.region)]
         for namespace in lost:
             del self._by_name[namespace.name]
+            self._unwritten = _sums(self._unwritten, namespace.cache.tier_access.unwritten)
         self._freed += lost
 
     def close_session(self, session: str) -> None:
@@ -235,6 +255,11 @@ class Namespaces:
 
     def status(self) -> tuple[NamespaceStatus, ...]:
         return tuple(namespace.status() for namespace in self)
+
+    def unwritten(self) -> list[int]:
+        """For each tier, the blocks that were evicted before they were written into it."""
+        counts = (namespace.cache.tier_access.unwritten for namespace in self)
+        return reduce(_sums, counts, self._unwritten)
 
     def _check_fingerprint(self, session: str, engine: str, message: OpenNamespace) -> None:
         """Check that a session and all sessions of its engine are in one namespace."""
@@ -276,3 +301,7 @@ class Namespaces:
 
 def _free_later(deferred: DeferredFree) -> list[Action]:
     return [FreeDeferred(deferred)] if deferred else []
+
+
+def _sums(first: list[int], second: list[int]) -> list[int]:
+    return [one + other for one, other in zip(first, second, strict=True)]

@@ -86,10 +86,13 @@ class Promotions:
         self._skipped = [0] * len(tiers)
 
     def counters(self) -> dict[str, dict[str, float]]:
-        """Fields of TierStatus by tier. skipped: keys that are computed faster than read."""
+        """Fields of TierStatus by tier. skipped: keys that are computed faster than read.
+        dropped_writes: blocks that were evicted before they were written.
+        """
+        counts = zip(self.tiers, self._skipped, self._namespaces.unwritten(), strict=True)
         return {
-            tier.name: {"skipped": skipped}
-            for tier, skipped in zip(self.tiers, self._skipped, strict=True)
+            tier.name: {"skipped": skipped, "dropped_writes": unwritten}
+            for tier, skipped, unwritten in counts
         }
 
     def close_session(self, session: str) -> None:

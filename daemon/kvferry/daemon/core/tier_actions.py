@@ -20,10 +20,13 @@ class TierDescription:
     """What the core knows of a tier. name: in status and metrics.
 
     writes_promoted: whether blocks that were promoted from a slower tier are written into it.
+    min_uses: the use from which on a block is written into it; the store of a key is a use, and
+        each load and touch. 0: nothing is written.
     """
 
     name: str
     writes_promoted: bool = False
+    min_uses: int = 1
 
 
 # Actions
@@ -99,7 +102,26 @@ class WriteJob:
     block_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenBlocks:
+    """Keys of one namespace that were written into a tier, and their host blocks in its region."""
+
+    tier: int
+    store: str
+    keys: tuple[bytes, ...]
+    blocks: Int64s
+
+
 # Reports
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCommitted:
+    """Host blocks of a namespace have a checksum. keys: the key of each block."""
+
+    owner: RegionOwner
+    blocks: Int64s
+    keys: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)

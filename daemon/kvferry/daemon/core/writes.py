@@ -1,8 +1,8 @@
 """Writes: blocks of namespaces that the tiers below copy, before they are evicted.
 
 Each tier takes them when it can write them, and the blocks are held until the write has ended. A
-block is written into a tier once for each key that it gets, and not at all if it came from there.
-Event loop only.
+block is written into a tier once for each key that it gets, and not at all if it came from there;
+again if the tier has lost it. Event loop only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.namespaces import Namespaces
-from kvferry.daemon.core.tier_actions import MAX_TIER_KEYS, WriteJob
+from kvferry.daemon.core.tier_actions import MAX_TIER_KEYS, WriteJob, WrittenBlocks
 
 
 class Writes:
@@ -26,22 +26,50 @@ class Writes:
         self._numbers = count(1)
         # Of each tier the namespace that was served last: the others come first.
         self._served: dict[int, str] = {}
+        # Of each tier the namespace and the block at which `next_written` continues.
+        self._next_written: dict[int, tuple[str, int]] = {}
 
-    def take_writes(self, tier: int, limit: int, coldest: float, min_uses: int) -> list[WriteJob]:
+    def take_writes(self, tier: int, limit: int, coldest: float) -> list[WriteJob]:
         """Hold up to `limit` blocks that are loadable and not in this tier, until `end_write`.
 
         coldest: the share of each namespace's blocks that is considered, from the one on that is
-            evicted next; 0 to 1. min_uses: a block is written from this use on. The store of a key
-            is a use, and each load and touch.
+            evicted next; 0 to 1.
         """
         jobs, names = list[WriteJob](), sorted(self._namespaces, key=lambda one: one.name)
         served = self._served.get(tier, "")
         for namespace in sorted(names, key=lambda one: one.name <= served):
-            while limit > 0 and (job := self._take(tier, namespace, limit, coldest, min_uses)):
+            while limit > 0 and (job := self._take(tier, namespace, limit, coldest)):
                 jobs.append(job)
                 limit -= len(job.keys)
                 self._served[tier] = namespace.name
         return jobs
+
+    def next_written(self, tier: int, limit: int) -> WrittenBlocks | None:
+        """Up to `limit` of the blocks that were written into a tier and used since, the next ones
+        with each call. None once all were named; then it starts again.
+
+        The others are left out: a tier that is smaller than the pool would be written for ever.
+        """
+        name, begin = self._next_written.pop(tier, ("", 0))
+        for namespace in sorted(self._namespaces, key=lambda one: one.name):
+            store = namespace.store_name
+            if store is None or namespace.name < name:
+                continue
+            access = namespace.cache.tier_access
+            begin = begin if namespace.name == name else 0
+            keys, blocks = access.written_blocks(tier, begin, limit)
+            if keys:
+                self._next_written[tier] = namespace.name, int(blocks[-1]) + 1
+                return WrittenBlocks(tier, store, tuple(keys), blocks)
+        return None
+
+    def reopen_writes(self, written: WrittenBlocks, missing: Sequence[bool]) -> None:
+        """Write blocks of `next_written` again that the tier does not have. missing: for each."""
+        entries = zip(written.keys, written.blocks.tolist(), missing, strict=True)
+        lost = [(key, block) for key, block, is_missing in entries if is_missing]
+        for namespace in self._namespaces:
+            if namespace.store_name == written.store:
+                namespace.cache.tier_access.reopen_writes(written.tier, lost)
 
     def end_write(self, number: int, done: Sequence[bool]) -> None:
         """Release the blocks of a write. done: for each key, whether the tier has it now.
@@ -54,14 +82,12 @@ class Writes:
         namespace.cache.tier_access.end_writes(tier, blocks, np.array(done, np.bool_))
         self._namespaces.mark_deserted_if_unused(namespace)
 
-    def _take(
-        self, tier: int, namespace: Namespace, limit: int, coldest: float, min_uses: int
-    ) -> WriteJob | None:
+    def _take(self, tier: int, namespace: Namespace, limit: int, coldest: float) -> WriteJob | None:
         store = namespace.store_name
         if store is None:
             return None
         access = namespace.cache.tier_access
-        keys, blocks = access.take_writes(tier, min(limit, MAX_TIER_KEYS), coldest, min_uses)
+        keys, blocks = access.take_writes(tier, min(limit, MAX_TIER_KEYS), coldest)
         if not keys:
             return None
         self._namespaces.mark_present(namespace)

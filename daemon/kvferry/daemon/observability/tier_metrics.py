@@ -24,8 +24,8 @@ _COUNTERS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
     ),
     (
         "keys",
-        "Keys moved. read: to the host pool; written: to the tier; dropped: not written, because "
-        "the tier is full, failed or off.",
+        "Keys moved. read: to the host pool; written: to the tier; dropped: evicted from the pool "
+        "before they were written.",
         "result",
         {"read": "promoted", "written": "written", "dropped": "dropped_writes"},
     ),

@@ -178,11 +178,11 @@ class BlockTable:
         checksums: Checksums,
         keys: Sequence[OffloadKey],
         parts: dict[int, tuple[int, int]],
-    ) -> None:
+    ) -> Bools:
         """Mark stored blocks as committed, except those that were invalidated meanwhile.
 
         blocks, versions, checksums: (n,). keys: n, or none. parts: the stored sub-blocks (from, to)
-        of blocks that were not stored whole.
+        of blocks that were not stored whole. Returns which were committed, (n,).
         """
         lines = self._lines
         same = self.unchanged(blocks, versions)
@@ -195,6 +195,7 @@ class BlockTable:
         lines["checksum"][blocks] = checksums[same]
         lines["committed"][blocks] = True
         self._end = max(self._end, int(blocks.max(initial=-1)) + 1)
+        return same
 
     def touch(self, blocks: Int64s) -> None:
         """Record a use of blocks; the first becomes the most recent."""

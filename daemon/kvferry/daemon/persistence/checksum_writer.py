@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -46,18 +47,20 @@ class CompletedStore:
 class ChecksumWriter:
     """Commits completed stores in rounds.
 
+    committed: called with blocks of a namespace that were committed, and their keys.
     commit_after, min_waiting: see COMMIT_AFTER and MIN_WAITING_BLOCKS.
     """
 
     def __init__(
         self,
         checksums: ChecksumClient,
+        committed: Callable[[BlockSet], None],
         *,
         commit_after: float = COMMIT_AFTER,
         min_waiting: int = MIN_WAITING_BLOCKS,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._checksums = checksums
+        self._checksums, self._committed = checksums, committed
         self._commit_after, self._min_waiting = commit_after, min_waiting
         # Stores of the next round.
         self._stores: list[CompletedStore] = []
@@ -119,10 +122,15 @@ class ChecksumWriter:
         self._reading -= 1
         self._plan_round()
         block_set = store.block_set
-        if not store.table.closed:
-            store.table.commit(
-                block_set.blocks, store.versions, checksums, block_set.keys, block_set.parts
-            )
+        if store.table.closed:
+            return
+        same = store.table.commit(
+            block_set.blocks, store.versions, checksums, block_set.keys, block_set.parts
+        )
+        if block_set.keys and same.any():
+            places = np.flatnonzero(same)
+            keys = tuple([block_set.keys[place] for place in places.tolist()])
+            self._committed(BlockSet(block_set.owner, block_set.blocks[places], keys))
 
 
 def _joined(table: BlockTable, stores: list[CompletedStore]) -> CompletedStore:

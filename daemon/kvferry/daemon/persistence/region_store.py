@@ -26,6 +26,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.layout import Bools, Int64s
 from kvferry.daemon.core.records import RecoveredRegion, RegionOwner, RegionRecord
+from kvferry.daemon.core.tier_actions import BlocksCommitted
 from kvferry.daemon.persistence.block_check import BlockCheck
 from kvferry.daemon.persistence.block_table import BlockTable, Checksums, UseClock, Versions
 from kvferry.daemon.persistence.checksum_client import ChecksumClient
@@ -89,7 +90,9 @@ class RegionStore:
         self._clock = UseClock()
         self._tables: dict[RegionOwner, tuple[str, BlockTable]] = {}
         self._stores: dict[int, _InflightStore] = {}
-        self._writer = ChecksumWriter(checksums)
+        self._writer = ChecksumWriter(
+            checksums, lambda each: report([BlocksCommitted(each.owner, each.blocks, each.keys)])
+        )
         check = BlockCheck(checksums, report)
         self._verifier = Verifier(check, checksums.window)
         self._scrub = Scrub(check, scrub_rate, self._all_tables)

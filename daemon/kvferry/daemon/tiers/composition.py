@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from kvferry.daemon.core.actions import Report
 from kvferry.daemon.core.tier_actions import TierDescription
 from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles, TierSpec
 from kvferry.daemon.tiers.tiering import AttachedTier, Tiering
+from kvferry.daemon.tiers.write_check import WriteCheck, WrittenSource
 from kvferry.daemon.tiers.write_out import ChecksumsOf, WriteOptions, WriteOut, WriteSource
 
 WRITE_THROUGH = "write_through"
 # The part of each namespace's blocks that a write policy keeps written.
 COLDEST = {"clean_ahead": 0.25, WRITE_THROUGH: 1.0}
+
+
+class Source(WriteSource, WrittenSource, Protocol):
+    """The core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,8 @@ class TierSettings:
 
     @property
     def description(self) -> TierDescription:
-        return TierDescription(self.spec.name, self.write == WRITE_THROUGH)
+        min_uses = self.admit_after if self.write in COLDEST else 0
+        return TierDescription(self.spec.name, self.write == WRITE_THROUGH, min_uses)
 
 
 def start_tiers(settings: Sequence[TierSettings], pool: PoolFiles) -> list[AttachedTier]:
@@ -45,15 +52,17 @@ def start_tiers(settings: Sequence[TierSettings], pool: PoolFiles) -> list[Attac
 def compose_tiering(
     tiers: Sequence[AttachedTier],
     settings: Sequence[TierSettings],
-    source: WriteSource,
+    source: Source,
     checksums_of: ChecksumsOf,
     report: Callable[[list[Report]], None],
     promoted: Callable[[str, float], None],
 ) -> Tiering:
-    """tiers: started with these settings; fastest first. source, checksums_of: see write_out.py.
-    report, promoted: see tiering.py."""
+    """tiers: started with these settings; fastest first. source, checksums_of: see write_out.py,
+    write_check.py. report, promoted: see tiering.py."""
     for number, (tier, its) in enumerate(zip(tiers, settings, strict=True)):
         if its.write in COLDEST:
-            options = WriteOptions(number, COLDEST[its.write], its.admit_after, its.rate)
+            options = WriteOptions(number, COLDEST[its.write], its.rate)
             tier.write_out = WriteOut(source, checksums_of, tier.client, options)
+            wake_up = tier.write_out.wake_up
+            tier.write_check = WriteCheck(source, tier.client, number, wake_up)
     return Tiering(tiers, report, promoted)

@@ -54,6 +54,8 @@ GRACE = 2.0
 BEGIN_WITHIN = 0.75
 # Seconds between two questions about the usage.
 USAGE_EVERY = 1.0
+# Of a lookup, by what the process answers: FAILED is the last.
+LOOKUP_RESULTS = Result.MISS, Result.OK, Result.ERROR
 Done = Callable[[Sequence[Result]], None]
 # Called with what became of the blocks; empty if the process did not answer.
 Released = Callable[[Sequence[Result]], None]
@@ -149,7 +151,7 @@ class TierClient:
         return len(self._pending)
 
     def contains(self, namespace: str, keys: Sequence[bytes], seconds: float, done: Done) -> None:
-        """Find out which keys the tier has: OK or MISS, or LATE after `seconds`."""
+        """Find out which keys the tier has: OK, MISS or ERROR, or LATE after `seconds`."""
         _check_count(keys)
         self._last_lookup = namespace, keys
         if not self.is_prompt:
@@ -326,7 +328,7 @@ class TierClient:
         self._late -= pending.late
         request, answer = pending.request, [Result(each) for each in results]
         if isinstance(request, ContainsRequest):
-            answer = [Result.OK if each == 1 else Result.MISS for each in results]
+            answer = [LOOKUP_RESULTS[each] for each in results]
             failed = results.count(FAILED)
             self.counters.results["fetch"][Result.ERROR] += failed
             if pending.probe:

@@ -32,6 +32,7 @@ from kvferry.daemon.tiers.drop_markers import add_marker, marked_stores, remove_
 from kvferry.daemon.tiers.messages import MAX_KEYS
 from kvferry.daemon.tiers.read_rate import ReadRate
 from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient, nothing
+from kvferry.daemon.tiers.write_check import WriteCheck
 from kvferry.daemon.tiers.write_out import WriteOut
 from kvferry.proto.status import TierStatus
 
@@ -49,12 +50,13 @@ log = structlog.get_logger()
 
 @dataclass(eq=False, slots=True)
 class AttachedTier:
-    """A tier that is in use. markers: directory for the markers of drops. write_out: None if
-    nothing is written into it."""
+    """A tier that is in use. markers: directory for the markers of drops. write_out, write_check:
+    None if nothing is written into it."""
 
     client: TierClient
     markers: Path
     write_out: WriteOut | None = None
+    write_check: WriteCheck | None = None
     rate: ReadRate = field(default_factory=lambda: ReadRate(time.monotonic))
     # Starts of the fetches that have not ended, by number, the oldest first.
     fetches: dict[int, float] = field(default_factory=dict)
@@ -118,8 +120,10 @@ class Tiering:
     def stop(self) -> None:
         """Begin no more writes, and report nothing: the core's sessions are about to be closed."""
         self._report = nothing
-        for write_out in self._write_outs:
-            write_out.close()
+        for tier in self._tiers:
+            for writer in (tier.write_out, tier.write_check):
+                if writer is not None:
+                    writer.close()
 
     async def close(self) -> None:
         """End the tiers, once they have written everything back."""
@@ -259,7 +263,6 @@ class Tiering:
             "promoted": fetched[Result.OK],
             "promotion_seconds": tier.promotion_seconds / max(1, tier.promotions),
             "written": put[Result.OK],
-            "dropped_writes": put[Result.FULL] + put[Result.ERROR],
         }
         values |= counted.get(client.spec.name, {})
         return TierStatus(

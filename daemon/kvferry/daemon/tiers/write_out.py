@@ -27,7 +27,8 @@ TAKEN_BLOCKS = 32
 IN_FLIGHT_BYTES = 64 << 20
 # Seconds from a change of the pool until blocks are taken, so that several changes are one.
 DELAY = 0.02
-# Seconds until blocks without a checksum are taken again: checksums follow a store soon.
+# Seconds until blocks are taken again that could not be written: their namespace is being dropped,
+# or their region has been freed.
 RETRY = 0.25
 # Seconds without writes after one that failed entirely, at first and at most.
 FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0
@@ -39,9 +40,9 @@ ChecksumsOf: TypeAlias = Callable[[RegionOwner, Int64s], tuple[Checksums, Bools]
 class WriteSource(Protocol):
     """The core."""
 
-    def take_writes(self, tier: int, limit: int, coldest: float, min_uses: int) -> list[WriteJob]:
-        """Pin up to `limit` blocks that are not in this tier yet, of the coldest part of each
-        namespace, used at least `min_uses` times."""
+    def take_writes(self, tier: int, limit: int, coldest: float) -> list[WriteJob]:
+        """Pin up to `limit` blocks that are not in this tier yet and were used often enough, of the
+        coldest part of each namespace."""
 
     def end_write(self, number: int, done: Sequence[bool]) -> None:
         """Unpin the blocks of a job. done: of each key, whether it is written."""
@@ -50,11 +51,10 @@ class WriteSource(Protocol):
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
     """tier: its index. coldest: the part of each namespace's blocks that is written, the coldest
-    first. min_uses: a block is written from this use on. rate: bytes per second; 0: no limit."""
+    first. rate: bytes per second; 0: no limit."""
 
     tier: int
     coldest: float
-    min_uses: int = 1
     rate: int = 0
 
 
@@ -119,9 +119,7 @@ class WriteOut:
         if self._in_flight_bytes >= IN_FLIGHT_BYTES:
             return  # the end of a put wakes this up
         options = self._options
-        jobs = self._source.take_writes(
-            options.tier, TAKEN_BLOCKS, options.coldest, options.min_uses
-        )
+        jobs = self._source.take_writes(options.tier, TAKEN_BLOCKS, options.coldest)
         retry = False
         for job in jobs:
             retry |= not self._put(job)

@@ -45,17 +45,24 @@ OFFERS_REMEMBERED = 1 << 16
 class Cache:
     """Keys in `capacity` host blocks.
 
-    policy: a name in POLICIES. store_threshold: a key is stored from this offer on. Raises
-    ValueError if an argument is invalid.
+    policy: a name in POLICIES. store_threshold: a key is stored from this offer on. min_uses: for
+    each tier below the use from which on a key is written; 0: none is. Raises ValueError if an
+    argument is invalid.
     """
 
-    def __init__(self, capacity: int, policy: str = "lru", store_threshold: int = 1) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        policy: str = "lru",
+        store_threshold: int = 1,
+        min_uses: Sequence[int] = (),
+    ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity is {capacity} blocks; give at least 1")
         if policy not in POLICIES:
             raise ValueError(f"unknown eviction policy {policy!r}; use {' or '.join(POLICIES)}")
         self._capacity = capacity
-        self._blocks = KeyedBlocks(capacity, policy)
+        self._blocks = KeyedBlocks(capacity, policy, min_uses)
         self.tier_access = TierAccess(self._blocks)
         self._admission_filter = AdmissionFilter(store_threshold, max(capacity, OFFERS_REMEMBERED))
         # Jobs in flight, those from before a reset included.
@@ -244,8 +251,9 @@ class Cache:
 
     def mark_verified(self, entries: Iterable[tuple[bytes, int]]) -> None:
         """Mark keys in these blocks as verified. Entries that are not unverified are ignored."""
-        hits = self._blocks.contents.mark_verified(self._blocks.stored_in(entries))
-        self._blocks.marks.set_changed()
+        blocks = self._blocks.stored_in(entries)
+        hits = self._blocks.contents.mark_verified(blocks)
+        self._blocks.marks.set_checksum(blocks)
         self.events.add(EventKind.STORED, self._blocks.index.keys_of(hits.tolist()))
 
     def discard_keys(self, entries: Iterable[tuple[bytes, int]]) -> None:

@@ -29,13 +29,15 @@ _NO_BLOCKS: Int64s = np.empty(0, np.int64)
 
 
 class KeyedBlocks:
-    """policy: a name in POLICIES."""
+    """policy: a name in POLICIES. min_uses: see WriteMarks."""
 
-    def __init__(self, capacity: int, policy: str) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int, policy: str, min_uses: Sequence[int]) -> None:
+        self.capacity, self._min_uses = capacity, min_uses
         self.allocator = BlockAllocator(capacity)
         self.events = CacheEvents()
         self.evictions = 0
+        # For each tier, the blocks that were evicted before they were written into it.
+        self.unwritten = [0] * len(min_uses)
         self._make_policy = POLICIES[policy]
         self._start()
 
@@ -55,7 +57,7 @@ class KeyedBlocks:
         """
         allocator = self.allocator
         victims = self.policy.choose_victims(keys, allocator.free, allocator.idle_among)
-        evicted = self._remove_keys(np.array(victims, np.int64))
+        evicted = self._evict_blocks(np.array(victims, np.int64))
         blocks = allocator.allocate_blocks(len(keys))
         allocator.hold_blocks(blocks)
         self.index.add_keys(keys, blocks.tolist())
@@ -116,12 +118,19 @@ class KeyedBlocks:
 
     def _start(self) -> None:
         self.index, self.contents = KeyIndex(self.capacity), BlockContents(self.capacity)
-        self.marks = WriteMarks(self.capacity)
+        self.marks = WriteMarks(self.capacity, self._min_uses)
         self._replace_policy(_NO_BLOCKS)
 
     def _replace_policy(self, blocks: Int64s) -> None:
         self.policy = self._make_policy(self.capacity, self.index, blocks)
         self.marks.set_changed()
+
+    def _evict_blocks(self, blocks: Int64s) -> list[bytes]:
+        """Remove the keys of blocks that the policy has chosen, and return them."""
+        if blocks.size and self.unwritten:
+            missing = self.marks.count_missing(blocks[self.contents.is_whole(blocks)])
+            self.unwritten = [sum(counts) for counts in zip(self.unwritten, missing, strict=True)]
+        return self._remove_keys(blocks)
 
     def _remove_keys(self, blocks: Int64s) -> list[bytes]:
         """Remove the keys of blocks that the policy does not have, and return them.

@@ -10,7 +10,7 @@ Called by the core, on the event loop.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,6 +23,8 @@ from kvferry.proto.layout import Int64s
 Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
 _NO_BLOCKS: Int64s = np.empty(0, np.int64)
+# Blocks that are looked at in one step.
+CHECKED_BLOCKS = 1 << 13
 
 
 class TierAccess:
@@ -30,13 +32,22 @@ class TierAccess:
         self._blocks = blocks
         # Blocks held by writes into each tier.
         self._writing = Counter[int]()
-        # Of each tier the arguments of the last `take_writes` that found nothing.
-        self._found_nothing: dict[int, tuple[float, int]] = {}
+        # Of each tier the share that the last `take_writes` which found nothing has looked at.
+        self._found_nothing: dict[int, float] = {}
 
     @property
     def writing(self) -> int:
         """Holds of blocks by writes into all tiers."""
         return self._writing.total()
+
+    @property
+    def unwritten(self) -> list[int]:
+        """For each tier, the blocks that were evicted before they were written into it."""
+        return self._blocks.unwritten
+
+    def mark_committed(self, entries: Iterable[tuple[bytes, int]]) -> None:
+        """Keys in these blocks have a checksum. Keys that are in others now are ignored."""
+        self._blocks.marks.set_checksum(self._blocks.stored_in(entries))
 
     def prepare_promotion(self, keys: Sequence[bytes], keep: Sequence[bytes] = ()) -> Int64s:
         """Hold a block for each of these distinct absent keys, which are pending from now on.
@@ -74,19 +85,17 @@ class TierAccess:
         """Nothing writes into these promoted blocks any longer."""
         self._blocks.allocator.release_blocks(blocks)
 
-    def take_writes(
-        self, tier: int, limit: int, coldest: float, min_uses: int
-    ) -> tuple[list[bytes], Int64s]:
+    def take_writes(self, tier: int, limit: int, coldest: float) -> tuple[list[bytes], Int64s]:
         """Hold blocks to be written into a tier, until `end_writes`: their keys, and the blocks.
 
-        They are loadable as a whole, not in this tier, and were used at least `min_uses` times.
-        coldest: the share of each queue of the policy that is looked at, from its cold end; 0 to 1.
-        At most `limit` blocks. The writes into one tier hold at most a quarter of the cache, or one
-        block.
+        They are loadable as a whole, have a checksum, were used often enough, and are not in this
+        tier. coldest: the share of each queue of the policy that is looked at, from its cold end; 0
+        to 1. At most `limit` blocks. The writes into one tier hold at most a quarter of the cache,
+        or one block.
         """
         marks, capacity = self._blocks.marks, self._blocks.capacity
         limit = min(limit, max(1, capacity // 4) - self._writing[tier])
-        seen = self._found_nothing.get(tier) == (coldest, min_uses)
+        seen = self._found_nothing.get(tier) == coldest
         if limit <= 0 or (seen and not marks.is_changed(tier)):
             return [], _NO_BLOCKS
         parts, left = list[Int64s](), limit
@@ -96,19 +105,38 @@ class TierAccess:
                 if unseen <= 0 or left <= 0:
                     break
                 coldest_blocks, unseen = blocks[:unseen], unseen - blocks.size
-                found = coldest_blocks[marks.are_open(coldest_blocks, tier, min_uses)]
+                found = coldest_blocks[marks.are_open(coldest_blocks, tier)]
                 found = found[self._blocks.contents.is_whole(found)][:left]
                 parts.append(found)
                 left -= found.size
         taken = np.concatenate((_NO_BLOCKS, *parts))
         if not taken.size:
             marks.set_unchanged(tier)
-            self._found_nothing[tier] = coldest, min_uses
+            self._found_nothing[tier] = coldest
             return [], taken
         self._blocks.allocator.hold_blocks(taken)
         marks.set_done(taken, [tier])
         self._writing[tier] += taken.size
         return self._blocks.index.keys_of(taken.tolist()), taken
+
+    def written_blocks(self, tier: int, begin: int, limit: int) -> tuple[list[bytes], Int64s]:
+        """Up to `limit` blocks from block `begin` on that were written into a tier, and used since;
+        and their keys. Those that are held are left out: they may be on the way there.
+        """
+        found, capacity = list[Int64s](), self._blocks.capacity
+        while begin < capacity and limit > 0:
+            blocks = np.arange(begin, min(begin + CHECKED_BLOCKS, capacity))
+            used = blocks[self._blocks.marks.are_used(blocks, tier)]
+            used = self._blocks.allocator.idle_among(used)[:limit]
+            found.append(used)
+            begin, limit = begin + blocks.size, limit - used.size
+        written = np.concatenate((_NO_BLOCKS, *found))
+        return self._blocks.index.keys_of(written.tolist()), written
+
+    def reopen_writes(self, tier: int, entries: Iterable[tuple[bytes, int]]) -> None:
+        """Keys in these blocks are not in a tier, other than `written_blocks` assumed."""
+        blocks = self._blocks.allocator.idle_among(self._blocks.stored_in(entries))
+        self._blocks.marks.set_open(blocks, tier)
 
     def end_writes(self, tier: int, blocks: Int64s, done: Mask) -> None:
         """Release blocks of `take_writes`. done: which of them are in the tier now; (n,).

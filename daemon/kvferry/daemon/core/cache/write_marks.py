@@ -1,13 +1,13 @@
-"""Which blocks are in which tiers already, and how often each was used.
+"""Which blocks are in which tiers already, which have a checksum, and how often each was used.
 
-Marks and the count belong to the key of a block: all start again when the block gets another one.
+All of it belongs to the key of a block, and starts again when the block gets another one.
 Tiers are numbered from 0, the fastest first. Called by keyed_blocks.py and tier_access.py, on the
 event loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,8 +24,14 @@ ALL_TIERS = 0xFF
 
 
 class WriteMarks:
-    def __init__(self, capacity: int) -> None:
+    """min_uses: for each tier the use from which on a block is written; 0: nothing is written."""
+
+    def __init__(self, capacity: int, min_uses: Sequence[int]) -> None:
+        self._min_uses = tuple(min_uses)
         self._uses: Bytes = np.zeros(capacity, np.uint8)
+        # The tiers into which each block was written before its last use.
+        self._used: Bytes = np.zeros(capacity, np.uint8)
+        self._has_checksum = np.zeros(capacity, np.bool_)
         # The tiers that have each block, or to which it is on the way.
         self._done: Bytes = np.zeros(capacity, np.uint8)
         # Tiers for which there is nothing to write since `set_unchanged`.
@@ -47,16 +53,26 @@ class WriteMarks:
         """Blocks get other keys."""
         self._uses[blocks] = 0
         self._done[blocks] = 0
+        self._used[blocks] = 0
+        self._has_checksum[blocks] = False
         self.set_changed()
 
     def count_uses(self, blocks: Int64s) -> None:
         """Blocks are used, each at most once."""
         self._uses[blocks] = np.minimum(self._uses[blocks], MAX_USES - 1) + 1
+        self._used[blocks] |= self._done[blocks]
+        self.set_changed()
+
+    def set_checksum(self, blocks: Int64s) -> None:
+        """Blocks have a checksum now, without which they cannot be written."""
+        self._has_checksum[blocks] = True
         self.set_changed()
 
     def set_done(self, blocks: Int64s, tiers: Iterable[int]) -> None:
         """Blocks are in these tiers, or on the way there."""
-        self._done[blocks] |= sum(1 << tier for tier in tiers)
+        bits = sum(1 << tier for tier in tiers)
+        self._done[blocks] |= bits
+        self._used[blocks] &= ALL_TIERS ^ bits
 
     def set_open(self, blocks: Int64s, tier: int) -> None:
         """Blocks are not in this tier."""
@@ -64,7 +80,22 @@ class WriteMarks:
         self._done[blocks] &= others
         self._unchanged &= others
 
-    def are_open(self, blocks: Int64s, tier: int, min_uses: int) -> Mask:
-        """Which of these blocks are not in this tier, and were used at least this often."""
-        is_open: Mask = self._done[blocks] & 1 << tier == 0
-        return is_open & (self._uses[blocks] >= min_uses)
+    def are_missing(self, blocks: Int64s, tier: int) -> Mask:
+        """Which of these blocks should be in this tier, and are not."""
+        min_uses = self._min_uses[tier]
+        missing: Mask = self._done[blocks] & 1 << tier == 0
+        return missing & (self._uses[blocks] >= min_uses) & (min_uses > 0)
+
+    def are_open(self, blocks: Int64s, tier: int) -> Mask:
+        """Which of these blocks are missing and can be written."""
+        return self.are_missing(blocks, tier) & self._has_checksum[blocks]
+
+    def are_used(self, blocks: Int64s, tier: int) -> Mask:
+        """Which of these blocks are in this tier, or on the way there, and were used since."""
+        used: Mask = self._done[blocks] & self._used[blocks] & 1 << tier != 0
+        return used
+
+    def count_missing(self, blocks: Int64s) -> list[int]:
+        """How many of these blocks should be in each tier, and are not."""
+        tiers = range(len(self._min_uses))
+        return [int(np.count_nonzero(self.are_missing(blocks, tier))) for tier in tiers]

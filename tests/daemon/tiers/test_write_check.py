@@ -1,0 +1,145 @@
+"""What a tier has lost is written again: when it is asked, and what its answers change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.daemon.core.tier_actions import WrittenBlocks
+from kvferry.daemon.tiers import write_check
+from kvferry.daemon.tiers.base import Result, TierUsage
+from kvferry.daemon.tiers.write_check import WriteCheck
+
+OK, MISS, LATE, ERROR = Result.OK, Result.MISS, Result.LATE, Result.ERROR
+
+
+class FakeTier:
+    """As WriteCheck sees a TierClient, and the core."""
+
+    def __init__(self) -> None:
+        self.is_prompt = self.is_started = True
+        self.usage = TierUsage(capacity_bytes=1000)
+        self.counters = SimpleNamespace(deaths=0, results={"fetch": dict.fromkeys(Result, 0)})
+        self.results: list[Result] = [OK, OK]
+        self.rounds: list[list[WrittenBlocks]] = []
+        self.asked: list[Sequence[bytes]] = []
+        self.reopened: list[Sequence[bool]] = []
+        self.woken = 0
+
+    def contains(self, _: str, keys: Sequence[bytes], __: float, done: Callable[..., Any]) -> None:
+        self.asked.append(keys)
+        done(self.results[: len(keys)])
+
+    def next_written(self, tier: int, _: int) -> WrittenBlocks | None:
+        assert tier == 3
+        if self.rounds and self.rounds[0]:
+            return self.rounds[0].pop(0)
+        self.rounds = self.rounds[1:]
+        return None
+
+    def reopen_writes(self, _: WrittenBlocks, missing: Sequence[bool]) -> None:
+        self.reopened.append(missing)
+
+    def wake_up(self) -> None:
+        self.woken += 1
+
+
+class CheckFixture:
+    def __init__(self) -> None:
+        self.tier = FakeTier()
+        self.loop = asyncio.new_event_loop()
+
+        async def make() -> WriteCheck:
+            tier: Any = self.tier
+            return WriteCheck(tier, tier, 3, tier.wake_up)
+
+        self.check = self.loop.run_until_complete(make())
+
+    def ask(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.check.close()
+            self.check._check()
+
+    def add_round(self, *keys: bytes) -> None:
+        """One question for each of these pairs of letters."""
+        blocks = np.arange(2)
+        self.tier.rounds.append(
+            [WrittenBlocks(3, "store", (pair[:1], pair[1:]), blocks) for pair in keys]
+        )
+
+
+@pytest.fixture
+def fixture() -> Iterator[CheckFixture]:
+    fixture = CheckFixture()
+    yield fixture
+    fixture.check.close()
+    fixture.loop.close()
+
+
+@pytest.mark.parametrize(
+    ("results", "reopened"),
+    [([OK, MISS], [[False, True]]), ([OK, OK], []), ([LATE, LATE], []), ([ERROR, ERROR], [])],
+)
+def test_what_is_missing_is_written_again(
+    fixture: CheckFixture, results: list[Result], reopened: list[list[bool]]
+) -> None:
+    fixture.add_round(b"ab")
+    fixture.tier.results = results
+    fixture.tier.usage = TierUsage(1000, evictions=1)
+    fixture.ask()
+    assert fixture.tier.asked == [(b"a", b"b")]
+    assert (fixture.tier.reopened, fixture.tier.woken) == (reopened, len(reopened))
+
+
+def test_a_tier_is_asked_for_all_keys_once_after_it_has_lost_some(fixture: CheckFixture) -> None:
+    fixture.add_round(b"ab", b"cd")
+    fixture.add_round(b"ef")
+    fixture.ask(3)
+    assert fixture.tier.asked == []
+    fixture.tier.counters.deaths = 1
+    fixture.ask()
+    fixture.tier.counters.deaths = 2  # counts for the next round
+    fixture.ask(2)
+    assert fixture.tier.asked == [(b"a", b"b"), (b"c", b"d")]
+    fixture.ask(9)
+    assert fixture.tier.asked[2:] == [(b"e", b"f")]
+
+
+def test_a_tier_that_does_not_count_what_it_loses_is_asked_again_and_again(
+    fixture: CheckFixture,
+) -> None:
+    fixture.tier.usage = TierUsage()
+    for _ in range(3):
+        fixture.add_round(b"ab")
+    fixture.ask(6)
+    assert len(fixture.tier.asked) == 3
+
+
+def test_a_tier_that_is_off_or_dies_is_not_believed(fixture: CheckFixture) -> None:
+    fixture.add_round(b"ab")
+    fixture.tier.usage = TierUsage()
+    fixture.tier.is_prompt = False
+    fixture.ask()
+    assert fixture.tier.asked == []
+    fixture.tier.is_prompt, fixture.tier.is_started = True, False
+    fixture.tier.results = [MISS, MISS]
+    fixture.ask()
+    assert fixture.tier.reopened == []
+
+
+def test_a_closed_one_asks_nothing(fixture: CheckFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_check, "CHECK_EVERY", 0.0)
+    fixture.add_round(b"ab")
+    fixture.tier.usage = TierUsage()
+    fixture.ask()
+    fixture.loop.run_until_complete(asyncio.sleep(0.01))
+    assert fixture.tier.rounds == []
+    fixture.check.close()
+    fixture.add_round(b"ab")
+    fixture.loop.run_until_complete(asyncio.sleep(0.01))
+    assert len(fixture.tier.rounds) == 1
