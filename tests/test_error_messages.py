@@ -39,7 +39,7 @@ from kvferry.proto import messages as wire
 from kvferry.proto.codec import MAX_OTHER_BYTES, decode_client_message
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError, error_of
 from kvferry.proto.memory import FdAllocation, HostRegion, Location
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
     Direction,
@@ -277,7 +277,7 @@ def copy_failed(_: pytest.FixtureRequest) -> ErrorInfo:
             case wire.AllocateKVCaches():
                 probe.receive_reply(wire.Allocated(0, HostRegion(2, 4096, False), (), ()))
             case wire.Submit(job_id):
-                result = wire.JobResult(job_id, Direction.LOAD, Outcome.DONE, 4096)
+                result = JobResult(job_id, Direction.LOAD, Outcome.DONE, 4096)
                 probe.receive_reply(wire.Finished((result,)))
 
     async def round_trip() -> None:

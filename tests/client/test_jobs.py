@@ -12,7 +12,7 @@ from kvferry.client.session import ClientSession
 from kvferry.proto import messages as wire
 from kvferry.proto.codec import decode_client_message
 from kvferry.proto.errors import Code, ErrorInfo, Failed, Gone, KVFerryError, Refused
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import Outcome
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KeyLoadStoreSpec
 from support.client_session import (
     KEYED_LOAD,

@@ -18,7 +18,7 @@ from kvferry.proto import status as proto_status
 from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused
 from kvferry.proto.keys import EventKind, Lookup
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 from support.client_session import LOAD, STORE, WELCOME, finish, outcomes, submit
 
@@ -301,13 +301,13 @@ def test_a_host_block_whose_store_was_lost_loads_only_after_another_store(
         reconnecting.submit(2, LOAD, 0)
     assert (caught.value.code, caught.value.value) == (Code.STALE, "3")
     submit(reconnecting, 3, STORE)
-    failed = wire.JobResult(3, Direction.STORE, Outcome.FAILED)
+    failed = JobResult(3, Direction.STORE, Outcome.FAILED)
     reconnecting.receive_message(encode(wire.Finished((failed,))))
     with pytest.raises(Refused):
         reconnecting.submit(2, LOAD, 0)
     submit(reconnecting, 4, STORE)
     reconnecting.receive_message(
-        encode(wire.Finished((wire.JobResult(4, Direction.STORE, Outcome.DONE),)))
+        encode(wire.Finished((JobResult(4, Direction.STORE, Outcome.DONE),)))
     )
     reconnecting.submit(2, LOAD, 0)
 

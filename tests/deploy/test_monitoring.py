@@ -12,7 +12,7 @@ import pytest
 from kvferry.daemon.core.actions import TransferCompleted
 from kvferry.daemon.observability.metrics import EXPECTED, Metrics
 from kvferry.proto import status as proto_status
-from kvferry.proto.messages import JobResult, Outcome
+from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import Direction
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -19,7 +19,8 @@ from kvferry.client import (
     TensorLayout,
     TensorRef,
 )
-from kvferry.proto.messages import Finished, Goodbye, Outcome, Submit
+from kvferry.proto.messages import Finished, Goodbye, Submit
+from kvferry.proto.results import Outcome
 from kvferry.testing.engine import StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient

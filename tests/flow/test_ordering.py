@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvferry.client import Gone, LocalDaemon
-from kvferry.proto.messages import Cancel, Finished, Outcome, Wait, Waited
+from kvferry.proto.messages import Cancel, Finished, Wait, Waited
+from kvferry.proto.results import Outcome
 from kvferry.testing.engine import SmallEngine, StartSmallEngine
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient, store

@@ -51,7 +51,7 @@ from kvferry.proto import messages as wire
 from kvferry.proto import status as told
 from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.proto.keys import EventKind
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import Outcome
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
     Direction,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.daemon.core.actions import CancelTransfers, TransferCompleted, UnmapTensors
 from kvferry.daemon.engine.base import ChunkBudget
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import Outcome
 from kvferry.proto.specs import Direction
 from support.worker_fixture import (
     ERROR,

@@ -26,7 +26,7 @@ from kvferry.proto import status as proto_status
 from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.proto.keys import EventKind
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
     Direction,
@@ -211,10 +211,10 @@ MESSAGES: dict[str, Any] = {
     "daemon/released": wire.Released(11, 1 << 34),
     "daemon/finished": wire.Finished(
         (
-            wire.JobResult(17, Direction.STORE, Outcome.DONE, 1 << 32, 0.25),
-            wire.JobResult(18, Direction.LOAD, Outcome.FAILED, error=FAILURE),
-            wire.JobResult(19, Direction.LOAD, Outcome.CANCELLED),
-            wire.JobResult(20, Direction.STORE, Outcome.REFUSED, error=ErrorInfo("busy", "later")),
+            JobResult(17, Direction.STORE, Outcome.DONE, 1 << 32, 0.25),
+            JobResult(18, Direction.LOAD, Outcome.FAILED, error=FAILURE),
+            JobResult(19, Direction.LOAD, Outcome.CANCELLED),
+            JobResult(20, Direction.STORE, Outcome.REFUSED, error=ErrorInfo("busy", "later")),
         )
     ),
     "daemon/finished-nothing": wire.Finished(()),

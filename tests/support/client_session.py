@@ -9,7 +9,7 @@ from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, ErrorInfo
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import CPULoadStoreSpec, Direction, GPULoadStoreSpec, KeyLoadStoreSpec
 
 STORE = GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([3])
@@ -37,7 +37,7 @@ def submit(session: ClientSession, job_id: int, spec: Any = STORE) -> None:
 def finish(session: ClientSession, *job_ids: int, **result: Any) -> None:
     fields = {"direction": Direction.STORE, "outcome": Outcome.DONE} | result
     session.receive_message(
-        encode(wire.Finished(tuple(wire.JobResult(job_id, **fields) for job_id in job_ids)))
+        encode(wire.Finished(tuple(JobResult(job_id, **fields) for job_id in job_ids)))
     )
 
 

@@ -22,7 +22,7 @@ from kvferry.daemon.core.status import DaemonIdentity
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code, ErrorInfo
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import Outcome
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,

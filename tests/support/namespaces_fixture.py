@@ -36,7 +36,7 @@ from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code, ErrorInfo
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import Outcome
 from kvferry.proto.specs import (
     GPULoadStoreSpec,
     KeyLoadStoreSpec,

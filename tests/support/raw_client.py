@@ -30,12 +30,12 @@ from kvferry.proto.messages import (
     Finished,
     Goodbye,
     Hello,
-    JobResult,
     Registered,
     RegisterKVCaches,
     Submit,
     Welcome,
 )
+from kvferry.proto.results import JobResult
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,

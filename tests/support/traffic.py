@@ -33,7 +33,7 @@ from kvferry.client import (
     offload_key,
 )
 from kvferry.proto.errors import Code, Gone, Refused
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import Outcome
 from support.block_marks import Label
 from support.host_blocks_model import UNDEFINED, HostBlocksJob, HostBlocksModel
 from support.marked_tensors import MarkedTensors

@@ -47,7 +47,7 @@ from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.proto.errors import Code, Failed, KVFerryError
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import Allocation, Location
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import Outcome
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
 from kvferry.shm.memfd import sealed_memfd

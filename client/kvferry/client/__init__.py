@@ -30,7 +30,8 @@ from kvferry.client.timeline import Timeline
 from kvferry.proto.errors import Code, Failed, Gone, KVFerryError, Refused
 from kvferry.proto.keys import Lookup, OffloadKey, block_hash_of, group_of, offload_key
 from kvferry.proto.memory import HostRegion
-from kvferry.proto.messages import Opened, Outcome
+from kvferry.proto.messages import Opened
+from kvferry.proto.results import Outcome
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,

@@ -10,7 +10,8 @@ from typing import SupportsIndex
 import msgspec
 
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
-from kvferry.proto.messages import MAX_JOB_IDS, JobResult, Outcome
+from kvferry.proto.messages import MAX_JOB_IDS
+from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import MAX_INT, Direction, GPULoadStoreSpec, TransferSpec
 
 

@@ -45,7 +45,6 @@ from kvferry.proto.messages import (
     KeyEvents,
     Opened,
     OpenNamespace,
-    Outcome,
     Reset,
     Snapshot,
     Submit,
@@ -54,6 +53,7 @@ from kvferry.proto.messages import (
     Wait,
     Welcome,
 )
+from kvferry.proto.results import Outcome
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,

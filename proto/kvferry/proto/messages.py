@@ -37,7 +37,6 @@ memory, timeline pages); a second socket does (fd_passing.py).
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -46,9 +45,9 @@ from msgspec import Meta
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.keys import EventKind
 from kvferry.proto.memory import Allocations, HostRegion, Locations
+from kvferry.proto.results import JobResult
 from kvferry.proto.specs import (
     Count,
-    Direction,
     Id,
     Keys,
     KVLayout,
@@ -72,28 +71,6 @@ class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=s
 
 
 # Parts of messages
-
-
-class Outcome(StrEnum):
-    DONE = "done"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-    REFUSED = "refused"
-    # Set by clients only: the daemon was lost before it reported the result.
-    LOST = "lost"
-
-    __hash__ = str.__hash__
-
-
-class JobResult(Part):
-    """How a job ended. nbytes: bytes copied. seconds: on the device. Both are 0 unless DONE."""
-
-    job_id: Id
-    direction: Direction
-    outcome: Outcome
-    nbytes: Count = 0
-    seconds: float = 0.0
-    error: ErrorInfo | None = None
 
 
 class KeyEvent(Part):

@@ -16,7 +16,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.records import engine_owner
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import Outcome
 from kvferry.proto.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from support.core_fixture import LAYOUT, CoreFixture, load, store
 

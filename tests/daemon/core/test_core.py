@@ -19,7 +19,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import Outcome
 from support.core_fixture import DEVICE, LAYOUT, LIMITS, POOL, CoreFixture, new_core, store
 
 # Sessions

@@ -8,7 +8,7 @@ from kvferry.daemon.core.actions import FreeDeferred, PublishKVEvents, SendMessa
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
 from kvferry.proto.keys import EventKind
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import Outcome
 from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec, TransferSpec
 from support.namespaces_fixture import (
     CANCELLED,

@@ -16,7 +16,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code, ErrorInfo
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import Outcome
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from support.core_fixture import LAYOUT, POOL, CoreFixture, store
 

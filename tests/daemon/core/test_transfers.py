@@ -18,7 +18,7 @@ from kvferry.daemon.core.transfers import MAX_WAITS
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import CPULoadStoreSpec, Direction, GPULoadStoreSpec, TransferSpec
 from support.core_fixture import FAULT, MAX_JOBS, CoreFixture, finished, load, store
 
@@ -30,7 +30,7 @@ def test_a_completed_job_reports_its_bytes_and_time() -> None:
     assert (plan.wait_for, plan.after, plan.host_end) == (12, 0, 4096)
     assert fixture.start("a", 8, load(4, 5, hosts=(1,))).after == plan.serial
     (action,) = fixture.report(TransferCompleted(plan.serial, Outcome.DONE, 0.25))
-    result = wire.JobResult(7, Direction.STORE, Outcome.DONE, 3072, 0.25)
+    result = JobResult(7, Direction.STORE, Outcome.DONE, 3072, 0.25)
     assert action == SendMessage("a", wire.Finished((result,)))
     assert fixture.core.status(101.0).totals == proto_status.Totals(stores=1, stored_bytes=3072)
 

@@ -22,7 +22,7 @@ from kvferry.daemon.device.worker import MAX_CANCELS
 from kvferry.daemon.engine.base import ChunkBudget, Mapping
 from kvferry.daemon.memory.shared_memory import TimelineReader
 from kvferry.proto.layout import LayoutArrays
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import Outcome
 from kvferry.proto.specs import Direction
 from support.raw_client import one_tensor
 from support.worker_fixture import (

@@ -20,7 +20,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.engine.base import ChunkBudget, ChunkRequest
 from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.proto.errors import Code, Failed, Refused
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import Outcome
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import CalibrationPoint, CopyStatus
 from kvferry.testing.engine import until

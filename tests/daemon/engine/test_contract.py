@@ -33,7 +33,7 @@ from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.memory import fd_closer
 from kvferry.daemon.memory.pool import HostPool
 from kvferry.proto.errors import Code, KVFerryError
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import Outcome
 from kvferry.proto.specs import Direction, GPULoadStoreSpec
 
 from .contract_fixture import (

@@ -17,10 +17,9 @@ from kvferry.proto.messages import (
     DaemonMessage,
     Error,
     Finished,
-    JobResult,
-    Outcome,
     Submit,
 )
+from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import CPULoadStoreSpec, Direction
 
 TIMEOUT = 10.0

@@ -10,7 +10,7 @@ from kvferry.daemon.core.actions import TransferCompleted
 from kvferry.daemon.observability.followed_counter import FollowedCounter
 from kvferry.daemon.observability.metrics import BUCKETS, Metrics
 from kvferry.proto import status as proto_status
-from kvferry.proto.messages import JobResult, Outcome
+from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import Direction
 
 DEVICE, POOL = proto_status.DeviceInfo("cpu", "cpu", "host"), proto_status.PoolStatus(100, 60, 40)

@@ -13,17 +13,8 @@ from kvferry.daemon.transport.outbox import Outboxes, OutboxLimits, merge_result
 from kvferry.daemon.transport.peers import Peer
 from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_daemon_message
 from kvferry.proto.errors import Code
-from kvferry.proto.messages import (
-    Done,
-    Error,
-    Finished,
-    Goodbye,
-    JobResult,
-    KeyEvents,
-    Opened,
-    Outcome,
-    Waited,
-)
+from kvferry.proto.messages import Done, Error, Finished, Goodbye, KeyEvents, Opened, Waited
+from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import Direction
 from support.eventually import eventually
 

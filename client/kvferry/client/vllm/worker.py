@@ -31,7 +31,7 @@ from kvferry.client.vllm.engine_config import TIMEOUT, EngineConfig
 from kvferry.client.vllm.load_eta import LoadEta
 from kvferry.client.vllm.scheduler import KeysSpec
 from kvferry.proto.errors import Code, Gone, KVFerryError
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import Outcome
 from kvferry.proto.specs import (
     Direction,
     GPULoadStoreSpec,

@@ -29,7 +29,8 @@ from kvferry.daemon.core.tier_actions import (
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.keys import OffloadKey
 from kvferry.proto.memory import Allocation, Location
-from kvferry.proto.messages import DaemonMessage, KeyEvents, Outcome
+from kvferry.proto.messages import DaemonMessage, KeyEvents
+from kvferry.proto.results import Outcome
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import (
     CopyStatus,

@@ -50,7 +50,7 @@ from kvferry.daemon.core.writes import Writes
 from kvferry.proto import messages as wire
 from kvferry.proto import status as wire_status
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import Direction
 
 RegionRequest: TypeAlias = wire.OpenNamespace | wire.RegisterKVCaches | wire.AllocateKVCaches
@@ -364,9 +364,9 @@ class Core:
         return actions
 
 
-def _refused_job(message: wire.Submit, error: ErrorInfo) -> wire.JobResult:
+def _refused_job(message: wire.Submit, error: ErrorInfo) -> JobResult:
     try:
         direction = split_spec(message.src, message.dst)[0]
     except Refused:
         direction = Direction.STORE
-    return wire.JobResult(message.job_id, direction, Outcome.REFUSED, error=error)
+    return JobResult(message.job_id, direction, Outcome.REFUSED, error=error)

@@ -34,7 +34,8 @@ from kvferry.daemon.core.records import engine_owner
 from kvferry.daemon.core.registration import OWN, Registration
 from kvferry.daemon.core.registrations import Registrations
 from kvferry.proto.errors import Code, ErrorInfo, Failed, Refused
-from kvferry.proto.messages import Finished, JobResult, Outcome, Submit, Wait, Waited
+from kvferry.proto.messages import Finished, Submit, Wait, Waited
+from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, HostSpec, KeyLoadStoreSpec
 
 # Pending waits of one session.

@@ -20,7 +20,7 @@ from kvferry.daemon.core.layout import Extent
 from kvferry.daemon.engine.base import Mapping, Submission
 from kvferry.daemon.memory.shared_memory import TimelineReader
 from kvferry.proto.errors import ErrorInfo
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import Outcome
 from kvferry.proto.specs import Direction
 
 # From this many bytes on, a chunk in flight is work that contends with the other direction.

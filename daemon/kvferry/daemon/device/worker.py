@@ -55,7 +55,7 @@ from kvferry.daemon.device.transfer_queues import (
 from kvferry.daemon.engine.base import ChunkRequest, CopyEngine
 from kvferry.daemon.memory.pool import HostPool
 from kvferry.proto.errors import Code, Failed, KVFerryError
-from kvferry.proto.messages import Outcome
+from kvferry.proto.results import Outcome
 from kvferry.proto.specs import Direction
 
 # Maximum of transfers cancelled together. There may be thousands; the event loop must handle the

@@ -23,7 +23,7 @@ from kvferry.daemon.core.actions import TransferCompleted
 from kvferry.daemon.observability.followed_counter import FollowedCounter
 from kvferry.daemon.observability.tier_metrics import TierMetrics
 from kvferry.proto.errors import Code
-from kvferry.proto.messages import JobResult, Outcome
+from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import DaemonStatus, EngineStatus, HealthStatus, NamespaceStatus
 

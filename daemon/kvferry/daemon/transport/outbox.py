@@ -19,14 +19,8 @@ from kvferry.daemon.core.actions import Action, SendMessage
 from kvferry.daemon.transport.peers import Peer, Peers
 from kvferry.proto.codec import MAX_MESSAGE_BYTES, encode
 from kvferry.proto.errors import ErrorInfo, Refused
-from kvferry.proto.messages import (
-    DaemonMessage,
-    Error,
-    Finished,
-    Goodbye,
-    JobResult,
-    KeyEvents,
-)
+from kvferry.proto.messages import DaemonMessage, Error, Finished, Goodbye, KeyEvents
+from kvferry.proto.results import JobResult
 
 # Seconds until the next attempt to send.
 RETRY = 0.002
