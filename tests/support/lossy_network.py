@@ -37,7 +37,8 @@ def missing() -> str:
         return "network namespaces need root"
     if not Path("/dev/net/tun").exists():
         return "there is no /dev/net/tun"
-    return "" if shutil.which("ip") else "iproute2 is not installed"
+    absent = [tool for tool in ("ip", "nsenter") if shutil.which(tool) is None]
+    return f"not installed: {', '.join(absent)}" if absent else ""
 
 
 class NetworkHost:
@@ -46,6 +47,11 @@ class NetworkHost:
     def __init__(self, control: socket.socket, index: int, namespace: int) -> None:
         self.address = f"{SUBNET}.{index + 1}"
         self._control, self._index, self._namespace = control, index, namespace
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Put in front of a command, runs it in this host."""
+        return "nsenter", f"--net=/proc/{os.getpid()}/fd/{self._namespace}"
 
     @contextmanager
     def entered(self) -> Iterator[None]:

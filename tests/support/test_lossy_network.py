@@ -128,10 +128,14 @@ def test_a_blackhole_is_silent_and_ends(network: LossyNetwork) -> None:
 
 
 def test_processes_of_a_host_end_with_the_network(network: LossyNetwork) -> None:
-    with network.hosts[0].entered():
-        process = subprocess.Popen(["sleep", "1000"])
+    one, other = network.hosts
+    with one.entered():
+        processes = [subprocess.Popen(["sleep", "1000"])]
+    processes.append(subprocess.Popen([*other.command, "sleep", "1000"]))
+    shown = ["cat", "/proc/net/fib_trie"]
+    assert other.address in subprocess.check_output([*other.command, *shown], text=True)
     network.close()
-    assert process.wait(PATIENCE) == -signal.SIGKILL
+    assert [process.wait(PATIENCE) for process in processes] == [-signal.SIGKILL] * 2
     assert network.relay.returncode == 0
 
 
