@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 
 PAGE = Path(__file__).parents[2] / "deploy" / "mooncake.md"
 MASTER, STORE = "mooncake-master", "mooncake-store"
+FILE = "/etc/kvferry/kvferryd.toml"
 PATIENCE = 60.0
 METRICS = """
 import urllib.request
@@ -74,6 +75,18 @@ def test_the_store_starts_before_its_master(cluster: SystemdContainer) -> None:
     cluster.script(f"systemctl stop {STORE} {MASTER}; systemctl start {STORE}; sleep 1")
     cluster.run("systemctl", "start", MASTER)
     until(cluster, lambda: capacity(cluster) == [256 << 20])
+
+
+def test_a_daemon_reaches_the_store(cluster: SystemdContainer) -> None:
+    before = cluster.run("cat", FILE)
+    cluster.script(f"sed -i 's/^# master = .*/master = \"127.0.0.1:50051\"/' {FILE}")
+    try:
+        cluster.run("systemctl", "start", "kvferryd@cpu")
+        log = ["journalctl", "--no-pager", "--boot", "--unit=kvferryd@cpu"]
+        until(cluster, lambda: re.search("tier started.*mooncake", cluster.run(*log)) is not None)
+    finally:
+        cluster.run("systemctl", "stop", "kvferryd@cpu")
+        cluster.write(FILE, before + "\n")
 
 
 def test_a_stop_is_a_clean_one(cluster: SystemdContainer) -> None:
