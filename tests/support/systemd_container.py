@@ -24,9 +24,12 @@ from types import TracebackType
 
 SUITE = "trixie"
 """Has systemd 257: one whose descriptor store can outlive a stop."""
-PACKAGES = "systemd,systemd-sysv,dbus,python3,python3-venv"
+PACKAGES = "systemd,systemd-sysv,dbus,python3,python3-venv,libcurl4t64,libibverbs1,libnuma1"
+"""The libraries are those that Mooncake needs."""
 WHEELS = "wheels"
 """Directory with the wheels, in the root."""
+# In front of the commands that install. A umask as root has it on a machine that was made safe.
+OFFLINE = f"export PIP_NO_INDEX=1 PIP_FIND_LINKS=/{WHEELS} PIP_NO_COMPILE=1\numask 077\n"
 TOOLS = ("systemd-nspawn", "nsenter", "chroot")
 BOOT_SECONDS = 90.0
 HOST = "/host"
@@ -180,6 +183,11 @@ class SystemdContainer:
             time.sleep(0.1)
         self._log.seek(0)
         raise RuntimeError(self._log.read().decode(errors="replace").strip() or "it did not boot")
+
+
+def sections(page: Path) -> dict[str, str]:
+    """By the title of its section, the first block of commands in it."""
+    return dict(re.findall(r"(?ms)^## ([^\n]+)$(?:(?!^## ).)*?^```sh\n(.*?)^```", page.read_text()))
 
 
 def gpu_options() -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tomllib
 from collections.abc import Iterator
@@ -12,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from support.systemd_container import WHEELS, Foundation, SystemdContainer, missing
+from support.systemd_container import (
+    OFFLINE,
+    Foundation,
+    SystemdContainer,
+    missing,
+    sections,
+)
 
 CHECKOUT = Path(__file__).parents[2]
 SHIPPED = ("client", "daemon", "deploy", "proto", "tests/kvferry", "tests/support")
@@ -34,9 +39,7 @@ def cache() -> Path:
 
 @pytest.fixture(scope="session")
 def commands() -> dict[str, str]:
-    """By the title of its section, the first block of commands in it."""
-    text = (CHECKOUT / "deploy" / "README.md").read_text()
-    return dict(re.findall(r"(?ms)^## ([^\n]+)$(?:(?!^## ).)*?^```sh\n(.*?)^```", text))
+    return sections(CHECKOUT / "deploy" / "README.md")
 
 
 @contextmanager
@@ -49,6 +52,7 @@ def fresh(*, gpu: bool = False) -> Iterator[SystemdContainer]:
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
     needed = [*project["project"]["dependencies"], *extras["daemon"], *extras["cli"]]
+    needed += [name for name in extras["dev"] if name.startswith("mooncake")]
     needed += project["build-system"]["requires"]
     root = Foundation(cache(), needed, CHECKOUT / "constraints.txt").copy()
     for name in SHIPPED:
@@ -88,9 +92,7 @@ def gpu_machine(commands: dict[str, str]) -> Iterator[SystemdContainer]:
 
 def install(machine: SystemdContainer, commands: str) -> None:
     """Do as the instructions say, and add users for it."""
-    offline = f"export PIP_NO_INDEX=1 PIP_FIND_LINKS=/{WHEELS} PIP_NO_COMPILE=1\n"
-    offline += "umask 077\n"  # as root has it on a machine that was made safe
-    machine.script(offline + commands, directory="/src")
+    machine.script(OFFLINE + commands, directory="/src")
     machine.write(f"/etc/systemd/system/{TEMPLATE}.service.d/test.conf", DROP_IN)
     # The first size is that of the pool.
     machine.script("sed -i '0,/^# size = .*/s//size = \"64MiB\"/' /etc/kvferry/kvferryd.toml")
