@@ -3,6 +3,7 @@
     python tests/bench/many_keys.py core                 # no daemon; --keys N, --policy NAME
     python tests/bench/many_keys.py mirror               # a client's mirror
     python tests/bench/many_keys.py daemon               # a real daemon, real clients; a restart
+    python tests/bench/many_keys.py daemon --tier 4GiB   # the same with a disk tier
 
 core    A full namespace evicts: each round touches 250 resident keys, stores 250 new ones and takes
         the key events, as the core does for two messages. The longest of these steps is the stall.
@@ -12,6 +13,8 @@ daemon  A client stores 10,000 keys per second for a minute into a full pool (64
         other processes measure meanwhile: round trips of a status request, 1 ms apart, and the
         longest poll of a client with a mirror. A third client then opens the namespace and gets a
         snapshot. Last, the daemon is killed and started again with the kept pool: seconds to READY.
+        With a tier, evicted keys are written to disk meanwhile (8 KiB each), and a further process
+        searches the tier for 250 of them at a time, and has what is found promoted.
 
 Figures are milliseconds unless they say seconds. On a busy machine the round trips contain waiting
 for a CPU: compare them with those without stores, which come first.
@@ -39,6 +42,7 @@ from kvferry.client import (
     KeyLoadStoreSpec,
     KVLayout,
     OffloadClient,
+    OffloadingManager,
     TensorLayout,
     TensorRef,
 )
@@ -171,10 +175,11 @@ def bench_mirror(count: int) -> None:
 # A real daemon
 
 
-def bench_daemon(count: int, policy: str) -> None:
+def bench_daemon(count: int, policy: str, tier: str) -> None:
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-")))
-        command = kvferryd_command(place, pool_bytes=count * PAGE)
+        disk = {"tier_disk": place / "tier", "tier_disk_size": tier} if tier else {}
+        command = kvferryd_command(place, "cpu", count * PAGE, **disk)
         log = place / "log"
         manager = stack.enter_context(ServiceManager(command, place / "notify", log=log))
         manager.start()
@@ -187,14 +192,19 @@ def bench_daemon(count: int, policy: str) -> None:
             MeasuringProcess(stack, probe, socket.parent, policy) for probe in (ping, poll_mirror)
         ]
         idle = [probe.measure(lambda: time.sleep(10)) for probe in probes]
+        if tier:
+            probes.append(MeasuringProcess(stack, search_tier, socket.parent, policy))
         for probe in probes:
             probe.begin()
         store_rate(writer, blocks, int(RATE * SECONDS), BATCH, RATE)
-        trips, polls = (probe.end() for probe in probes)
+        trips, polls, *searches = [probe.end() for probe in probes]
         show(f"{policy}: status round trips, idle", idle[0])
         show(f"{policy}: status round trips, {RATE} keys/s", trips)
         show(f"{policy}: polls of a client's mirror, idle", idle[1])
         show(f"{policy}: polls of a client's mirror, {RATE} keys/s", polls)
+        if tier:
+            show(f"{policy}: searches for {BATCH} evicted keys", searches[0])
+            show_tier(writer)
         joined = probes[0].measure(lambda: join(socket.parent, policy))
         show(f"{policy}: status round trips, snapshot", joined)
         time.sleep(2)  # checksums of the last stores
@@ -202,6 +212,16 @@ def bench_daemon(count: int, policy: str) -> None:
         ready = timed(manager.start)
         show_one(f"{policy}: kill to READY, {blocks} blocks", ready, "seconds")
         print(*[line for line in log.read_text().splitlines() if "restored" in line][-1:])
+        manager.stop()
+
+
+def show_tier(client: OffloadClient) -> None:
+    (tier,) = client.status().tiers
+    print(
+        f"tier: {tier.written:,} keys written, {tier.dropped_writes:,} not, {tier.promoted:,} "
+        f"promoted; {tier.hits:,} hits, {tier.misses:,} misses; off {tier.openings} times, its "
+        f"process died {tier.deaths} times"
+    )
 
 
 def store_rate(writer: OffloadClient, start: int, count: int, batch: int, rate: int) -> None:
@@ -277,6 +297,21 @@ def poll_mirror(pipe: Connection, directory: Path, policy: str) -> None:
         _measure(pipe, client.poll)
 
 
+def search_tier(pipe: Connection, directory: Path, policy: str) -> None:
+    with OffloadClient(directory, engine="searcher") as client:
+        num_blocks = client.open_namespace(FINGERPRINT, eviction_policy=policy).num_blocks
+        manager, random = OffloadingManager(client), np.random.default_rng(0)
+        begin = time.monotonic()
+
+        def search() -> None:
+            evicted = num_blocks // 4 + int(RATE * (time.monotonic() - begin))
+            prefetch = manager.prefetch(keys_from(int(random.integers(evicted)), BATCH))
+            while not prefetch.done:
+                manager.poll()
+
+        _measure(pipe, search)
+
+
 def _measure(pipe: Connection, call: Callable[[], object]) -> None:
     pipe.send("ready")
     for _ in _rounds(pipe):
@@ -299,6 +334,7 @@ def main() -> None:
     )
     parser.add_argument("part", choices=("core", "mirror", "daemon"))
     parser.add_argument("--keys", type=int, default=1_000_000)
+    parser.add_argument("--tier", default="", help="size of a disk tier, for the daemon part")
     parser.add_argument("--policy", choices=POLICIES, help="only this one")
     options = parser.parse_args()
     print(f"{options.keys:,} keys of {KEY_BYTES} bytes; milliseconds, and how many are above 20")
@@ -307,7 +343,10 @@ def main() -> None:
         bench_mirror(options.keys)
         return
     for policy in [options.policy] if options.policy else POLICIES:
-        (bench_core if options.part == "core" else bench_daemon)(options.keys, policy)
+        if options.part == "core":
+            bench_core(options.keys, policy)
+        else:
+            bench_daemon(options.keys, policy, options.tier)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvferry.daemon.tiers.disk.recovery import BOOT_ID, STATE
-from kvferry.daemon.tiers.disk.tier import LOCK
+from kvferry.daemon.tiers.disk.root_files import LOCK
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
 
 

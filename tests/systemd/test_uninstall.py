@@ -24,6 +24,8 @@ def test_an_upgrade_and_the_end(machine: SystemdContainer, commands: dict[str, s
     machine.script(commands["Uninstall"])
     assert "kvferry" not in machine.run("systemctl", "list-units", "--all", "--plain", "kvferry*")
     assert machine.run("getent", "passwd", "kvferry", check=False) == ""
-    left = machine.run("find", "/etc", "/opt", "/run", "/usr", "-xdev", "-name", "kvferry*")
+    left = machine.run(
+        "find", "/etc", "/opt", "/run", "/usr", "/var/lib", "-xdev", "-name", "kvferry*"
+    )
     own = {f"/etc/systemd/system/{name}.service.d" for name in (unit, "kvferryd@")}
     assert set(left.split()) <= own, "the drop-ins of the tests"

@@ -73,6 +73,18 @@ def test_after_a_power_cut_the_index_is_rebuilt_from_slot_headers(disk: Killable
     assert disk.put([100]) == [OK]
 
 
+def test_a_rebuild_that_is_interrupted_is_done_again(disk: KillableDisk) -> None:
+    put_all(disk)
+    disk.cut_power()
+    disk.tier = DiskTier(DiskOptions(str(disk.root), SIZE))
+    disk.kill()  # before anything was read
+    disk.open()
+    assert fetch_all(disk) == [OK] * len(MANY)
+    disk.restart()
+    assert fetch_all(disk) == [OK] * len(MANY)
+    assert not list(disk.root.glob(f"*/{recovery.REBUILDING}"))
+
+
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 40_000])
 def test_a_damaged_index_is_rebuilt(disk: KillableDisk, damage: bytes) -> None:
     put_all(disk)
@@ -190,6 +202,42 @@ def test_a_root_that_others_may_write_into_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"mode 0770; give it to user .* alone"):
         DiskTier(DiskOptions(str(root), SIZE))
     assert not list(root.iterdir())
+
+
+def test_a_directory_that_is_no_tier_is_refused(tmp_path: Path) -> None:
+    """For example somebody's home: nothing in it is changed."""
+    (tmp_path / "letters").mkdir()
+    with pytest.raises(Refused, match="contains 'letters', and no disk tier"):
+        DiskTier(DiskOptions(str(tmp_path), SIZE))
+    assert [path.name for path in tmp_path.iterdir()] == ["letters"]
+
+
+def test_an_empty_file_system_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    DiskTier(DiskOptions(str(tmp_path), SIZE)).close()
+    assert (tmp_path / "lost+found").is_dir()
+
+
+def test_what_others_keep_in_the_root_is_left_alone(disk: KillableDisk) -> None:
+    put_all(disk)
+    other = disk.root / "namespace"
+    for name in ("namespace", "trash-letters", "trash-letters-1"):
+        (disk.root / name).mkdir()
+        (disk.root / name / "letter").write_text("Dear")
+    (disk.root / "linked").symlink_to(other)
+    disk.restart()
+    assert disk.put([1], "namespace") == [Result.FULL]
+    assert "Directory not empty" in disk.usage().read_only
+    disk.drop()
+    disk.tier.maintain()
+    disk.restart()
+    assert sorted(path.read_text() for path in disk.root.glob("*/letter")) == ["Dear"] * 4
+
+
+def test_a_namespace_that_was_being_created_is_created_again(disk: KillableDisk) -> None:
+    (disk.root / NAMESPACE).mkdir()
+    disk.restart()
+    assert disk.put([1]) == [OK]
 
 
 def test_a_namespace_that_cannot_be_created_is_tried_again(

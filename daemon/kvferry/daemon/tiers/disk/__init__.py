@@ -5,6 +5,7 @@
     ROOT/drop-NUMBER-NAMESPACE  the daemon must drop this namespace: see drop_markers.py
     ROOT/NAMESPACE/meta       sizes of blocks, slots and slabs
     ROOT/NAMESPACE/index      LMDB: key -> slot and generation
+    ROOT/NAMESPACE/rebuilding  the index is being rebuilt
     ROOT/NAMESPACE/slab-*     slots: a header page, then the block, in whole pages
 
 A block is written before its index entry. Slot headers repeat key, generation and checksum, so that

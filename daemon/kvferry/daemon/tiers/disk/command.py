@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +24,13 @@ from kvferry.daemon.tiers.base import block_checksum
 from kvferry.daemon.tiers.block_memory import BounceBuffer
 from kvferry.daemon.tiers.disk.index import Entry, open_read_only
 from kvferry.daemon.tiers.disk.namespace_store import INDEX, META, StoreMeta
+from kvferry.daemon.tiers.disk.root_files import (
+    LOCK,
+    move_to_trash,
+    namespace_directories,
+    remove_trash,
+)
 from kvferry.daemon.tiers.disk.slab import SlabFile, SlabTruncatedError
-from kvferry.daemon.tiers.disk.tier import LOCK, TRASH, move_to_trash
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError, Refused
 
 # Seconds between two lines of progress.
@@ -64,7 +68,7 @@ def list_namespaces(root: Path) -> list[NamespaceFiles]:
     """Raises Refused (BAD_CONFIG) if this is no root of a disk tier, and OSError."""
     _check_root(root)
     found = []
-    for directory in _directories(root):
+    for directory in namespace_directories(root):
         files = [path for path in directory.iterdir() if path.is_file()]
         written = [path.stat().st_mtime for path in directory.glob(SLABS)]
         described = NamespaceFiles(
@@ -87,7 +91,7 @@ def list_namespaces(root: Path) -> list[NamespaceFiles]:
 def verify(root: Path, report: Callable[[Progress], None]) -> list[Verified]:
     """Compare all blocks with their checksums. Raises Refused (BUSY, BAD_CONFIG) and OSError."""
     with _locked(root):
-        directories = _directories(root)
+        directories = namespace_directories(root)
         total = sum(path.stat().st_size for each in directories for path in each.glob(SLABS))
         progress, reported, results = Progress(0, total), 0.0, []
         for directory in directories:
@@ -120,8 +124,7 @@ def clear(root: Path, namespace: str | None) -> list[NamespaceFiles]:
             raise Refused(Code.UNKNOWN_NAMESPACE, message, namespace)
         for each in found:
             move_to_trash(root / each.namespace)
-        for path in root.glob(f"{TRASH}*"):
-            shutil.rmtree(path)
+        remove_trash(root)
     return found
 
 
@@ -151,14 +154,6 @@ def _check_slots(directory: Path) -> Iterator[tuple[bool, int]]:
                     yield good, meta.slot_bytes
             finally:
                 slab.close()
-
-
-def _directories(root: Path) -> list[Path]:
-    return sorted(
-        path
-        for path in root.iterdir()
-        if path.is_dir() and not path.is_symlink() and not path.name.startswith(TRASH)
-    )
 
 
 def _read_meta(directory: Path) -> StoreMeta:

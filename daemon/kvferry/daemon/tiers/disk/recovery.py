@@ -23,6 +23,8 @@ from kvferry.daemon.tiers.disk.namespace_store import INDEX, NamespaceStore
 from kvferry.daemon.tiers.disk.slab import SlabTruncatedError
 
 STATE = "state"
+# In a namespace's directory, as long as its index is being rebuilt.
+REBUILDING = "rebuilding"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Starts in a row without a clean end, until the indexes are suspected.
 MAX_STARTS = 3
@@ -108,20 +110,24 @@ def sync_directory(path: Path) -> None:
 
 
 def remove_index(directory: Path) -> None:
+    """Remove an index, which `load_store` rebuilds, also if this process ends before."""
+    (directory / REBUILDING).touch(0o600)
     for name in (INDEX, f"{INDEX}-lock"):
         with suppress(FileNotFoundError):
             (directory / name).unlink()
 
 
-def load_store(store: NamespaceStore, *, rebuild: bool) -> None:
+def load_store(store: NamespaceStore) -> None:
     """Fill the slot table from the index, or both from the slot headers.
 
     Runs beside fetches. Raises OSError and lmdb.Error.
     """
+    rebuild = (store.directory / REBUILDING).exists()
     if rebuild:
         for found in _chunks(_headers(store)):
             with store.lock:
                 _insert_newest(store, found)
+        (store.directory / REBUILDING).unlink()
     after = b""
     while True:
         with store.lock:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shutil
 import threading
 import time
@@ -26,12 +25,18 @@ from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierU
 from kvferry.daemon.tiers.disk import recovery
 from kvferry.daemon.tiers.disk.index import index_bytes
 from kvferry.daemon.tiers.disk.namespace_store import META, NamespaceStore, StoreMeta
+from kvferry.daemon.tiers.disk.root_files import (
+    LOCK,
+    check_root,
+    is_namespace_name,
+    move_to_trash,
+    namespace_directories,
+    remove_trash,
+)
 from kvferry.daemon.tiers.disk.slab import slot_bytes_of
 from kvferry.proto.errors import Code, Refused
 
 # Locked by the tier's process.
-LOCK = "lock"
-TRASH = "trash-"
 # A slab has this part of the tier's size, but at most MAX_SLAB_BYTES, and at least one slot.
 SLABS = 32
 MAX_SLAB_BYTES = 1 << 30
@@ -45,8 +50,6 @@ LONG_RUN = 60.0
 RETRY_NAMESPACE = 1.0
 # Seconds for which the usage says why.
 REFUSAL_SHOWN = 60.0
-
-_NAMESPACE = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 log = structlog.get_logger()
 
@@ -83,16 +86,15 @@ class DiskTier:
         self._runs_well = False
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._check_owner()
+        check_root(self._root)
         self._root_lock = self._lock_root()
         try:
             self._rebuild = recovery.begin(self._root)
             if self._rebuild:
                 log.warning("disk tier is rebuilt from slot headers", reason=self._rebuild)
-            for path in sorted(self._root.iterdir()):
-                if path.name.startswith(TRASH):
-                    shutil.rmtree(path, ignore_errors=True)
-                elif path.is_dir():
-                    self._open_store(path)
+            remove_trash(self._root)
+            for directory in namespace_directories(self._root):
+                self._open_store(directory)
         except BaseException:
             os.close(self._root_lock)
             raise
@@ -149,7 +151,7 @@ class DiskTier:
             if store.in_use:
                 continue
             store.close()
-            _remove_trash(self._root)
+            remove_trash(self._root)
             with self._lock:
                 self._trash.remove(store)
                 self._evicted_before += store.evictions
@@ -157,7 +159,7 @@ class DiskTier:
             if store.damage:
                 self._rebuild_index(store)
             elif not store.loaded:
-                self._load(store, rebuild=bool(self._rebuild))
+                self._load(store)
             store.remove_lost_slabs()
         self._shrink()
         now = time.monotonic()
@@ -228,7 +230,6 @@ class DiskTier:
             store = self._make_store(directory, meta)
         except lmdb.Error as error:
             log.warning("index damaged", namespace=directory.name, reason=str(error))
-            self._rebuild = self._rebuild or str(error)
             recovery.remove_index(directory)
             store = self._make_store(directory, meta)
         self._stores[directory.name] = store
@@ -243,7 +244,7 @@ class DiskTier:
         slab_bytes = min(self._size // SLABS, MAX_SLAB_BYTES)
         meta = StoreMeta(blocks.nbytes, len(blocks.keys[0]), max(1, slab_bytes // slot_bytes))
         least = meta.slab_bytes + index_bytes(meta.slots_per_slab)
-        if not _NAMESPACE.fullmatch(blocks.namespace) or least > self._size:
+        if not is_namespace_name(blocks.namespace) or least > self._size:
             return None
         directory = self._root / blocks.namespace
         with self._lock:
@@ -255,7 +256,13 @@ class DiskTier:
                 self._refuse("no room for another namespace", blocks.namespace, 0.0)
                 return None
             try:
+                with suppress(FileNotFoundError):
+                    directory.rmdir()  # one without a file, from a process that was killed
                 directory.mkdir(mode=0o700)
+            except OSError as error:
+                self._refuse(str(error), blocks.namespace, RETRY_NAMESPACE)
+                return None
+            try:
                 recovery.write_file(directory / META, msgspec.json.encode(meta))
                 store = self._make_store(directory, meta)
             except (OSError, lmdb.Error) as error:
@@ -286,11 +293,11 @@ class DiskTier:
             self._evicted_before += store.evictions
             recovery.remove_index(store.directory)
             made = self._stores[store.name] = self._make_store(store.directory, store.meta)
-        self._load(made, rebuild=True)
+        self._load(made)
 
-    def _load(self, store: NamespaceStore, *, rebuild: bool) -> None:
+    def _load(self, store: NamespaceStore) -> None:
         try:
-            recovery.load_store(store, rebuild=rebuild)
+            recovery.load_store(store)
         except lmdb.Error as error:
             log.warning("index damaged; blocks dropped", namespace=store.name, reason=str(error))
             self.drop(store.name)
@@ -333,15 +340,3 @@ class DiskTier:
                 largest = max(self._stores.values(), key=lambda store: store.nbytes)
                 if not largest.slabs.num_slots or not largest.give_up_slab():
                     return
-
-
-def move_to_trash(directory: Path) -> None:
-    """Make a namespace's directory unreachable, durably. Raises OSError."""
-    with suppress(FileNotFoundError):
-        directory.rename(directory.with_name(f"{TRASH}{directory.name}-{time.time_ns()}"))
-        recovery.sync_directory(directory.parent)
-
-
-def _remove_trash(root: Path) -> None:
-    for path in root.glob(f"{TRASH}*"):
-        shutil.rmtree(path, ignore_errors=True)

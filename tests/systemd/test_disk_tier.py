@@ -1,0 +1,153 @@
+"""A disk tier in the unit's state directory, as deploy/README.md says: found after a reboot."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.systemd_container import SystemdContainer
+
+pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
+
+README = Path(__file__).parents[2] / "deploy" / "README.md"
+UNIT, DIRECTORY = "kvferryd@cpu", "/var/lib/kvferry"
+DROP_IN = "/etc/systemd/system/kvferryd@.service.d/tier.conf"
+PATIENCE = 60.0
+
+ENGINE = '''
+"""tier_engine.py store|find DIRECTORY: store eight keys, or have them promoted and load them."""
+import json, mmap, os, sys, time
+from pathlib import Path
+from kvferry.client import (
+    Fingerprint, GPULoadStoreSpec, KeyLoadStoreSpec, Lookup, OffloadClient, OffloadingManager,
+    offload_key,
+)
+from kvferry.proto.memory import FdAllocation, Location
+from kvferry.proto.messages import Opened, OpenNamespace, Registered, RegisterKVCaches
+from support.raw_client import RawClient, one_tensor
+
+BLOCKS, PAGE = 8, 4096
+fingerprint = Fingerprint("model", PAGE, key_bytes=12)
+keys = tuple(offload_key(number.to_bytes(8, "big")) for number in range(BLOCKS))
+right = b"".join(bytes([number + 1]) * PAGE for number in range(BLOCKS))
+directory = Path(sys.argv[2])
+
+with OffloadClient(directory, engine="engine") as client, RawClient(directory, "engine") as worker:
+    memory = os.memfd_create("kv")
+    os.ftruncate(memory, BLOCKS * PAGE)
+    pages = mmap.mmap(memory, BLOCKS * PAGE)
+    worker.ask(OpenNamespace(1, fingerprint), Opened)
+    (handle,) = worker.deposit(memory)
+    places = (FdAllocation(handle, BLOCKS * PAGE),), (Location(0, 0),)
+    worker.ask(RegisterKVCaches(2, one_tensor(BLOCKS, PAGE), *places), Registered)
+    client.open_namespace(fingerprint)
+    gpu, host = GPULoadStoreSpec(range(BLOCKS)), KeyLoadStoreSpec(keys)
+    found = 0
+    if sys.argv[1] == "store":
+        pages[:] = right
+        client.transfer_async(1, (gpu, host))
+    else:
+        manager = OffloadingManager(client)
+        assert manager.lookup(keys[0]) is Lookup.MISS, "it is in the pool"
+        deadline, pending = time.monotonic() + 30, (Lookup.RETRY, Lookup.HIT_PENDING)
+        while found < BLOCKS and time.monotonic() < deadline:  # a busy machine may be too late
+            prefetch = manager.prefetch(keys)
+            while any(manager.lookup(key) in pending for key in keys):
+                time.sleep(0.01)
+            found = sum(manager.lookup(key) is Lookup.HIT for key in prefetch.found_keys)
+        client.transfer_async(1, (host, gpu))
+    client.wait([1])
+    (result,) = client.get_finished()
+    print(json.dumps({"outcome": result.outcome, "found": found, "right": pages[:] == right}))
+'''
+
+
+def drop_in() -> str:
+    """The one of the instructions, with a smaller tier that is written at once."""
+    section = README.read_text().partition("## Disk tier")[2]
+    (found,) = re.findall(
+        r"(?m)^    \[Service\]\n    ExecStart=\n    ExecStart=.*--tier.*$", section
+    )
+    text = re.sub(r"(?m)^    ", "", str(found)).replace("200GiB", "64MiB")
+    return f"{text} --tier-disk-write write_through\n"
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+class TieredService:
+    """The unit with the drop-in."""
+
+    def __init__(self, machine: SystemdContainer) -> None:
+        self.machine = machine
+
+    def systemctl(self, *arguments: str) -> str:
+        return self.machine.run("systemctl", *arguments, UNIT)
+
+    def stop(self) -> None:
+        """A unit that was killed may have failed then, and such a unit cannot be cleaned."""
+        self.systemctl("stop")
+        self.machine.run("systemctl", "reset-failed", UNIT, check=False)
+
+    def tier(self) -> Any:
+        (tier,) = json.loads(self.machine.run("/opt/kvferry/bin/kvferry", "status", "--json"))[
+            "tiers"
+        ]
+        return tier
+
+    def engine(self, verb: str) -> Any:
+        directory = self.machine.script("dirname /run/kvferry/cpu/lock")
+        become = ["setpriv", "--reuid=engine", "--regid=engine", "--init-groups"]
+        command = [*become, "env", "PYTHONPATH=/src/tests", "/opt/kvferry/bin/python"]
+        said = self.machine.run(*command, "/srv/tier_engine.py", verb, directory)
+        return json.loads(said.splitlines()[-1])
+
+
+@pytest.fixture
+def service(machine: SystemdContainer) -> Iterator[TieredService]:
+    """Started; afterwards as it was installed."""
+    machine.write("/srv/tier_engine.py", ENGINE)
+    machine.write(DROP_IN, drop_in())
+    machine.run("systemctl", "daemon-reload")
+    service = TieredService(machine)
+    service.systemctl("start")
+    yield service
+    service.stop()
+    service.systemctl("clean", "--what=fdstore", "--what=state")
+    machine.script(f"rm {DROP_IN}; systemctl daemon-reload")
+
+
+def test_the_unit_has_a_state_directory_for_its_tier(service: TieredService) -> None:
+    stat = ["stat", "--format=%a %U %G"]
+    assert service.machine.run(*stat, DIRECTORY) == "700 kvferry kvferry"
+    until(lambda: service.tier()["state"] == "on")
+    assert service.machine.run(*stat, f"{DIRECTORY}/cpu") == "700 kvferry kvferry"
+    assert service.tier()["capacity_bytes"] == 64 << 20
+    assert service.systemctl("is-active") == "active"
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_blocks_are_found_when_the_pool_is_lost(service: TieredService, kill: bool) -> None:
+    """The descriptor store is cleared, as by a reboot; the daemon is stopped before, or killed."""
+    until(lambda: service.tier()["state"] == "on")
+    assert service.engine("store")["outcome"] == "done"
+    until(lambda: service.tier()["written"] == 8)
+    if kill:
+        service.systemctl("kill", "--signal=KILL")
+    service.stop()
+    service.systemctl("clean", "--what=fdstore")
+    service.systemctl("start")
+    until(lambda: service.tier()["state"] == "on")
+    assert service.engine("find") == {"outcome": "done", "found": 8, "right": True}
+    tool = ["/opt/kvferry/bin/kvferry", "tier", "list", f"{DIRECTORY}/cpu"]
+    assert re.search(r"\b8\b", service.machine.run(*tool))
