@@ -5,7 +5,7 @@ PYTHON ?= python3
 READY := $(VENV)/.ready
 CUDA := daemon/kvferry/daemon/engine/cuda
 
-.PHONY: help demo test trials check coverage format faults fuzz soak load bench gpu kernels clean \
+.PHONY: help demo demo-cluster test trials check coverage format faults fuzz soak load bench gpu kernels clean \
 	vllm vllm-tests
 
 help:  ## list the targets
@@ -13,6 +13,9 @@ help:  ## list the targets
 
 demo: $(READY)  ## store a small model's KV cache by another process, and load it again
 	$(BIN)/python -m kvferry.testing.demo
+
+demo-cluster: $(READY)  ## share a cache between two daemons and one Mooncake Store, on this machine
+	$(BIN)/python -m kvferry.testing.demo_cluster
 
 test: $(READY)  ## all tests that need no GPU, inject no faults and boot no container
 	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m "not gpu and not systemd" --ignore tests/faults
