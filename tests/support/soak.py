@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -214,6 +213,8 @@ class Soak:
             self._thaw.append((time.monotonic() + 3 * self._dice.random(), name))
 
     def _let_go_on(self, now: float) -> None:
+        if self._tier is not None:
+            self._tier.let_go_on(now)
         for at, name in self._thaw:
             if at <= now:
                 self._crew.members[name].thaw()
@@ -236,11 +237,11 @@ class Soak:
 
     def _kill_tier(self) -> None:
         assert self._tier is not None
-        self._tier.signal_process(self._daemons, signal.SIGKILL)
+        self._tier.kill_process(self._daemons)
 
     def _stop_tier(self) -> None:
         assert self._tier is not None
-        self._tier.signal_process(self._daemons, signal.SIGSTOP)
+        self._tier.stop_process(self._daemons)
 
     # Looking
 

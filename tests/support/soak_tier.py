@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,8 @@ MAX_PRIVATE = 256 << 20
 # Host blocks of the engines that use the tier most, two GPU blocks of two pages each.
 PAGE, FACTOR = 32 << 10, 2
 BLOCK_BYTES = 2 * PAGE * FACTOR
+# Seconds for which a process is stopped: longer than it takes the daemon to kill it.
+STOPPED_SECONDS = 10.0
 COUNTED = ("hits", "misses", "promoted", "written", "evictions")
 FAILURES = ("checksum_failures", "errors", "deaths", "openings")
 
@@ -39,6 +42,8 @@ class SoakTier:
         self._dice = dice
         self._largest = self._private = 0
         self._counts = Counter[str]()
+        # Until when a process is stopped, and its pid.
+        self._stopped = list[tuple[float, int]]()
         self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="bound of the tier")
         self._watcher.start()
@@ -78,11 +83,23 @@ class SoakTier:
 
     # Faults
 
-    def signal_process(self, daemons: RestartingDaemons, number: signal.Signals) -> None:
-        """SIGKILL, or SIGSTOP for ever: the daemon must kill the tier's process then."""
+    def kill_process(self, daemons: RestartingDaemons) -> None:
         with suppress(ProcessLookupError):
             if (pid := tier_process_of(daemons.pid)) is not None:
-                os.kill(pid, number)
+                os.kill(pid, signal.SIGKILL)
+
+    def stop_process(self, daemons: RestartingDaemons) -> None:
+        """Stop it until `let_go_on`. The daemon kills it before, if it waits for an answer."""
+        with suppress(ProcessLookupError):
+            if (pid := tier_process_of(daemons.pid)) is not None:
+                os.kill(pid, signal.SIGSTOP)
+                self._stopped.append((time.monotonic() + STOPPED_SECONDS, pid))
+
+    def let_go_on(self, now: float) -> None:
+        for _, pid in [stopped for stopped in self._stopped if stopped[0] <= now]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._stopped = [stopped for stopped in self._stopped if stopped[0] > now]
 
     def lose_pool(self, daemons: RestartingDaemons) -> None:
         """The daemon was killed. The next one finds what it would after a reboot."""

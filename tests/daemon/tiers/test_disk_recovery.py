@@ -13,6 +13,8 @@ import pytest
 
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.disk import recovery
+from kvferry.daemon.tiers.disk.index import Entry
+from kvferry.daemon.tiers.disk.namespace_store import NamespaceStore
 from kvferry.daemon.tiers.disk.tier import DiskOptions, DiskTier
 from kvferry.proto.errors import Refused
 from kvferry.testing.tier_subjects import NAMESPACE, PoolMemory, key_of
@@ -83,6 +85,24 @@ def test_a_rebuild_that_is_interrupted_is_done_again(disk: KillableDisk) -> None
     disk.restart()
     assert fetch_all(disk) == [OK] * len(MANY)
     assert not list(disk.root.glob(f"*/{recovery.REBUILDING}"))
+
+
+def test_a_namespace_is_dropped_while_its_index_is_rebuilt(
+    disk: KillableDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_all(disk)
+    read_headers = recovery._headers
+
+    def drop_meanwhile(store: NamespaceStore) -> Iterator[tuple[bytes, Entry]]:
+        yield from read_headers(store)
+        disk.drop()
+
+    monkeypatch.setattr(recovery, "_headers", drop_meanwhile)
+    disk.cut_power()
+    disk.open()
+    assert fetch_all(disk) == [MISS] * len(MANY)
+    put_all(disk)
+    assert fetch_all(disk) == [OK] * len(MANY)
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 40_000])

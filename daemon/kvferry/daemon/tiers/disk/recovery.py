@@ -127,7 +127,7 @@ def load_store(store: NamespaceStore) -> None:
         for found in _chunks(_headers(store)):
             with store.lock:
                 _insert_newest(store, found)
-        (store.directory / REBUILDING).unlink()
+        (store.directory / REBUILDING).unlink(missing_ok=True)  # it may have been dropped
     after = b""
     while True:
         with store.lock:
