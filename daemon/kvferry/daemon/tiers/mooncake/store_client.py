@@ -52,12 +52,15 @@ class StoreError(OSError):
 class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """master: HOST:PORT. protocol: "tcp" or "rdma". device: RDMA devices, separated by commas.
     host: the address of this host for others; empty: that from which the master is reached.
+    io_threads: calls at the same time. call_bytes: bytes of blocks that a call moves.
     """
 
     master: str
     protocol: str = "tcp"
     device: str = ""
     host: str = ""
+    io_threads: int = 4
+    call_bytes: int = 16 << 20
 
 
 class StoreClient:
