@@ -5,7 +5,7 @@ PYTHON ?= python3
 READY := $(VENV)/.ready
 CUDA := daemon/kvferry/daemon/engine/cuda
 
-.PHONY: help demo test trials check coverage format faults fuzz soak load bench gpu kernels clean \
+.PHONY: help demo demo-cluster test trials check coverage format faults fuzz soak load bench gpu kernels clean \
 	vllm vllm-tests
 
 help:  ## list the targets
@@ -13,6 +13,9 @@ help:  ## list the targets
 
 demo: $(READY)  ## store a small model's KV cache by another process, and load it again
 	$(BIN)/python -m kvferry.testing.demo
+
+demo-cluster: $(READY)  ## share a cache between two daemons and one Mooncake Store, on this machine
+	$(BIN)/python -m kvferry.testing.demo_cluster
 
 test: $(READY)  ## all tests that need no GPU, inject no faults and boot no container
 	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m "not gpu and not systemd" --ignore tests/faults
@@ -38,8 +41,8 @@ coverage: $(READY)  ## branch coverage of the product by the tests
 gpu: $(READY)  ## all tests, on a machine with a GPU
 	$(BIN)/python -m pytest -q
 
-faults: $(READY)  ## kills of daemons and engines, rude clients, attackers, small limits, the disk tier: 35 minutes
-	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_kills.py tests/faults/test_limits.py tests/faults/test_rude_clients.py tests/faults/test_attackers.py tests/faults/test_subscribers.py tests/faults/test_disk_tier.py tests/faults/test_kills_with_a_tier.py
+faults: $(READY)  ## kills of daemons and engines, rude clients, attackers, small limits, tiers: 40 minutes
+	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_kills.py tests/faults/test_limits.py tests/faults/test_rude_clients.py tests/faults/test_attackers.py tests/faults/test_subscribers.py tests/faults/test_disk_tier.py tests/faults/test_kills_with_a_tier.py tests/faults/test_mooncake_cluster.py
 
 fuzz: $(READY)  ## send a million hostile frames
 	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_fuzz.py

@@ -4,111 +4,28 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvferry.client import (
-    Fingerprint,
-    GPULoadStoreSpec,
-    KeyLoadStoreSpec,
-    KVLayout,
     LocalDaemon,
     Lookup,
-    OffloadClient,
-    OffloadingManager,
-    TensorLayout,
-    TensorRef,
-    offload_key,
 )
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
-from kvferry.proto.messages import FindInTiers, Opened, OpenNamespace, TiersFound
-from kvferry.proto.status import TierStatus
+from kvferry.proto.messages import TiersFound
 from kvferry.testing.engine import until
 from support.patient_daemon import PatientDaemon
-from support.raw_client import RawClient
 from support.tier_processes import tier_process_of
-
-PAGE, BLOCKS = 4096, 128
-FINGERPRINT = Fingerprint("llama", PAGE, key_bytes=12)
-LAYOUT = KVLayout((TensorLayout(BLOCKS, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
-SECONDS = 30.0
-
-
-def keys(numbers: Sequence[int]) -> tuple[bytes, ...]:
-    return tuple(offload_key(number.to_bytes(8, "big")) for number in numbers)
-
-
-def content(number: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randint(-128, 128, (PAGE,), dtype=torch.int8, generator=generator)
-
-
-class TieredEngine:
-    """An engine in a namespace, and a session beside it that looks for keys in tiers.
-
-    Key n has `content(n)`.
-    """
-
-    def __init__(self, daemon: LocalDaemon, stack: ExitStack, **namespace: Any) -> None:
-        self.client = stack.enter_context(OffloadClient(daemon.directory, engine="engine"))
-        opened = self.client.open_namespace(FINGERPRINT, **namespace)
-        self.num_blocks = opened.num_blocks
-        (self.pages,) = self.client.allocate_kv_caches(LAYOUT).tensors
-        self.manager = OffloadingManager(self.client)
-        self.raw = stack.enter_context(RawClient(daemon.directory, "beside"))
-        self.opened = self.raw.ask(OpenNamespace(1, FINGERPRINT), Opened)
-        self._jobs = 0
-
-    def store(self, numbers: Sequence[int]) -> None:
-        for at in range(0, len(numbers), BLOCKS):
-            part = numbers[at : at + BLOCKS]
-            for block, number in enumerate(part):
-                self.pages[block] = content(number)
-            source = GPULoadStoreSpec(range(len(part)))
-            self._run((source, KeyLoadStoreSpec(keys(part))))
-
-    def load(self, numbers: Sequence[int]) -> None:
-        """Load keys, and check their bytes."""
-        self.pages.zero_()
-        spec = self.manager.prepare_load(keys(numbers))
-        self._run((spec, GPULoadStoreSpec(range(len(numbers)))))
-        self.manager.complete_load(spec.keys)
-        for block, number in enumerate(numbers):
-            assert torch.equal(self.pages[block].cpu(), content(number)), f"key {number}"
-
-    def find(self, numbers: Sequence[int], compute_seconds: float = 0.0) -> TiersFound:
-        return self.raw.ask(FindInTiers(2, keys(numbers), compute_seconds), TiersFound)
-
-    def promote(self, numbers: Sequence[int]) -> None:
-        """Have keys promoted, once the tiers are on."""
-
-        def loadable() -> bool:
-            states = {self.manager.lookup(each) for each in keys(numbers)}
-            if Lookup.MISS in states:
-                self.find(numbers)
-            return states == {Lookup.HIT}
-
-        until(loadable, SECONDS)
-
-    def tier(self) -> TierStatus:
-        (tier,) = self.client.status().tiers
-        return tier
-
-    def wait_written(self, count: int) -> None:
-        until(lambda: self.tier().written >= count, SECONDS)
-
-    def _run(self, spec: Any) -> None:
-        self._jobs += 1
-        self.client.transfer_async(self._jobs, spec)
-        self.client.wait([self._jobs])
-        (result,) = self.client.get_finished()
-        assert result.success, result
-
+from support.tiered_engine import (
+    PAGE,
+    SECONDS,
+    TieredEngine,
+    keys,
+)
 
 Enter = Callable[..., TieredEngine]
 
