@@ -45,7 +45,7 @@ from support.namespaces_fixture import (
     PAGE,
     copies,
 )
-from support.tiers_world import (
+from support.tiers_model import (
     FINGERPRINTS,
     KEYS,
     ROOM,
@@ -53,7 +53,7 @@ from support.tiers_world import (
     Content,
     Job,
     Search,
-    TiersWorld,
+    TiersModel,
     Write,
 )
 
@@ -63,7 +63,7 @@ ENDS = [Outcome.DONE, Outcome.DONE, Outcome.FAILED, Outcome.CANCELLED]
 T = TypeVar("T")
 
 
-class TiersModel(TiersWorld, RuleBasedStateMachine):
+class TiersMachine(TiersModel, RuleBasedStateMachine):
     def one_of(self, things: Iterable[T]) -> T:
         thing: T = self.draw(st.sampled_from(list(things)))
         return thing
@@ -373,5 +373,5 @@ class TiersModel(TiersWorld, RuleBasedStateMachine):
 
 def test_no_key_has_other_bytes_whatever_tiers_do() -> None:
     run_state_machine_as_test(
-        TiersModel, settings=settings(max_examples=100, stateful_step_count=80)
+        TiersMachine, settings=settings(max_examples=100, stateful_step_count=80)
     )

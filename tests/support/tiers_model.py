@@ -1,4 +1,4 @@
-"""The world of a core with two tiers, for a model: the pool, the tiers, and what is in progress.
+"""A model of a core with two tiers: the pool, the tiers, and what is in progress.
 
 Each block's content names its namespace, its key and how many resets came before it.
 """
@@ -77,7 +77,7 @@ class TierModel:
     blocks: dict[tuple[str, bytes], Content] = field(default_factory=dict)
 
 
-class TiersWorld:
+class TiersModel:
     """`perform` carries out the core's actions, or notes what is to be done for them."""
 
     def __init__(self) -> None:
