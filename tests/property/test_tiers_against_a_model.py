@@ -8,9 +8,7 @@ Each block's content names its namespace, its key and how many resets came befor
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from itertools import count
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,10 +21,7 @@ from hypothesis.stateful import (
 )
 
 from kvferry.daemon.core.actions import (
-    BlockSet,
-    CommitBlocks,
     MapTensors,
-    SendMessage,
     StartTransfer,
     TensorsMapped,
     TensorsUnmapped,
@@ -36,14 +31,9 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.tier_actions import (
     BlocksCommitted,
     BlocksFetched,
-    DropStore,
-    FetchBlocks,
     FetchReleased,
-    FindKeys,
     KeysFound,
     StoreDropped,
-    TierDescription,
-    WriteJob,
 )
 from kvferry.daemon.tiers.base import is_part_of
 from kvferry.proto import messages as wire
@@ -51,97 +41,29 @@ from kvferry.proto.results import Outcome
 from kvferry.proto.specs import CPULoadStoreSpec, GPULoadStoreSpec, KeyLoadStoreSpec
 from support.namespaces_fixture import (
     FAULT,
-    FINGERPRINT,
     LAYOUT,
-    OTHER,
     PAGE,
-    NamespacesFixture,
     copies,
-    each,
+)
+from support.tiers_model import (
+    FINGERPRINTS,
+    KEYS,
+    ROOM,
+    Commit,
+    Content,
+    Job,
+    Search,
+    TiersModel,
+    Write,
 )
 
-# Eight blocks each: two namespaces fill the pool, and a newcomer takes the place of one.
-ROOM = 8 * PAGE
-FINGERPRINTS = {"a": FINGERPRINT, "b": OTHER}
-KEYS = each(b"abcdefghijklmnopqrst")
 NEWCOMER = "newcomer"
 ENDS = [Outcome.DONE, Outcome.DONE, Outcome.FAILED, Outcome.CANCELLED]
 
-Content: TypeAlias = tuple[Any, ...]
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
-class Job:
-    """A transfer. cells: what it writes where, or must find there."""
-
-    serial: int
-    stores: bool
-    cells: dict[int, Content]
-
-
-@dataclass(eq=False)
-class Search:
-    action: FindKeys
-    tier_of: tuple[int, ...]
-
-
-@dataclass(eq=False)
-class Fetch:
-    """found: what the tier had when the fetch began. late: offsets into which it still writes."""
-
-    action: FetchBlocks
-    found: list[Content | None]
-    late: set[int]
-    ended: bool = False
-
-
-@dataclass(eq=False)
-class Write:
-    """cells: what was in the blocks when they were handed out. dropped: its namespace was reset."""
-
-    tier: int
-    job: WriteJob
-    cells: dict[int, Content]
-    dropped: bool = False
-
-
-@dataclass(eq=False)
-class Commit:
-    """cells: what was in the blocks when their store ended."""
-
-    block_set: BlockSet
-    cells: dict[int, Content]
-
-
-@dataclass(eq=False)
-class TierModel:
-    blocks: dict[tuple[str, bytes], Content] = field(default_factory=dict)
-
-
-class TiersModel(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        tiers = (TierDescription("near", writes_promoted=True), TierDescription("far"))
-        self.fixture = NamespacesFixture(pool_bytes=2 * ROOM, tiers=tiers)
-        self.core = self.fixture.core
-        self.numbers = count(1)
-        self.cells = dict.fromkeys(range(0, 2 * ROOM, PAGE), self.garbage())
-        self.tiers = (TierModel(), TierModel())
-        self.resets = dict.fromkeys(FINGERPRINTS, 0)
-        self.jobs, self.searches = list[Job](), list[Search]()
-        self.fetches, self.writes = list[Fetch](), list[Write]()
-        self.commits, self.drops = list[Commit](), list[DropStore]()
-        # Blocks that have a checksum, and of what.
-        self.committed = dict[int, Content]()
-        self.inside = set[str]()
-
-    def garbage(self) -> Content:
-        return ("garbage", next(self.numbers))
-
-    def content(self, session: str, key: bytes) -> Content:
-        return (FINGERPRINTS[session].name, key, self.resets[session])
-
+class TiersMachine(TiersModel, RuleBasedStateMachine):
     def one_of(self, things: Iterable[T]) -> T:
         thing: T = self.draw(st.sampled_from(list(things)))
         return thing
@@ -152,40 +74,6 @@ class TiersModel(RuleBasedStateMachine):
     def some_keys(self) -> tuple[bytes, ...]:
         start = self.draw(st.integers(0, len(KEYS) - 1))
         return KEYS[start : start + self.draw(st.integers(1, 5))]
-
-    def send(self, session: str, message: wire.ClientMessage) -> list[Any]:
-        return self.core.handle(session, message, now=101.0)
-
-    def perform(self, actions: list[Any]) -> list[Any]:
-        """Take in what the tiers and the device have to do. Returns the messages."""
-        replies = []
-        for action in actions:
-            match action:
-                case FetchBlocks():
-                    blocks = self.tiers[action.tier].blocks
-                    found = [blocks.get((action.store, key)) for key in action.keys]
-                    self.fetches.append(Fetch(action, found, set(action.offsets.tolist())))
-                case FindKeys(_, store, keys):
-                    self.searches.append(Search(action, self.tier_of(store, keys)))
-                case CommitBlocks(_, block_set) if block_set.keys:
-                    offsets = self.offsets_of(block_set)
-                    self.commits.append(Commit(block_set, {o: self.cells[o] for o in offsets}))
-                case DropStore():
-                    self.drops.append(action)
-                case SendMessage(_, message):
-                    replies.append(message)
-        return replies
-
-    def offsets_of(self, block_set: BlockSet) -> list[int]:
-        (region,) = [r for r in self.core._regions if r.owner == block_set.owner]
-        return [region.start + block * PAGE for block in block_set.blocks.tolist()]
-
-    def tier_of(self, store: str, keys: Iterable[bytes]) -> tuple[int, ...]:
-        has = [[(store, key) in tier.blocks for tier in self.tiers] for key in keys]
-        return tuple([tiers.index(True) if any(tiers) else -1 for tiers in has])
-
-    def is_dropping(self, store: str) -> bool:
-        return any(is_part_of(store, drop.namespace) for drop in self.drops)
 
     # What happens
 
@@ -485,5 +373,5 @@ class TiersModel(RuleBasedStateMachine):
 
 def test_no_key_has_other_bytes_whatever_tiers_do() -> None:
     run_state_machine_as_test(
-        TiersModel, settings=settings(max_examples=150, stateful_step_count=80)
+        TiersMachine, settings=settings(max_examples=100, stateful_step_count=80)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -328,6 +329,29 @@ def test_a_drop_is_reported_also_if_the_tier_does_not_answer(
     os.kill(stopped, signal.SIGKILL)
     disk.tiers[0].wait_until(lambda: client.pid not in (None, stopped) and client.is_on)
     assert disk.find(1).tier_of == (-1,)
+
+
+def test_a_drop_does_not_wait_for_a_marker_that_takes_long(
+    disk: TieringFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that is slow; no key may be found once the drop is reported."""
+    written = threading.Event()
+
+    def add_slowly(*arguments: Any) -> Path:
+        written.wait(60)
+        return add_marker(*arguments)
+
+    monkeypatch.setattr(tiering, "add_marker", add_slowly)
+    monkeypatch.setattr(tiering, "MARKER_SECONDS", 0.05)
+    monkeypatch.setattr(tiering, "DROP_REPORT_SECONDS", 0.5)
+    disk.start()
+    disk.tiers[0].put([1])
+    disk.perform(DropStore(4, NAMESPACE))
+    disk.wait_for(StoreDropped)
+    assert disk.find(1).tier_of == (-1,)
+    written.set()
+    markers = disk.attached[0].markers
+    disk.tiers[0].wait_until(lambda: markers.is_dir() and not list(marked_stores(markers)))
 
 
 def test_a_marked_drop_is_done_at_the_next_start(memory: TieringFixture) -> None:

@@ -42,6 +42,9 @@ FIND_SECONDS = 0.1
 # Seconds until a drop counts as done. A tier that has not confirmed it by then gets it first thing
 # when it answers again.
 DROP_REPORT_SECONDS = 5.0
+# Seconds for the marker of a drop. After that the drop is sent without: no search may overtake it,
+# so it must be sent before it counts as done.
+MARKER_SECONDS = 3.0
 
 TierAction: TypeAlias = FindKeys | FetchBlocks | DropStore
 
@@ -223,21 +226,24 @@ class Tiering:
     async def _drop_in_tier(
         self, tier: AttachedTier, store: str, place: int, confirm: Callable[[int], None]
     ) -> None:
-        marker = None
+        number = next(self._marker_numbers)
+        adding = self._loop.run_in_executor(None, add_marker, tier.markers, store, number)
         try:
-            marker = await asyncio.to_thread(
-                add_marker, tier.markers, store, next(self._marker_numbers)
-            )
+            await asyncio.wait_for(asyncio.shield(adding), MARKER_SECONDS)
         except OSError as error:
             # The drop itself is durable, too; only a crash before it could bring keys back.
-            log.warning("drop not marked", tier=tier.client.spec.name, reason=str(error))
+            reason = str(error) or f"not written within {MARKER_SECONDS} s"
+            log.warning("drop not marked", tier=tier.client.spec.name, reason=reason)
 
         def done() -> None:
             confirm(place)
-            if marker is not None:
-                self._remove_marker(marker)
+            adding.add_done_callback(self._remove_added)
 
         tier.client.drop(store, done=done)
+
+    def _remove_added(self, added: asyncio.Future[Path]) -> None:
+        if added.exception() is None:
+            self._remove_marker(added.result())
 
     def _remove_marker(self, marker: Path) -> None:
         self._loop.run_in_executor(None, remove_marker, marker)

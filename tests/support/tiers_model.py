@@ -1,0 +1,137 @@
+"""A model of a core with two tiers: the pool, the tiers, and what is in progress.
+
+Each block's content names its namespace, its key and how many resets came before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, TypeAlias
+
+from kvferry.daemon.core.actions import BlockSet, CommitBlocks, SendMessage
+from kvferry.daemon.core.tier_actions import (
+    DropStore,
+    FetchBlocks,
+    FindKeys,
+    TierDescription,
+    WriteJob,
+)
+from kvferry.daemon.tiers.base import is_part_of
+from kvferry.proto import messages as wire
+from support.namespaces_fixture import FINGERPRINT, OTHER, PAGE, NamespacesFixture, each
+
+# Eight blocks each: two namespaces fill the pool, and a newcomer takes the place of one.
+ROOM = 8 * PAGE
+FINGERPRINTS = {"a": FINGERPRINT, "b": OTHER}
+KEYS = each(b"abcdefghijklmnopqrst")
+Content: TypeAlias = tuple[Any, ...]
+
+
+@dataclass(eq=False)
+class Job:
+    """A transfer. cells: what it writes where, or must find there."""
+
+    serial: int
+    stores: bool
+    cells: dict[int, Content]
+
+
+@dataclass(eq=False)
+class Search:
+    action: FindKeys
+    tier_of: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Fetch:
+    """found: what the tier had when the fetch began. late: offsets into which it still writes."""
+
+    action: FetchBlocks
+    found: list[Content | None]
+    late: set[int]
+    ended: bool = False
+
+
+@dataclass(eq=False)
+class Write:
+    """cells: what was in the blocks when they were handed out. dropped: its namespace was reset."""
+
+    tier: int
+    job: WriteJob
+    cells: dict[int, Content]
+    dropped: bool = False
+
+
+@dataclass(eq=False)
+class Commit:
+    """cells: what was in the blocks when their store ended."""
+
+    block_set: BlockSet
+    cells: dict[int, Content]
+
+
+@dataclass(eq=False)
+class TierModel:
+    blocks: dict[tuple[str, bytes], Content] = field(default_factory=dict)
+
+
+class TiersModel:
+    """`perform` carries out the core's actions, or notes what is to be done for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tiers = (TierDescription("near", writes_promoted=True), TierDescription("far"))
+        self.fixture = NamespacesFixture(pool_bytes=2 * ROOM, tiers=tiers)
+        self.core = self.fixture.core
+        self.numbers = count(1)
+        self.cells = dict.fromkeys(range(0, 2 * ROOM, PAGE), self.garbage())
+        self.tiers = (TierModel(), TierModel())
+        self.resets = dict.fromkeys(FINGERPRINTS, 0)
+        self.jobs, self.searches = list[Job](), list[Search]()
+        self.fetches, self.writes = list[Fetch](), list[Write]()
+        self.commits, self.drops = list[Commit](), list[DropStore]()
+        # Blocks that have a checksum, and of what.
+        self.committed = dict[int, Content]()
+        self.inside = set[str]()
+
+    def garbage(self) -> Content:
+        return ("garbage", next(self.numbers))
+
+    def content(self, session: str, key: bytes) -> Content:
+        return (FINGERPRINTS[session].name, key, self.resets[session])
+
+    def send(self, session: str, message: wire.ClientMessage) -> list[Any]:
+        return self.core.handle(session, message, now=101.0)
+
+    def perform(self, actions: list[Any]) -> list[Any]:
+        """Take in what the tiers and the device have to do. Returns the messages."""
+        replies = []
+        for action in actions:
+            match action:
+                case FetchBlocks():
+                    blocks = self.tiers[action.tier].blocks
+                    found = [blocks.get((action.store, key)) for key in action.keys]
+                    self.fetches.append(Fetch(action, found, set(action.offsets.tolist())))
+                case FindKeys(_, store, keys):
+                    self.searches.append(Search(action, self.tier_of(store, keys)))
+                case CommitBlocks(_, block_set) if block_set.keys:
+                    offsets = self.offsets_of(block_set)
+                    self.commits.append(Commit(block_set, {o: self.cells[o] for o in offsets}))
+                case DropStore():
+                    self.drops.append(action)
+                case SendMessage(_, message):
+                    replies.append(message)
+        return replies
+
+    def offsets_of(self, block_set: BlockSet) -> list[int]:
+        (region,) = [r for r in self.core._regions if r.owner == block_set.owner]
+        return [region.start + block * PAGE for block in block_set.blocks.tolist()]
+
+    def tier_of(self, store: str, keys: Iterable[bytes]) -> tuple[int, ...]:
+        has = [[(store, key) in tier.blocks for tier in self.tiers] for key in keys]
+        return tuple([tiers.index(True) if any(tiers) else -1 for tiers in has])
+
+    def is_dropping(self, store: str) -> bool:
+        return any(is_part_of(store, drop.namespace) for drop in self.drops)
