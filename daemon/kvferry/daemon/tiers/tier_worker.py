@@ -270,6 +270,8 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(NICER)
     given = msgspec.json.decode(arguments[0], type=TierArguments)
+    if os.getppid() != given.daemon:  # it died before prctl: a tier that hangs would stay
+        os._exit(2)
     peer = socket.socket(fileno=given.socket)
     log_to(peer)
     lock_pool(given.chunks[0])
