@@ -284,7 +284,8 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
         known = isinstance(error, KVFerryError | OSError | ImportError | msgspec.ValidationError)
         reason = str(error) if known else traceback.format_exc(limit=-4)
         fields = {"reason": reason, "module": given.module}
-        peer.send(encode(LogLine("error", "tier cannot be opened", fields, fatal=True)))
+        with suppress(OSError):  # the daemon may have ended
+            peer.send(encode(LogLine("error", "tier cannot be opened", fields, fatal=True)))
         os._exit(2)
     TierWorker(tier, pool.address, peer).run()
     os._exit(0)
