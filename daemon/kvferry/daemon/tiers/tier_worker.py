@@ -270,6 +270,8 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(NICER)
     given = msgspec.json.decode(arguments[0], type=TierArguments)
+    if os.getppid() != given.daemon:  # it died before prctl: a tier that hangs would stay
+        os._exit(2)
     peer = socket.socket(fileno=given.socket)
     log_to(peer)
     lock_pool(given.chunks[0])
@@ -282,7 +284,8 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
         known = isinstance(error, KVFerryError | OSError | ImportError | msgspec.ValidationError)
         reason = str(error) if known else traceback.format_exc(limit=-4)
         fields = {"reason": reason, "module": given.module}
-        peer.send(encode(LogLine("error", "tier cannot be opened", fields, fatal=True)))
+        with suppress(OSError):  # the daemon may have ended
+            peer.send(encode(LogLine("error", "tier cannot be opened", fields, fatal=True)))
         os._exit(2)
     TierWorker(tier, pool.address, peer).run()
     os._exit(0)
