@@ -20,7 +20,7 @@ from kvferry.daemon.core.actions import Report
 from kvferry.daemon.core.layout import Bools, Int64s
 from kvferry.daemon.core.records import RegionOwner
 from kvferry.daemon.core.tier_actions import BlocksWritten, WriteJob
-from kvferry.daemon.tiers.base import Result, is_part_of
+from kvferry.daemon.tiers.base import IN_TIER, Result, is_part_of
 from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient, nothing
 
 # Blocks taken at a time, and bytes in flight from which no more are taken.
@@ -148,7 +148,7 @@ class WriteOut:
 
         def done(results: Sequence[Result]) -> None:
             for place, result in zip(chosen.tolist(), results, strict=True):
-                written[place] = result is Result.OK
+                written[place] = result in IN_TIER
             if any(written):
                 self._pause = FIRST_PAUSE
             else:
