@@ -38,6 +38,7 @@ from kvferry.daemon.core.status import DaemonIdentity, StatusRecorder
 from kvferry.daemon.core.tier_actions import (
     BlocksCommitted,
     BlocksFetched,
+    BlocksWritten,
     FetchReleased,
     KeysFound,
     StoreDropped,
@@ -88,7 +89,7 @@ class Core:
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
         self._namespaces = Namespaces(self._regions, tiers)
         self._promotions = Promotions(self._namespaces, tiers)
-        self._writes = Writes(self._namespaces)
+        self._writes = Writes(self._namespaces, tiers)
         self._registrations = Registrations(self._regions, self._namespaces, self._owners)
         self._transfers = Transfers(self._registrations, identity.limits.max_in_flight, observe_job)
 
@@ -167,6 +168,8 @@ class Core:
             case FetchReleased():
                 self._promotions.release_fetch(report)
                 actions, error = [], None
+            case BlocksWritten():
+                actions, error = self._writes.end_write(report), None
             case StoreDropped():
                 actions, error = self._promotions.end_drop(report), None
             case BlocksCommitted():
@@ -249,10 +252,6 @@ class Core:
     def reopen_writes(self, written: WrittenBlocks, missing: Sequence[bool]) -> None:
         """Write blocks of `next_written` again that the tier does not have. missing: for each."""
         self._writes.reopen_writes(written, missing)
-
-    def end_write(self, number: int, done: Sequence[bool]) -> None:
-        """Release the blocks of a WriteJob. done: for each key, whether the tier has it now."""
-        self._writes.end_write(number, done)
 
     def tier_counters(self) -> dict[str, dict[str, float]]:
         """Fields of TierStatus that the core counts, by the name of the tier."""
