@@ -96,7 +96,7 @@ def serve_bare_loop(setup: Setup, peer: Connection) -> None:
 # kvferry
 
 
-class Tier:
+class ThroughTier:
     """The tier of a daemon, without the daemon."""
 
     def __init__(self, setup: Setup, pool: MappedFiles) -> None:
@@ -161,7 +161,7 @@ async def compare(setup: Setup, rounds: int) -> list[list[float]]:
     bare = context.Process(target=serve_bare_loop, args=(setup, other), daemon=True)
     bare.start()
     pool = setup.make_pool()
-    tier = Tier(setup, pool)
+    tier = ThroughTier(setup, pool)
     try:
         await asyncio.to_thread(peer.recv)
         while not tier.client.is_on:
