@@ -61,9 +61,8 @@ _RETRYABLE = Code.POOL_FULL, Code.ALREADY_REGISTERED
 class Core:
     """All bookkeeping of a daemon.
 
-    started: time.monotonic() at the start, in seconds. own_bytes: bytes at the front of the pool
-    for the daemon's own blocks. observe_job: see transfers.JobObserver. tiers: those below
-    the pool, fastest first.
+    own_bytes: bytes at the front of the pool for the daemon's own blocks. observe_job: see
+    transfers.JobObserver. tiers: those below the pool, fastest first.
 
     Every method is called on the event loop and returns without blocking.
     """
@@ -72,7 +71,6 @@ class Core:
         self,
         identity: DaemonIdentity,
         pool_bytes: int,
-        started: float,
         own_bytes: int = 0,
         max_regions: int = MAX_REGIONS,
         observe_job: JobObserver = lambda *_: None,
@@ -80,7 +78,7 @@ class Core:
     ) -> None:
         self.identity = identity
         self.stopping = False
-        self._recorder = StatusRecorder(identity, started)
+        self._recorder = StatusRecorder(identity)
         # The engine of each session.
         self._engines: dict[str, str] = {}
         self._owners = EngineOwners()
