@@ -210,7 +210,7 @@ async def run(
             tiering = compose_tiering(
                 tiers,
                 settings,
-                core,
+                core.writes,
                 region_store.checksums_of,
                 server.report_to_core,
                 metrics.tiers.observe_promotion,

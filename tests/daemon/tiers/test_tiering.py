@@ -396,8 +396,9 @@ def test_a_block_without_a_checksum_is_unpinned_and_asked_for_again(disk: Tierin
 def test_a_block_that_the_tier_has_is_not_counted_as_written(disk: TieringFixture) -> None:
     """As after a restart, when the pool was restored."""
     disk.start(WriteOptions(0, 1.0))
-    disk.write(disk.write_job(1, 0, 1), disk.write_job(2, 1, 2))
-    disk.tiers[0].wait_until(lambda: len(disk.core.ended) == 2)
+    for job in disk.write_job(1, 0, 1), disk.write_job(2, 1, 2):
+        disk.write(job)
+        disk.tiers[0].wait_until(lambda number=job.number: number in disk.core.ended)  # type: ignore[misc]
     assert disk.core.ended == {1: [True, True], 2: [True, True]}
     (status,) = disk.tiering.status({})
     assert (status.written, status.written_bytes) == (3, 3 * BLOCK)
