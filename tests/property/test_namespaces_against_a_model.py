@@ -434,7 +434,7 @@ class NamespacesModel(RuleBasedStateMachine):
         super().__init__()
         self.draw: Any = None
         limits = told.Limits(1 << 20, 1 << 10, 1000)
-        self.core = Core(DaemonIdentity("0.1", "boot", 4711, DEVICE, limits), POOL, started=100.0)
+        self.core = Core(DaemonIdentity("0.1", "boot", 4711, DEVICE, limits, 100.0), POOL)
         self.books = RegionRecordsModel()
         self.pool: list[Content | None] = [None] * (POOL // CELL)
         self.room = Room()
@@ -1135,7 +1135,7 @@ class NamespacesModel(RuleBasedStateMachine):
     def another_daemon_would_find_all_that_is_ready(self) -> None:
         """And nothing else: of a block that a store may be writing, or wrote in part, it knows."""
         limits = told.Limits(1 << 20, 1 << 10, 1000)
-        heir = Core(DaemonIdentity("0.1", "next", 4712, DEVICE, limits), POOL, started=200.0)
+        heir = Core(DaemonIdentity("0.1", "next", 4712, DEVICE, limits, 200.0), POOL)
         for found in self.books.found():
             heir.restore_region(found)
         caches = {one.name: one for one in heir._namespaces}

@@ -47,7 +47,7 @@ def take(
     coldest: float = 1.0,
     tier: int = 0,
 ) -> list[WriteJob]:
-    return fixture.core.take_writes(tier, limit, coldest)
+    return fixture.core.writes.take_writes(tier, limit, coldest)
 
 
 def end(fixture: NamespacesFixture, job: WriteJob, done: list[bool]) -> list[Action]:
@@ -115,33 +115,33 @@ def test_keys_that_were_used_since_they_were_written_are_named_in_turn() -> None
     fixture.register("b")
     fixture.stored("b", b"uv")
     assert sorted(write_all(fixture)) == sorted(b"abcdefuv")
-    assert fixture.core.next_written(0, 16) is None
+    assert fixture.core.writes.next_written(0, 16) is None
     fixture.send("a", wire.Touch(each(b"bcd")))
     fixture.send("b", wire.Touch(each(b"v")))
     named = []
-    while (written := fixture.core.next_written(0, 2)) is not None:
+    while (written := fixture.core.writes.next_written(0, 2)) is not None:
         named.append(written)
     assert sorted(map(len, (each.keys for each in named))) == [1, 1, 2]
     assert sorted(b"".join(key for each in named for key in each.keys)) == sorted(b"bcdv")
     for each_written in named:
-        fixture.core.reopen_writes(each_written, [key == b"c" for key in each_written.keys])
+        fixture.core.writes.reopen_writes(each_written, [key == b"c" for key in each_written.keys])
     assert write_all(fixture) == b"c"
-    assert fixture.core.next_written(1, 16) is None
+    assert fixture.core.writes.next_written(1, 16) is None
 
 
 def test_keys_that_are_written_or_evicted_meanwhile_are_not_written_again() -> None:
     fixture = new_fixture(b"ab")
     write_all(fixture)
     fixture.send("a", wire.Touch(each(b"ab")))
-    written = fixture.core.next_written(0, 16)
+    written = fixture.core.writes.next_written(0, 16)
     assert written is not None
-    fixture.core.reopen_writes(written, [True, True])
+    fixture.core.writes.reopen_writes(written, [True, True])
     (job,) = take(fixture, limit=1)
-    fixture.core.reopen_writes(written, [True, True])
+    fixture.core.writes.reopen_writes(written, [True, True])
     assert len(letters_of(take(fixture, limit=2))) == 1
     end(fixture, job, [True])
     fixture.send("a", wire.Reset(5))
-    fixture.core.reopen_writes(written, [True, True])
+    fixture.core.writes.reopen_writes(written, [True, True])
     assert take(fixture) == []
 
 

@@ -21,7 +21,7 @@ COLDEST = {"clean_ahead": 0.25, WRITE_THROUGH: 1.0}
 
 
 class Source(WriteSource, WrittenSource, Protocol):
-    """The core."""
+    """Core.writes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Writes blocks of the pool to a tier in the background, before they are evicted.
 
-    Core.take_writes --pinned blocks--> put --released--> BlocksWritten
+    take_writes --pinned blocks--> put --released--> BlocksWritten
 
 It takes only what it can write soon: a bounded number of bytes is in flight, within a rate. What is
 evicted before its turn is not written. Without anything to write no timer runs. Event loop only.
@@ -39,7 +39,7 @@ ChecksumsOf: TypeAlias = Callable[[RegionOwner, Int64s], tuple[Checksums, Bools]
 
 
 class WriteSource(Protocol):
-    """The core."""
+    """Core.writes."""
 
     def take_writes(self, tier: int, limit: int, coldest: float) -> list[WriteJob]:
         """Pin up to `limit` blocks that are not in this tier yet and were used often enough, of the

@@ -37,7 +37,6 @@ from kvferry.daemon.tiers.disk.root_files import (
 from kvferry.daemon.tiers.disk.slab import slot_bytes_of
 from kvferry.proto.errors import Code, Refused
 
-# Locked by the tier's process.
 # A slab has this part of the tier's size, but at most MAX_SLAB_BYTES, and at least one slot.
 SLABS = 32
 MAX_SLAB_BYTES = 1 << 30
