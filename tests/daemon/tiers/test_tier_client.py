@@ -166,7 +166,9 @@ def test_a_drop_that_was_not_confirmed_is_repeated(rude: Rude) -> None:
     rude.tier.wait_until(lambda: dropped)
 
 
-def test_three_errors_turn_it_off_until_a_probe_is_answered(rude: Rude) -> None:
+def test_three_errors_turn_it_off_until_a_probe_is_answered(
+    rude: Rude, capsys: pytest.CaptureFixture[str]
+) -> None:
     tier, breaker = rude.tier, rude.tier.client.breaker
     tier.put([1])
     assert tier.contains([1]) == [True]
@@ -176,6 +178,9 @@ def test_three_errors_turn_it_off_until_a_probe_is_answered(rude: Rude) -> None:
     assert breaker.state == "open"
     assert (tier.fetch([1]), tier.put([2]), tier.contains([1])) == ([MISS], [FULL], [False])
     tier.wait_until(lambda: breaker.openings == 2)  # the probe fails
+    log = capsys.readouterr().out
+    assert "fetch fails" in log
+    assert "Traceback" not in log
     rude.off("contains")
     tier.wait_until(lambda: breaker.state == "closed")
     assert tier.contains([1]) == [True]
