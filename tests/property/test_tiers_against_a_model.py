@@ -284,7 +284,7 @@ class TiersMachine(TiersModel, RuleBasedStateMachine):
     def take_writes(self) -> None:
         tier = self.one_of([0, 1])
         limit, coldest = self.draw(st.integers(1, 4)), self.one_of([0.5, 1.0])
-        for job in self.core.take_writes(tier, limit, coldest):
+        for job in self.core.writes.take_writes(tier, limit, coldest):
             cells = {offset: self.cells[offset] for offset in job.offsets.tolist()}
             assert all(self.committed.get(o) == content for o, content in cells.items())
             assert [content[1] for content in cells.values()] == list(job.keys)
@@ -302,10 +302,10 @@ class TiersMachine(TiersModel, RuleBasedStateMachine):
 
     def recheck(self) -> None:
         tier = self.one_of([0, 1])
-        if (written := self.core.next_written(tier, 4)) is not None:
+        if (written := self.core.writes.next_written(tier, 4)) is not None:
             blocks = self.tiers[tier].blocks
             missing = [(written.store, key) not in blocks for key in written.keys]
-            self.core.reopen_writes(written, missing)
+            self.core.writes.reopen_writes(written, missing)
 
     def lose(self) -> None:
         tier = self.one_of(self.tiers)
