@@ -72,10 +72,11 @@ class StoreClient:
 
     def __init__(self, options: MooncakeOptions, memory: HostMemory) -> None:
         """Raises Refused (BAD_CONFIG), and StoreError if the master cannot be reached."""
-        library = _import_library()
-        host = options.host or _own_address(options.master)
+        # The library reads the level of its log when it is imported.
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        library = _import_library()
+        host = options.host or _own_address(options.master)
         self._pinned = library.ReplicateConfig()
         self._pinned.with_hard_pin = True
         self._store = library.MooncakeDistributedStore()
@@ -137,9 +138,6 @@ class StoreClient:
     def remove_matching(self, pattern: str) -> int:
         """Remove the objects whose names match, also those in use; how many, or a code."""
         return int(self._store.remove_by_regex(pattern, True))
-
-    def close(self) -> None:
-        self._store.close()
 
     def _set_up(self, host: str, options: MooncakeOptions) -> None:
         """On a thread of its own: if the master does not answer, it takes for ever."""
