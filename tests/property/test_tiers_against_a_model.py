@@ -31,6 +31,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.tier_actions import (
     BlocksCommitted,
     BlocksFetched,
+    BlocksWritten,
     FetchReleased,
     KeysFound,
     StoreDropped,
@@ -297,7 +298,7 @@ class TiersMachine(TiersModel, RuleBasedStateMachine):
         for key, content, good in zip(write.job.keys, write.cells.values(), done, strict=True):
             if good:
                 self.tiers[write.tier].blocks[write.job.store, key] = content
-        self.core.end_write(write.job.number, done)
+        self.perform(self.core.report(BlocksWritten(write.job.number, tuple(done))))
 
     def recheck(self) -> None:
         tier = self.one_of([0, 1])
@@ -362,7 +363,7 @@ class TiersMachine(TiersModel, RuleBasedStateMachine):
         for fetch in self.fetches:
             self.core.report(FetchReleased(fetch.action.fetch))
         for write in self.writes:
-            self.core.end_write(write.job.number, [False] * len(write.job.keys))
+            self.core.report(BlocksWritten(write.job.number, (False,) * len(write.job.keys)))
         for job in self.jobs:
             self.end(job, Outcome.CANCELLED)
         for namespace in self.core._namespaces:
