@@ -1,16 +1,21 @@
 """Two hosts share a Mooncake Store, and whatever happens to it costs misses only.
 
 Three network namespaces: a host with a mooncake_master and a store process, and two hosts with a
-kvferryd and an engine each. Links lose, delay and swallow packets.
+kvferryd and engines each. Links lose, delay and swallow packets.
 """
 
 from __future__ import annotations
 
+import random
+import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +24,9 @@ from kvferry.testing.engine import until
 from kvferry.testing.mooncake_store import MooncakeStore, is_installed
 from support.daemon_invariants import broken_invariants, check_all_gone
 from support.lossy_network import LossyNetwork, missing
-from support.tiered_engine import PAGE, TieredEngine, keys
+from support.tiered_engine import TieredEngine, keys
+from support.traffic_processes import TrafficProcesses
+from support.traffic_statistics import TrafficOptions
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="Mooncake: pip install 'kvferry[mooncake]'"),
@@ -30,6 +37,26 @@ CALL_SECONDS = 5.0
 # Until a tier is used again after a fault: the breaker's pause, and the store's own recovery.
 RECOVERY_SECONDS = 90.0
 RESIDENT = range(16)
+# What A and B have of the pools; the rest is for the engines of `start_load`.
+ENGINE_BYTES, POOL_BYTES = 1 << 20, 4 << 20
+# Another program puts megabytes into the store, after removing those it had put before. Prints how
+# many found no room.
+FILL = """
+import sys, time
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+host, master, megabytes, kind = sys.argv[1:]
+store, config = MooncakeDistributedStore(), ReplicateConfig()
+assert store.setup(host, "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master) == 0
+store.remove_by_regex("^other/", True)
+config.with_hard_pin = kind == "pinned"
+codes = []
+for number in range(int(megabytes)):
+    codes.append(store.put(f"other/{number}", bytes(1 << 20), config))
+    if codes[-1]:  # the master evicts in the background
+        time.sleep(0.05)
+print(codes.count(-200), flush=True)
+store.close()
+"""
 
 
 class Cluster:
@@ -52,13 +79,14 @@ class Cluster:
         for host in others:
             with host.entered():
                 daemon = LocalDaemon(
-                    pool_bytes=1 << 20,
+                    pool_bytes=POOL_BYTES,
                     tier_mooncake=self.store.address,
                     tier_mooncake_write="write_through",
                     tier_mooncake_admit_after=1,
                 )
             self.daemons.append(stack.enter_context(daemon))
-            self.engines.append(TieredEngine(daemon, self._engines))
+            engine = TieredEngine(daemon, self._engines, cpu_bytes_to_use=ENGINE_BYTES)
+            self.engines.append(engine)
         self.a, self.b = self.engines
         stack.callback(self._engines.close)
         for engine in self.engines:
@@ -80,9 +108,12 @@ class Cluster:
         until(resident, RECOVERY_SECONDS)
         self.b.load(numbers)
 
-    def work(self, seconds: float) -> float:
-        """Store at A, search and load at B, all the time. Returns the longest call in seconds."""
-        end, longest = time.monotonic() + seconds, 0.0
+    def work(self, seconds: float) -> tuple[float, float]:
+        """Store at A, search and load at B, all the time.
+
+        Returns the seconds of the longest call, and of the median load from the pool.
+        """
+        end, longest, loads = time.monotonic() + seconds, 0.0, list[float]()
         while time.monotonic() < end:
             new = range(first := next(self._new), first + 4)
             for call in (
@@ -92,8 +123,21 @@ class Cluster:
             ):
                 begin = time.monotonic()
                 call()
-                longest = max(longest, time.monotonic() - begin)
-        return longest
+                loads.append(time.monotonic() - begin)
+                longest = max(longest, loads[-1])
+        return longest, statistics.median(loads[2::3])
+
+    def fill(self, megabytes: int, kind: str) -> int:
+        """Have another program fill the store. Returns how many megabytes found no room."""
+        arguments = [self.store_host.address, self.store.address, str(megabytes), kind]
+        command = [*self.store_host.command, sys.executable, "-c", FILL, *arguments]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return int(output.split()[-1])
+
+    def drop_writes(self) -> int:
+        """Store more at A. Returns how many keys were evicted there before they were written."""
+        self.a.store(range(first := 10_000_000 + 32 * next(self._new), first + 128))
+        return self.a.tier().dropped_writes
 
     def openings(self) -> int:
         return sum(engine.tier().openings for engine in self.engines)
@@ -125,12 +169,45 @@ def test_what_one_host_stores_another_loads_until_it_is_reset(stack: ExitStack) 
     cluster.share()
 
 
-def test_no_fault_of_the_store_costs_more_than_misses(stack: ExitStack, long: bool) -> None:
+def start_load(
+    cluster: Cluster, start: Callable[[Path], TrafficProcesses], dice: random.Random
+) -> list[TrafficProcesses]:
+    """An engine at each daemon. Both use the same keys, more than a daemon has room for."""
+    crews = []
+    for number, daemon in enumerate(cluster.daemons, 1):
+        crews.append(start(daemon.directory))
+        options = TrafficOptions(
+            f"engine-{number}",
+            number,
+            seed=dice.getrandbits(32),
+            page=4096,
+            model="shared",
+            depth=4,
+            pause=0.01,
+            patience=CALL_SECONDS,
+            resets=0.0,
+            prefetches=0.3,
+        )
+        crews[-1].start(options)
+    return crews
+
+
+def test_no_fault_of_the_store_costs_more_than_misses(
+    stack: ExitStack,
+    start_crew: Callable[[Path], TrafficProcesses],
+    dice: random.Random,
+    long: bool,
+) -> None:
+    """While other engines of both hosts store and load, too."""
     cluster = Cluster(stack, 64 << 20)
     store, link = cluster.store, cluster.store_host.set_link
     cluster.b.store(RESIDENT)
     until(lambda: {cluster.b.manager.lookup(key) for key in keys(RESIDENT)} == {Lookup.HIT})
+    crews = start_load(cluster, start_crew, dice)
     cluster.share()
+    seconds = 20.0 if long else 3.0
+    _, usual = cluster.work(seconds)
+    print(f"no fault: load from the pool {usual * 1e3:.1f} ms (median)")
     for name, begin, end, fails in (
         ("master killed", store.kill_master, store.start_master, True),
         ("master stopped", store.pause_master, store.resume_master, True),
@@ -142,27 +219,47 @@ def test_no_fault_of_the_store_costs_more_than_misses(stack: ExitStack, long: bo
     ):
         opened = cluster.openings()
         begin()
-        longest = cluster.work(20.0 if long else 3.0)
+        longest, median = cluster.work(seconds)
         end()
         healed = time.monotonic()
         cluster.share()
         recovery = time.monotonic() - healed
         openings = cluster.openings() - opened
-        print(f"{name}: longest call {longest:.2f} s, {openings} openings, healed {recovery:.1f} s")
+        print(
+            f"{name}: longest call {longest:.2f} s, load from the pool {median * 1e3:.1f} ms, "
+            f"{openings} openings, healed {recovery:.1f} s"
+        )
         assert longest < CALL_SECONDS, name
+        assert median < 3 * usual + 0.05, name
         assert openings > 0 or not fails, f"{name}: the breaker stayed closed"
+    tallies = [crew.dismiss() for crew in crews]
+    complaints = [each for tally in tallies for each in tally.complaints]
+    assert not complaints, "\n".join(complaints)
+    print(f"others: {sum(tally.counts['compared'] for tally in tallies)} blocks compared, 0 wrong")
     for daemon in cluster.daemons:
         with OffloadClient(daemon.directory, engine="observer") as observer:
             assert not broken_invariants(observer)
     cluster.close_engines()
     for daemon in cluster.daemons:
         check_all_gone(daemon.directory, RECOVERY_SECONDS)
+        _, traceback, text = daemon.log().partition("Traceback")
+        assert not traceback, text[:3000]
 
 
-def test_a_full_store_forgets_old_blocks_only(stack: ExitStack) -> None:
-    """More is stored than it can hold."""
-    cluster = Cluster(stack, 16 << 20)
-    blocks = 2 * (16 << 20) // PAGE
-    for first in range(10_000, 10_000 + blocks, 128):
-        cluster.a.store(range(first, first + 128))
+@pytest.mark.parametrize("kind", ["evictable", "pinned"])
+def test_a_full_store_is_no_failure(stack: ExitStack, kind: str) -> None:
+    """It evicts, or has no room. New blocks are shared as soon as there is room."""
+    megabytes = 16
+    cluster = Cluster(stack, megabytes << 20)
     cluster.share()
+    refused = cluster.fill(2 * megabytes, kind)
+    if kind == "evictable":
+        assert refused < megabytes  # the rest was evicted
+    else:
+        assert refused
+        dropped = cluster.a.tier().dropped_writes
+        until(lambda: cluster.drop_writes() > dropped, RECOVERY_SECONDS)
+        cluster.fill(0, kind)
+    cluster.share()
+    for engine in cluster.engines:
+        assert (engine.tier().openings, engine.tier().errors) == (0, 0)
