@@ -70,8 +70,9 @@ class SingleCore:
 
     def __init__(self, *, registered: bool = True, namespace: bool = False) -> None:
         limits = Limits(1 << 20, 1 << 10, MAX_JOBS)
-        identity = DaemonIdentity("0.1", "boot", 4711, DeviceInfo("cpu", "cpu", "memory"), limits)
-        self.core = Core(identity, 64 * PAGE, started=100.0)
+        device = DeviceInfo("cpu", "cpu", "memory")
+        identity = DaemonIdentity("0.1", "boot", 4711, device, limits, 100.0)
+        self.core = Core(identity, 64 * PAGE)
         self.core.open_session("s", wire.Hello(wire.PROTOCOL, wire.PROTOCOL, "test", "engine"))
         if namespace:
             self.ask(wire.OpenNamespace(1, FINGERPRINT, 4 * PAGE))

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from kvferry.client import (
     LocalDaemon,
     Lookup,
 )
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
+from kvferry.proto.events import BlockStored, KVEventBatch
 from kvferry.proto.messages import TiersFound
 from kvferry.testing.engine import until
 from support.patient_daemon import PatientDaemon
@@ -162,6 +166,25 @@ def test_a_tier_process_ends_with_a_killed_daemon(start: Start) -> None:
     daemon.kill()
     assert wait_until_unlocked(chunk, SECONDS)
     os.close(chunk)
+
+
+def test_a_subscriber_receives_which_blocks_are_on_disk(start: Start, enter: Enter) -> None:
+    daemon = start(tier_disk_write="write_through")
+    engine = enter(daemon, cpu_bytes_to_use=32 * PAGE)
+    with zmq.Context() as context, context.socket(zmq.SUB) as listener:
+        listener.setsockopt(zmq.RCVTIMEO, int(SECONDS * 1000))
+        listener.setsockopt(zmq.SUBSCRIBE, b"")
+        listener.connect(f"ipc://{daemon.directory}/events.sock")
+        time.sleep(0.2)  # a subscription takes a moment
+        engine.store(range(4))
+        on_disk = set[bytes]()
+        while len(on_disk) < 4:
+            batch = msgspec.msgpack.decode(listener.recv_multipart()[2], type=KVEventBatch)
+            for event in batch.events:
+                if isinstance(event, BlockStored) and event.medium == "STORAGE":
+                    assert (event.locality, event.ownership) == ("LOCAL", "disk")
+                    on_disk.update(event.block_hashes)
+    assert on_disk == {key[:-4] for key in keys(range(4))}
 
 
 def test_a_second_tier_has_what_the_first_has_not(start: Start, enter: Enter) -> None:

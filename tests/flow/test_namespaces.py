@@ -31,6 +31,7 @@ from kvferry.client import (
     TransferResult,
     offload_key,
 )
+from kvferry.proto.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 from support.trace_replay import ReplayOutcome as Replayed
@@ -242,17 +243,16 @@ def test_kv_events_are_published(kvferryd: LocalDaemon, enter: Enter) -> None:
         tenant.client.reset()
         published: list[Any] = []
         numbers = []
-        while ["AllBlocksCleared"] not in published:
+        while AllBlocksCleared() not in published:
             name, number, payload = listener.recv_multipart()
             assert name.decode() == topic
             numbers.append(int.from_bytes(number, "big"))
-            published += msgspec.msgpack.decode(payload)[1]
+            published += msgspec.msgpack.decode(payload, type=KVEventBatch).events
     hashes = [one[:-4] for one in keys(1, 2, 3)]
     assert numbers == list(range(len(numbers)))
-    assert published[0] == ["BlockStored", hashes[:2], None, [], 0, None, "CPU"]
-    assert published[1][0] == "BlockRemoved"
-    assert published[1][1] == [hashes[1]]  # the tail of a prefix goes first
-    assert published[2] == ["BlockStored", hashes[2:], None, [], 0, None, "CPU"]
+    assert published[0] == BlockStored(hashes[:2], None, [], 0, None, "CPU", None)
+    assert published[1] == BlockRemoved([hashes[1]], "CPU")  # the tail of a prefix goes first
+    assert published[2] == BlockStored(hashes[2:], None, [], 0, None, "CPU", None)
 
 
 # Bad input

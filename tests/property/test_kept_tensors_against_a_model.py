@@ -151,7 +151,7 @@ class KeptTensorsModel:
 def test_the_device_worker_holds_what_the_status_shows(script: list[Step]) -> None:
     device = proto_status.DeviceInfo("cpu", "cpu", "host memory")
     limits = proto_status.Limits(1 << 20, 1 << 10, 8)
-    model = KeptTensorsModel(Core(DaemonIdentity("0.1", "boot", 1, device, limits), POOL, 0.0))
+    model = KeptTensorsModel(Core(DaemonIdentity("0.1", "boot", 1, device, limits, 0.0), POOL))
     for step in script:
         model.take(step)
     model.check()

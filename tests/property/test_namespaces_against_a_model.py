@@ -115,7 +115,7 @@ Content: TypeAlias = tuple[int, bytes, int]
 
 
 @dataclass(frozen=True)
-class Place:
+class MovedBlock:
     """A GPU block of a transfer, and what it is there for."""
 
     group: int
@@ -130,7 +130,7 @@ class Place:
 class ModelRequest:
     gpu: GPULoadStoreSpec
     keys: tuple[bytes, ...]
-    places: tuple[Place, ...]
+    places: tuple[MovedBlock, ...]
 
 
 @st.composite
@@ -138,7 +138,7 @@ def requests(draw: st.DrawFn, layout: KVLayout, letters: Sequence[Sequence[bytes
     """Some of these keys for each group, the first and last host block of them perhaps in part."""
     factor, gpu_blocks = layout.block_size_factor, count(draw(st.integers(0, 20)))
     sizes, indices, names = list[int](), list[int](), list[bytes]()
-    places: list[Place] = []
+    places: list[MovedBlock] = []
     for group in range(len(layout.groups)):
         least = draw(st.sampled_from([1, 1, 1, 0])) if letters[group] else 0
         most = 4 if letters[group] else 0
@@ -151,7 +151,7 @@ def requests(draw: st.DrawFn, layout: KVLayout, letters: Sequence[Sequence[bytes
         size = len(keys) * factor - skip - cut if keys else 0
         for number in range(skip, skip + size):
             block, sub = divmod(number, factor)
-            places.append(Place(group, next(gpu_blocks), len(names) + block, keys[block], sub))
+            places.append(MovedBlock(group, next(gpu_blocks), len(names) + block, keys[block], sub))
         sizes.append(size)
         indices.append(skip + factor * draw(st.integers(0, 1)))
         names += keys
@@ -434,7 +434,7 @@ class NamespacesModel(RuleBasedStateMachine):
         super().__init__()
         self.draw: Any = None
         limits = told.Limits(1 << 20, 1 << 10, 1000)
-        self.core = Core(DaemonIdentity("0.1", "boot", 4711, DEVICE, limits), POOL, started=100.0)
+        self.core = Core(DaemonIdentity("0.1", "boot", 4711, DEVICE, limits, 100.0), POOL)
         self.books = RegionRecordsModel()
         self.pool: list[Content | None] = [None] * (POOL // CELL)
         self.room = Room()
@@ -900,7 +900,7 @@ class NamespacesModel(RuleBasedStateMachine):
         session: str,
         claim: ModelRegistration,
         direction: Direction,
-        places: Sequence[Place],
+        places: Sequence[MovedBlock],
     ) -> ModelJob:
         """A plan copies these places and no others, inside the region, each key in one block."""
         (start,) = actions
@@ -1135,7 +1135,7 @@ class NamespacesModel(RuleBasedStateMachine):
     def another_daemon_would_find_all_that_is_ready(self) -> None:
         """And nothing else: of a block that a store may be writing, or wrote in part, it knows."""
         limits = told.Limits(1 << 20, 1 << 10, 1000)
-        heir = Core(DaemonIdentity("0.1", "next", 4712, DEVICE, limits), POOL, started=200.0)
+        heir = Core(DaemonIdentity("0.1", "next", 4712, DEVICE, limits, 200.0), POOL)
         for found in self.books.found():
             heir.restore_region(found)
         caches = {one.name: one for one in heir._namespaces}
@@ -1212,7 +1212,7 @@ class NamespacesModel(RuleBasedStateMachine):
             self.register(session, layout, mapped=True)
             for key, held in space.ready.items():
                 group, many = group_of(key), len(layout.groups)
-                places = tuple(Place(group, n, 0, key, sub) for n, sub in enumerate(held.subs))
+                places = tuple(MovedBlock(group, n, 0, key, sub) for n, sub in enumerate(held.subs))
                 sizes = tuple(len(places) * (g == group) for g in range(many))
                 gpu = GPULoadStoreSpec(range(len(places)), sizes, (min(held.subs),) * many)
                 self.load_by_key(session, self.holders["heir"], ModelRequest(gpu, (key,), places))

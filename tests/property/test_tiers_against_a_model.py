@@ -31,6 +31,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.tier_actions import (
     BlocksCommitted,
     BlocksFetched,
+    BlocksWritten,
     FetchReleased,
     KeysFound,
     StoreDropped,
@@ -283,7 +284,7 @@ class TiersMachine(TiersModel, RuleBasedStateMachine):
     def take_writes(self) -> None:
         tier = self.one_of([0, 1])
         limit, coldest = self.draw(st.integers(1, 4)), self.one_of([0.5, 1.0])
-        for job in self.core.take_writes(tier, limit, coldest):
+        for job in self.core.writes.take_writes(tier, limit, coldest):
             cells = {offset: self.cells[offset] for offset in job.offsets.tolist()}
             assert all(self.committed.get(o) == content for o, content in cells.items())
             assert [content[1] for content in cells.values()] == list(job.keys)
@@ -297,14 +298,14 @@ class TiersMachine(TiersModel, RuleBasedStateMachine):
         for key, content, good in zip(write.job.keys, write.cells.values(), done, strict=True):
             if good:
                 self.tiers[write.tier].blocks[write.job.store, key] = content
-        self.core.end_write(write.job.number, done)
+        self.core.report(BlocksWritten(write.job.number, tuple(done)))
 
     def recheck(self) -> None:
         tier = self.one_of([0, 1])
-        if (written := self.core.next_written(tier, 4)) is not None:
+        if (written := self.core.writes.next_written(tier, 4)) is not None:
             blocks = self.tiers[tier].blocks
             missing = [(written.store, key) not in blocks for key in written.keys]
-            self.core.reopen_writes(written, missing)
+            self.core.writes.reopen_writes(written, missing)
 
     def lose(self) -> None:
         tier = self.one_of(self.tiers)
@@ -362,7 +363,7 @@ class TiersMachine(TiersModel, RuleBasedStateMachine):
         for fetch in self.fetches:
             self.core.report(FetchReleased(fetch.action.fetch))
         for write in self.writes:
-            self.core.end_write(write.job.number, [False] * len(write.job.keys))
+            self.core.report(BlocksWritten(write.job.number, (False,) * len(write.job.keys)))
         for job in self.jobs:
             self.end(job, Outcome.CANCELLED)
         for namespace in self.core._namespaces:

@@ -9,6 +9,7 @@ from kvferry.proto.events import (
     BlockRemoved,
     BlockStored,
     KVEventBatch,
+    Place,
     batch_of,
     batches_of,
 )
@@ -19,24 +20,42 @@ HASHES = [bytes([n]) * 32 for n in range(3)]
 KEYS = tuple(offload_key(one) for one in HASHES)
 
 
-def published(*events: KeyEvent) -> list[object] | None:
+def published(*events: KeyEvent) -> list[dict[str, object]] | None:
     batch = batch_of(KeyEvents(1, events), 16, 12.5)
     if batch is None:
         return None
     said = msgspec.msgpack.decode(msgspec.msgpack.encode(batch))
     assert said[0] == 12.5
-    events_said: list[object] = said[1]
+    events_said: list[dict[str, object]] = said[1]
     return events_said
 
 
 def test_stored_blocks_are_published_with_hash_size_and_medium() -> None:
-    event = ["BlockStored", HASHES, None, [], 16, None, "CPU"]
+    event = {
+        "type": "BlockStored",
+        "block_hashes": HASHES,
+        "parent_block_hash": None,
+        "token_ids": [],
+        "block_size": 16,
+        "lora_id": None,
+        "medium": "CPU",
+        "lora_name": None,
+    }
     assert published(KeyEvent(EventKind.STORED, KEYS)) == [event]
+
+
+def test_blocks_in_a_tier_are_published_with_its_place() -> None:
+    events = KeyEvents(0, (KeyEvent(EventKind.STORED, KEYS[:1]),))
+    (batch,) = batches_of(events, 16, 1.0, Place("STORAGE", "LOCAL", "disk"))
+    (event,) = msgspec.msgpack.decode(msgspec.msgpack.encode(batch))[1]
+    assert event["medium"] == "STORAGE"
+    assert (event["locality"], event["ownership"]) == ("LOCAL", "disk")
 
 
 def test_removed_and_cleared_in_order() -> None:
     events = published(KeyEvent(EventKind.REMOVED, KEYS[:1]), KeyEvent(EventKind.CLEARED, ()))
-    assert events == [["BlockRemoved", HASHES[:1], "CPU"], ["AllBlocksCleared"]]
+    removed = {"type": "BlockRemoved", "block_hashes": HASHES[:1], "medium": "CPU"}
+    assert events == [removed, {"type": "AllBlocksCleared"}]
 
 
 def test_pending_and_abandoned_stores_are_not_published() -> None:
@@ -45,7 +64,8 @@ def test_pending_and_abandoned_stores_are_not_published() -> None:
 
 def test_groups_of_a_block_are_one_hash() -> None:
     both = offload_key(HASHES[0], 0), offload_key(HASHES[0], 1)
-    assert published(KeyEvent(EventKind.REMOVED, both)) == [["BlockRemoved", HASHES[:1], "CPU"]]
+    (event,) = published(KeyEvent(EventKind.REMOVED, both)) or []
+    assert event["block_hashes"] == HASHES[:1]
 
 
 def test_a_batch_reads_as_it_was_written() -> None:

@@ -43,7 +43,7 @@ FAULT = ErrorInfo(Code.COPY_FAILED, "the copy failed")
 
 
 def new_core(pool_bytes: int = POOL) -> Core:
-    return Core(DaemonIdentity("0.1", "boot", 4711, DEVICE, LIMITS), pool_bytes, started=100.0)
+    return Core(DaemonIdentity("0.1", "boot", 4711, DEVICE, LIMITS, 100.0), pool_bytes)
 
 
 def store(*blocks: int, hosts: tuple[int, ...] = (0,)) -> TransferSpec:

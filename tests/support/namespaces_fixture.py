@@ -106,9 +106,8 @@ class NamespacesFixture:
     ) -> None:
         limits = proto_status.Limits(1 << 20, 1 << 10, 64)
         self.core = Core(
-            DaemonIdentity("0.1", "boot", 4711, DEVICE, limits),
+            DaemonIdentity("0.1", "boot", 4711, DEVICE, limits, 100.0),
             pool_bytes,
-            started=100.0,
             tiers=tuple(TierDescription(t) if isinstance(t, str) else t for t in tiers),
         )
         self.region_records = RegionRecordsModel()

@@ -174,17 +174,21 @@ async def run(
     stores, loads = config.limits.max_stores, config.limits.max_loads
     limits = Limits(MAX_MESSAGE_BYTES, MAX_BLOCK_IDS, stores + loads, stores, loads)
     identity = DaemonIdentity(
-        kvferry_version(), secrets.token_hex(8), os.getpid(), engine.info, limits
+        kvferry_version(),
+        secrets.token_hex(8),
+        os.getpid(),
+        engine.info,
+        limits,
+        time.monotonic(),
     )
     settings = tier_settings(config, endpoint.directory)
     core = Core(
         identity,
         pool.nbytes,
-        time.monotonic(),
         HOST_BYTES,
         max_regions(),
         metrics.jobs.count_job,
-        tiers=tuple(tier.description for tier in settings),
+        tuple(tier.description for tier in settings),
     )
     gc.set_threshold(*GC_THRESHOLDS)  # before a million keys are restored
     # Before the socket exists: a user who sees it may send SIGTERM.
@@ -206,7 +210,7 @@ async def run(
             tiering = compose_tiering(
                 tiers,
                 settings,
-                core,
+                core.writes,
                 region_store.checksums_of,
                 server.report_to_core,
                 metrics.tiers.observe_promotion,

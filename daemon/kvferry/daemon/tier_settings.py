@@ -20,6 +20,8 @@ from kvferry.proto.sizes import parse_bytes
 
 DISK_MODULE = "kvferry.daemon.tiers.disk"
 MOONCAKE_MODULE = "kvferry.daemon.tiers.mooncake"
+# Whether other hosts can load what a tier has. A custom tier is anybody's.
+LOCALITIES = {"disk": "LOCAL", "mooncake": "REMOTE"}
 
 TierConfig: TypeAlias = DiskTierConfig | CustomTierConfig | MooncakeTierConfig
 
@@ -33,6 +35,7 @@ def tier_settings(config: Config, runtime_directory: Path) -> tuple[TierSettings
             section.admit_after,
             parse_bytes(section.rate),
             _markers(spec, runtime_directory),
+            LOCALITIES.get(spec.name),
         )
         for section, spec in _configured(config.tiers)
     )

@@ -196,6 +196,53 @@ def test_what_kv_is_kept_as_is_in_the_fingerprint() -> None:
     assert len({fingerprint.kv_dtype for fingerprint in kinds}) == len(kinds)
 
 
+@pytest.mark.parametrize(
+    ("kv_cache_config", "quantization", "shared"),
+    [
+        (caches(), None, False),
+        (one_buffer("LBHNC"), None, True),
+        (one_buffer("LBHNC"), "fp8", False),
+    ],
+    ids=["layout not resolved", "layout resolved", "quantized"],
+)
+def test_gpus_of_another_kind_share_unless_vllm_chooses_by_their_capability(
+    kv_cache_config: Any, quantization: str | None, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on(capability: str) -> Fingerprint:
+        platforms = ModuleType("vllm.platforms")
+        made = SimpleNamespace(as_version_str=lambda: capability)
+        vars(platforms)["current_platform"] = SimpleNamespace(get_device_capability=lambda: made)
+        monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+
+        def change(config: Any) -> None:
+            config.model_config.quantization = quantization
+
+        return read(kv_cache_config, change=change)
+
+    if "vllm" not in sys.modules:
+        monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    assert on("9.0") == on("9.0")
+    assert (on("9.0") == on("10.0")) is shared
+
+
+def test_a_model_in_the_hubs_cache_is_the_same_wherever_the_cache_is() -> None:
+    """With HF_HUB_OFFLINE vLLM's model is its path there; else its name."""
+    commit = "0123456789" * 4
+
+    def named(model: str, known: str | None = commit) -> Fingerprint:
+        def change(config: Any) -> None:
+            config.model_config.model = model
+            config.model_config.hf_config = SimpleNamespace(_commit_hash=known)
+
+        return read(change=change)
+
+    online = named("org/model")
+    for root in ("/root/.cache/huggingface/hub", "/mnt"):
+        assert named(f"{root}/models--org--model/snapshots/{commit}", None) == online
+    assert named(f"/mnt/models--org--model/snapshots/{commit[::-1]}", None) != online
+    assert named(f"/mnt/models--org--other/snapshots/{commit}", None) != online
+
+
 @pytest.mark.parametrize("name", ENVIRONMENT)
 def test_variables_that_change_bytes_are_in_the_fingerprint(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -57,9 +57,8 @@ class KeptTensorsFixture:
     def __init__(self) -> None:
         device = proto_status.DeviceInfo("cpu", "cpu", "host memory")
         self.core = Core(
-            DaemonIdentity("0.1", "boot", 1, device, proto_status.Limits(1 << 20, 1 << 10, 8)),
+            DaemonIdentity("0.1", "boot", 1, device, proto_status.Limits(1 << 20, 1 << 10, 8), 0.0),
             POOL,
-            0.0,
         )
 
     def open_sessions(self, session: str) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.daemon.core.actions import BlockSet
+from kvferry.daemon.core.actions import Action, BlockSet, PublishKVEvents
 from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
+    BlocksWritten,
     FetchBlocks,
     FetchReleased,
     KeysFound,
@@ -15,7 +16,10 @@ from kvferry.daemon.core.tier_actions import (
 )
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
+from kvferry.proto.events import Place
+from kvferry.proto.keys import EventKind
 from support.namespaces_fixture import (
+    FINGERPRINT,
     OTHER,
     PAGE,
     POOL,
@@ -43,7 +47,11 @@ def take(
     coldest: float = 1.0,
     tier: int = 0,
 ) -> list[WriteJob]:
-    return fixture.core.take_writes(tier, limit, coldest)
+    return fixture.core.writes.take_writes(tier, limit, coldest)
+
+
+def end(fixture: NamespacesFixture, job: WriteJob, done: list[bool]) -> list[Action]:
+    return fixture.report(BlocksWritten(job.number, tuple(done)))
 
 
 def letters_of(jobs: list[WriteJob]) -> bytes:
@@ -55,7 +63,7 @@ def write_all(fixture: NamespacesFixture, tier: int = 0) -> bytes:
     while jobs := take(fixture, tier=tier):
         letters += letters_of(jobs)
         for job in jobs:
-            fixture.core.end_write(job.number, [True] * len(job.keys))
+            end(fixture, job, [True] * len(job.keys))
     return letters
 
 
@@ -65,7 +73,7 @@ def test_stored_keys_are_written_once_the_coldest_first() -> None:
     assert letters_of([job]) == b"ab"
     assert job.offsets.tolist() == (job.blocks * PAGE).tolist()
     assert (job.block_bytes, job.store.partition("-")[0]) == (PAGE, job.owner.name)
-    fixture.core.end_write(job.number, [True, False])
+    end(fixture, job, [True, False])
     assert write_all(fixture) == b"bc"
     assert take(fixture) == []
 
@@ -107,33 +115,33 @@ def test_keys_that_were_used_since_they_were_written_are_named_in_turn() -> None
     fixture.register("b")
     fixture.stored("b", b"uv")
     assert sorted(write_all(fixture)) == sorted(b"abcdefuv")
-    assert fixture.core.next_written(0, 16) is None
+    assert fixture.core.writes.next_written(0, 16) is None
     fixture.send("a", wire.Touch(each(b"bcd")))
     fixture.send("b", wire.Touch(each(b"v")))
     named = []
-    while (written := fixture.core.next_written(0, 2)) is not None:
+    while (written := fixture.core.writes.next_written(0, 2)) is not None:
         named.append(written)
     assert sorted(map(len, (each.keys for each in named))) == [1, 1, 2]
     assert sorted(b"".join(key for each in named for key in each.keys)) == sorted(b"bcdv")
     for each_written in named:
-        fixture.core.reopen_writes(each_written, [key == b"c" for key in each_written.keys])
+        fixture.core.writes.reopen_writes(each_written, [key == b"c" for key in each_written.keys])
     assert write_all(fixture) == b"c"
-    assert fixture.core.next_written(1, 16) is None
+    assert fixture.core.writes.next_written(1, 16) is None
 
 
 def test_keys_that_are_written_or_evicted_meanwhile_are_not_written_again() -> None:
     fixture = new_fixture(b"ab")
     write_all(fixture)
     fixture.send("a", wire.Touch(each(b"ab")))
-    written = fixture.core.next_written(0, 16)
+    written = fixture.core.writes.next_written(0, 16)
     assert written is not None
-    fixture.core.reopen_writes(written, [True, True])
+    fixture.core.writes.reopen_writes(written, [True, True])
     (job,) = take(fixture, limit=1)
-    fixture.core.reopen_writes(written, [True, True])
+    fixture.core.writes.reopen_writes(written, [True, True])
     assert len(letters_of(take(fixture, limit=2))) == 1
-    fixture.core.end_write(job.number, [True])
+    end(fixture, job, [True])
     fixture.send("a", wire.Reset(5))
-    fixture.core.reopen_writes(written, [True, True])
+    fixture.core.writes.reopen_writes(written, [True, True])
     assert take(fixture) == []
 
 
@@ -145,7 +153,7 @@ def test_keys_that_are_evicted_before_they_were_written_are_counted(
     fixture = new_fixture(b"abcdefghijklmnop", min_uses=min_uses)
     fixture.send("a", wire.Touch(each(b"abcd")))
     for job in take(fixture, limit=2):
-        fixture.core.end_write(job.number, [True, True])
+        end(fixture, job, [True, True])
     fixture.stored("a", b"0123456789ABCDEF")
     counters = fixture.core.tier_counters()
     assert counters == {"disk": {"skipped": 0, "dropped_writes": dropped}}
@@ -168,7 +176,7 @@ def test_a_quarter_of_the_blocks_is_written_at_a_time() -> None:
     (job,) = take(fixture)
     assert letters_of([job]) == b"abcd"
     assert take(fixture) == []
-    fixture.core.end_write(job.number, [True] * 4)
+    end(fixture, job, [True] * 4)
     assert letters_of(take(fixture)) == b"ef"
 
 
@@ -188,9 +196,9 @@ def test_each_tier_is_written() -> None:
     (other,) = take(fixture, tier=1)
     assert letters_of([job]) == letters_of([other]) == b"ab"
     assert job.number != other.number
-    fixture.core.end_write(job.number, [True, False])
+    end(fixture, job, [True, False])
     assert take(fixture, tier=1) == []
-    fixture.core.end_write(other.number, [False, True])
+    end(fixture, other, [False, True])
     assert write_all(fixture, tier=0) == b"b"
     assert write_all(fixture, tier=1) == b"a"
 
@@ -226,17 +234,35 @@ def test_a_block_that_is_being_written_is_not_used_for_another_key() -> None:
     assert fixture.loadable("a", b"abc") == b"ac"
     fixture.send("a", wire.Reset(5))
     assert fixture.usage("free", "orphaned") == (15, 1)
-    fixture.core.end_write(job.number, [True])
-    fixture.core.end_write(job.number, [True])
+    end(fixture, job, [True])
+    end(fixture, job, [True])
     assert fixture.usage("free", "orphaned") == (16, 0)
 
 
+def test_what_was_written_is_published_with_the_place_of_the_tier() -> None:
+    tiers = TierDescription("disk", locality="LOCAL"), "store"
+    fixture = NamespacesFixture("a", quota=QUOTA, tiers=tiers)
+    for letter in each(b"abc"):
+        fixture.stored("a", letter)
+    (job,), (other,) = take(fixture, tier=0), take(fixture, tier=1)
+    events = wire.KeyEvents(0, (wire.KeyEvent(EventKind.STORED, each(b"ac")),), 1)
+    place = Place("STORAGE", "LOCAL", "disk")
+    expected = PublishKVEvents(FINGERPRINT.name, FINGERPRINT.block_size, events, place)
+    assert end(fixture, job, [True, False, True]) == [expected]
+    (published,) = end(fixture, other, [True] * 3)
+    assert isinstance(published, PublishKVEvents)
+    assert published.place == Place("STORAGE", None, "store")
+    (job,) = take(fixture)
+    assert end(fixture, job, [False]) == []
+
+
 def test_the_end_of_a_write_from_before_a_reset_marks_no_key_of_today() -> None:
+    """Nor is it published: it was dropped."""
     fixture = new_fixture(b"a")
     (job,) = take(fixture)
     fixture.send("a", wire.Reset(5))
     fixture.stored("a", b"a")
-    fixture.core.end_write(job.number, [True])
+    assert end(fixture, job, [True]) == []
     assert write_all(fixture) == b"a"
 
 
@@ -247,7 +273,7 @@ def test_a_region_that_is_being_written_is_not_given_away() -> None:
     fixture.open_sessions("b")
     other = wire.OpenNamespace(7, OTHER, POOL, "lru", 1)
     assert fixture.error("b", other)[0] == Code.POOL_FULL
-    fixture.core.end_write(job.number, [True, True])
+    end(fixture, job, [True, True])
     assert fixture.open_namespace("b", OTHER, POOL).num_blocks == POOL // PAGE
 
 

@@ -18,7 +18,7 @@ from kvferry.daemon.core.actions import PublishKVEvents
 from kvferry.daemon.observability.kv_events import NUMBERS_PER_PROCESS, KVEventPublisher
 from kvferry.daemon.observability.kv_events_process import SEND_HIGH_WATER
 from kvferry.proto.errors import Refused
-from kvferry.proto.events import MAX_BATCH_HASHES
+from kvferry.proto.events import MAX_BATCH_HASHES, AllBlocksCleared, BlockStored, KVEventBatch
 from kvferry.proto.keys import EventKind, offload_key
 from kvferry.proto.messages import KeyEvent, KeyEvents
 from support.eventually import eventually
@@ -56,7 +56,8 @@ class Listener:
     async def hear(self) -> tuple[str, int, list[object]]:
         """(namespace, number, events)."""
         topic, number, payload = await asyncio.to_thread(self.socket.recv_multipart)
-        return topic.decode(), int.from_bytes(number, "big"), msgspec.msgpack.decode(payload)[1]
+        batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
+        return topic.decode(), int.from_bytes(number, "big"), list(batch.events)
 
     async def number(self) -> int:
         return (await self.hear())[1]
@@ -99,7 +100,7 @@ async def test_events_after_a_subscriber_connected_reach_it(
         publisher.publish(stored(KEYS[number]))
     for number in range(3):
         hashes = [KEYS[number][:-4]]
-        event = ["BlockStored", hashes, None, [], 16, None, "CPU"]
+        event = BlockStored(hashes, None, [], 16, None, "CPU", None)
         assert await listener.hear() == ("some", number, [event])
 
 
@@ -152,7 +153,7 @@ async def test_a_process_that_ended_is_replaced_and_the_numbers_show_a_gap(
     publisher.publish(stored(KEYS[2]))
     _, number, events = await listener.hear()
     assert number == NUMBERS_PER_PROCESS
-    assert events == [["BlockStored", [KEYS[2][:-4]], None, [], 16, None, "CPU"]]
+    assert events == [BlockStored([KEYS[2][:-4]], None, [], 16, None, "CPU", None)]
 
 
 @pytest.mark.parametrize("publisher", [{"max_queued_bytes": 256 << 10}], indirect=True)
@@ -175,7 +176,7 @@ async def test_a_process_that_stands_still_costs_a_bounded_number_of_bytes(
     await eventually(lambda: publisher.queued_bytes == 0)
     publisher.publish(PublishKVEvents("some", 16, KeyEvents(1, (LAST,), 1)))
     numbers, events = [0], list[object]()
-    while events != [["AllBlocksCleared"]]:
+    while events != [AllBlocksCleared()]:
         _, number, events = await listener.hear()
         numbers.append(number)
     steps = [after - before for before, after in itertools.pairwise(numbers)]
@@ -210,7 +211,7 @@ async def test_a_subscriber_that_does_not_read_costs_a_bounded_number_of_message
     assert numbers == sorted(set(numbers))
     assert len(numbers) < 2 * SEND_HIGH_WATER
     publisher.publish(PublishKVEvents("some", 16, KeyEvents(1, (LAST,), 1)))
-    assert await listener.hear() == ("some", 5 * published, [["AllBlocksCleared"]])
+    assert await listener.hear() == ("some", 5 * published, [AllBlocksCleared()])
 
 
 async def test_events_are_published_over_tcp(listener: Listener) -> None:

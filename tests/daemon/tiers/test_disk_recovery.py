@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.daemon.tiers.base import Result
-from kvferry.daemon.tiers.disk import recovery
+from kvferry.daemon.tiers.base import IN_TIER, Result
+from kvferry.daemon.tiers.disk import command, recovery
 from kvferry.daemon.tiers.disk.index import Entry
 from kvferry.daemon.tiers.disk.namespace_store import NamespaceStore
 from kvferry.daemon.tiers.disk.tier import DiskOptions, DiskTier
@@ -37,7 +37,7 @@ def disk(tmp_path: Path) -> Iterator[KillableDisk]:
 
 def put_all(disk: KillableDisk, numbers: range = MANY) -> None:
     for number in numbers:
-        assert disk.put([number]) == [OK]
+        assert disk.put([number])[0] in IN_TIER
 
 
 def fetch_all(disk: KillableDisk, numbers: range = MANY) -> list[Result]:
@@ -224,12 +224,28 @@ def test_a_root_that_others_may_write_into_is_refused(tmp_path: Path) -> None:
     assert not list(root.iterdir())
 
 
-def test_a_directory_that_is_no_tier_is_refused(tmp_path: Path) -> None:
-    """For example somebody's home: nothing in it is changed."""
-    (tmp_path / "letters").mkdir()
-    with pytest.raises(Refused, match="contains 'letters', and no disk tier"):
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["letters/index/letter"],
+        ["letters/index/letter", "lock"],  # other programs have files of these names, too
+        ["letters/index/letter", "state"],
+        ["lock/letter"],
+        ["state/letter"],
+        ["trash-letters-1/meta/letter"],
+    ],
+)
+def test_a_directory_that_is_no_tier_is_refused(tmp_path: Path, files: list[str]) -> None:
+    """For example somebody's home: nothing in it is changed, also not by `kvferry tier clear`."""
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("Dear")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(Refused, match="and no disk tier; name a directory that is empty"):
         DiskTier(DiskOptions(str(tmp_path), SIZE))
-    assert [path.name for path in tmp_path.iterdir()] == ["letters"]
+    with pytest.raises(Refused, match="no disk tier in"):
+        command.clear(tmp_path, None)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_an_empty_file_system_is_accepted(tmp_path: Path) -> None:
@@ -241,8 +257,8 @@ def test_an_empty_file_system_is_accepted(tmp_path: Path) -> None:
 def test_what_others_keep_in_the_root_is_left_alone(disk: KillableDisk) -> None:
     put_all(disk)
     other = disk.root / "namespace"
-    for name in ("namespace", "trash-letters", "trash-letters-1"):
-        (disk.root / name).mkdir()
+    for name in ("namespace", "trash-letters", "trash-letters-1", "site/index", "trash-1-1/meta"):
+        (disk.root / name).mkdir(parents=True)
         (disk.root / name / "letter").write_text("Dear")
     (disk.root / "linked").symlink_to(other)
     disk.restart()
@@ -250,8 +266,11 @@ def test_what_others_keep_in_the_root_is_left_alone(disk: KillableDisk) -> None:
     assert "Directory not empty" in disk.usage().read_only
     disk.drop()
     disk.tier.maintain()
-    disk.restart()
-    assert sorted(path.read_text() for path in disk.root.glob("*/letter")) == ["Dear"] * 4
+    disk.kill()
+    command.clear(disk.root, None)
+    disk.open()
+    assert [path.read_text() for path in disk.root.rglob("letter")] == ["Dear"] * 5
+    assert (disk.root / "linked" / "letter").exists()
 
 
 def test_a_namespace_that_was_being_created_is_created_again(disk: KillableDisk) -> None:

@@ -15,13 +15,15 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvferry.daemon.processes import start_worker
 from kvferry.daemon.tiers import tier_client, tier_process
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.disk import recovery
-from kvferry.daemon.tiers.messages import MAX_KEYS
+from kvferry.daemon.tiers.messages import MAX_KEYS, TierArguments
 from kvferry.daemon.tiers.tier_process import TierSpec
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
+    POOL_BYTES,
     PoolMemory,
     ProcessSubject,
     content_of,
@@ -164,7 +166,9 @@ def test_a_drop_that_was_not_confirmed_is_repeated(rude: Rude) -> None:
     rude.tier.wait_until(lambda: dropped)
 
 
-def test_three_errors_turn_it_off_until_a_probe_is_answered(rude: Rude) -> None:
+def test_three_errors_turn_it_off_until_a_probe_is_answered(
+    rude: Rude, capsys: pytest.CaptureFixture[str]
+) -> None:
     tier, breaker = rude.tier, rude.tier.client.breaker
     tier.put([1])
     assert tier.contains([1]) == [True]
@@ -174,6 +178,9 @@ def test_three_errors_turn_it_off_until_a_probe_is_answered(rude: Rude) -> None:
     assert breaker.state == "open"
     assert (tier.fetch([1]), tier.put([2]), tier.contains([1])) == ([MISS], [FULL], [False])
     tier.wait_until(lambda: breaker.openings == 2)  # the probe fails
+    log = capsys.readouterr().out
+    assert "fetch fails" in log
+    assert "Traceback" not in log
     rude.off("contains")
     tier.wait_until(lambda: breaker.state == "closed")
     assert tier.contains([1]) == [True]
@@ -373,3 +380,18 @@ def test_a_full_file_system_stops_writes_but_not_reads(start: Start, tmp_path: P
         tier.close()
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_it_ends_if_the_daemon_died_while_it_started(pool: PoolMemory, tmp_path: Path) -> None:
+    """The kernel ends it only with a daemon that dies later; a tier that hangs would stay."""
+    chunks = tuple(pool.files.descriptors)
+
+    def arguments(number: int) -> list[str]:
+        options = {"path": str(tmp_path / "tier"), "size": 4 << 20}
+        given = TierArguments(1, number, chunks, POOL_BYTES // 2, POOL_BYTES, DISK, options)
+        return [msgspec.json.encode(given).decode()]
+
+    child, ours = start_worker(tier_process.WORKER, arguments, chunks)
+    with child, ours:
+        assert child.wait(30) == 2
+        assert not (tmp_path / "tier").exists()

@@ -19,6 +19,7 @@ from kvferry.daemon.core.layout import Bools, Int64s
 from kvferry.daemon.core.records import RegionOwner
 from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
+    BlocksWritten,
     DropStore,
     FetchBlocks,
     FetchReleased,
@@ -62,8 +63,10 @@ class FakeWriteSource:
         self.asked.append((tier, limit, coldest))
         return [self.jobs.pop(0)] if self.jobs else []
 
-    def end_write(self, number: int, done: Any) -> None:
-        self.ended[number] = list(done)
+    def report(self, reports: list[Report]) -> None:
+        for each in reports:
+            assert isinstance(each, BlocksWritten)
+            self.ended[each.job] = list(each.done)
 
 
 class TieringFixture:
@@ -85,7 +88,9 @@ class TieringFixture:
         async def make() -> Tiering:
             for each in options:
                 tier = self.attached[each.tier]
-                tier.write_out = WriteOut(self.core, self.checksums_of, tier.client, each)
+                tier.write_out = WriteOut(
+                    self.core, self.checksums_of, tier.client, each, self.core.report
+                )
             return Tiering(
                 self.attached,
                 self.reports.extend,
@@ -407,13 +412,21 @@ def test_without_anything_to_write_the_core_is_not_asked(disk: TieringFixture) -
 def test_a_block_without_a_checksum_is_unpinned_and_asked_for_again(disk: TieringFixture) -> None:
     disk.start(WriteOptions(0, 1.0))
     disk.no_checksum = {1}
-    disk.write(disk.write_job(1, 0, 1))
-    disk.tiers[0].wait_until(lambda: disk.core.ended)
-    assert disk.core.ended == {1: [True, False]}
-    disk.no_checksum = set()
-    disk.core.jobs.append(disk.write_job(2, 1))
+    disk.write(disk.write_job(1, 1), disk.write_job(2, 0, 1))
     disk.tiers[0].wait_until(lambda: len(disk.core.ended) == 2)
-    assert disk.core.ended[2] == [True]
+    assert disk.core.ended == {1: [False], 2: [True, False]}
+
+
+def test_a_block_that_the_tier_has_is_not_counted_as_written(disk: TieringFixture) -> None:
+    """As after a restart, when the pool was restored."""
+    disk.start(WriteOptions(0, 1.0))
+    disk.write(disk.write_job(1, 0, 1))
+    disk.tiers[0].wait_until(lambda: 1 in disk.core.ended)
+    disk.write(disk.write_job(2, 1, 2))
+    disk.tiers[0].wait_until(lambda: 2 in disk.core.ended)
+    assert disk.core.ended == {1: [True, True], 2: [True, True]}
+    (status,) = disk.tiering.status({})
+    assert (status.written, status.written_bytes) == (3, 3 * BLOCK)
 
 
 def test_writes_keep_their_rate(disk: TieringFixture) -> None:

@@ -1,7 +1,7 @@
 """A Mooncake Store on this machine, for tests and the demo: a master and a process with memory.
 
     with MooncakeStore(segment_bytes=256 << 20) as store:
-        LocalDaemon(tiers_mooncake_master=store.address, ...)
+        LocalDaemon(tier_mooncake=store.address, ...)
         store.kill_master()
         store.start_master()
 

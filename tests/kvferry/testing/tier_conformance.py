@@ -34,7 +34,8 @@ __all__ = [
     "test_the_bound_is_kept_and_old_keys_make_room",
 ]
 
-OK, MISS, LATE, FULL = Result.OK, Result.MISS, Result.LATE, Result.FULL
+OK, MISS, PRESENT = Result.OK, Result.MISS, Result.PRESENT
+LATE, FULL = Result.LATE, Result.FULL
 
 
 @pytest.fixture(params=[16 << 10, 12_345], ids=["pages", "odd"])
@@ -62,7 +63,7 @@ def test_what_was_put_is_found_and_fetched(tier: Subject) -> None:
 def test_a_key_that_is_put_twice_is_stored_once(tier: Subject) -> None:
     tier.put([1])
     before = tier.usage()
-    assert tier.put([1, 1]) == [OK, OK]
+    assert set(tier.put([1, 1])) <= {OK, PRESENT}
     after = tier.usage()
     assert (after.keys, after.used_bytes) == (before.keys, before.used_bytes)
     assert tier.fetch([1]) == [OK]

@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvferry.client.vllm.model import digest, model_fields, read_path
+from kvferry.client.vllm.model import digest, hub_snapshot, model_fields, read_path
 from kvferry.proto.status import Fingerprint
 from kvferry.proto.version import installed_version
 
@@ -119,8 +119,9 @@ def read_fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes)
     algorithm = read_path(vllm_config, "cache_config.prefix_caching_hash_algo")
     layout = kv_layout(vllm_config, kv_cache_config)
     groups = offloaded_groups(kv_cache_config)
+    model = str(vllm_config.model_config.model)
     return Fingerprint(
-        model=str(vllm_config.model_config.model),
+        model=hub_snapshot(model).name or model,
         host_block_bytes=block_bytes(kv_cache_config) * blocks.factor,
         revision=read_path(vllm_config, "model_config.revision"),
         dtype=read_path(vllm_config, "model_config.dtype"),
@@ -140,6 +141,7 @@ def read_fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes)
             ("model runner v2", read_path(vllm_config, "use_v2_model_runner")),
             ("quantization", read_path(vllm_config, "model_config.quantization")),
             ("load format", read_path(vllm_config, "load_config.load_format")),
+            ("compute capability", _capability(vllm_config, kv_cache_config)),
             ("parallel", _ranks(parallel)),
             ("context parallel", _context_parallel(parallel)),
             ("replayssm", _replayssm(vllm_config)),
@@ -174,10 +176,32 @@ def kv_layout(vllm_config: Any, kv_cache_config: Any) -> str:
 
     Before 0.29 the layout follows from that, the attention backend and the connector.
     """
-    resolved = getattr(kv_cache_config, "kv_cache_layout", None) or read_path(
-        vllm_config, "cache_config.kv_cache_layout"
+    resolved = _resolved_layout(vllm_config, kv_cache_config)
+    return resolved or os.environ.get("VLLM_KV_CACHE_LAYOUT", "")
+
+
+def _resolved_layout(vllm_config: Any, kv_cache_config: Any) -> str:
+    return str(
+        getattr(kv_cache_config, "kv_cache_layout", None)
+        or read_path(vllm_config, "cache_config.kv_cache_layout")
     )
-    return str(resolved or os.environ.get("VLLM_KV_CACHE_LAYOUT", ""))
+
+
+def _capability(vllm_config: Any, kv_cache_config: Any) -> str:
+    """The GPU's compute capability, if vLLM may choose by it what KV is.
+
+    It chooses the layout by it, if it has not resolved one (before 0.29), and the precision at
+    which a quantized model computes. Otherwise GPUs of all kinds share.
+    """
+    resolved = _resolved_layout(vllm_config, kv_cache_config)
+    if resolved and not read_path(vllm_config, "model_config.quantization"):
+        return ""
+    try:
+        from vllm.platforms import current_platform
+    except ImportError:
+        return ""
+    capability = current_platform.get_device_capability()
+    return "" if capability is None else str(capability.as_version_str())
 
 
 def _pages(vllm_config: Any, kv_cache_config: Any, layout: str) -> str:

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvferry.proto.version import installed_version
 
@@ -27,6 +27,8 @@ MODEL_SUFFIXES = frozenset({".bin", ".gguf", ".json", ".pt", ".pth", ".py", ".sa
 MAX_HASHED_BYTES = 32 << 20
 
 BLOB, COMMIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
+# A model in the hub's cache. With HF_HUB_OFFLINE vLLM replaces a model's name by this path.
+SNAPSHOT = re.compile("(?:.*/)?models--([^/]+)/snapshots/([0-9a-f]{40})/?")
 # The load_format whose files are not in the model's directory.
 TENSORIZER = "tensorizer"
 # Options of a drafting model that change its layers' KV, which is offloaded with the target's.
@@ -80,13 +82,27 @@ def read_path(config: Any, path: str) -> str:
     return str(config)
 
 
+class Snapshot(NamedTuple):
+    """The name and the commit of a model in the hub's cache; both empty if it is elsewhere."""
+
+    name: str = ""
+    commit: str = ""
+
+
+def hub_snapshot(path: str) -> Snapshot:
+    """The cache may be anywhere on each host, so its path identifies nothing."""
+    match = SNAPSHOT.fullmatch(path)
+    return Snapshot(match[1].replace("--", "/"), match[2]) if match else Snapshot()
+
+
 def digest(*texts: str) -> str:
     return hashlib.blake2b(json.dumps(texts).encode(), digest_size=16).hexdigest()
 
 
 def _sources(model: Any, vllm_config: Any) -> Iterator[str]:
     """What identifies a model's weights and configuration."""
-    yield str(getattr(getattr(model, "hf_config", None), "_commit_hash", None))
+    commit = hub_snapshot(str(model.model)).commit
+    yield commit or str(getattr(getattr(model, "hf_config", None), "_commit_hash", None))
     for name in ("model", "hf_config_path", "model_weights"):
         yield from _files(str(getattr(model, name, None) or ""))
     for name in ("hf_config_path", "config_format", "override_attention_dtype"):
@@ -109,7 +125,8 @@ def _draft(vllm_config: Any) -> str:
     if draft is None or draft is getattr(speculative, "target_model_config", None):
         return ""
     options = (read_path(speculative, path) for path in DRAFT_OPTIONS)
-    return digest(str(draft.model), *_sources(draft, vllm_config), *options)
+    name = hub_snapshot(str(draft.model)).name or str(draft.model)
+    return digest(name, *_sources(draft, vllm_config), *options)
 
 
 def _media(model: Any) -> str:
@@ -127,7 +144,7 @@ def _media(model: Any) -> str:
 def _files(path: str) -> Iterator[str]:
     """The files of a local model, each with its version; nothing for a model of the hub."""
     local = Path(path)
-    if path and local.exists():
+    if path and local.exists() and not hub_snapshot(path).commit:
         for file in sorted(local.iterdir()) if local.is_dir() else [local]:
             if file.suffix in MODEL_SUFFIXES and file.is_file():
                 stat = file.stat()
@@ -173,7 +190,9 @@ def _versioned(vllm_config: Any) -> bool:
         or getattr(getattr(vllm_config, "load_config", None), "load_format", "") == TENSORIZER
     ):
         return False
-    if Path(model.model).exists() or COMMIT.fullmatch(str(getattr(model, "revision", None))):
+    if hub_snapshot(str(model.model)).commit or Path(model.model).exists():
+        return True
+    if COMMIT.fullmatch(str(getattr(model, "revision", None))):
         return True
     elsewhere = getattr(
         model, "hf_config_path", None

@@ -19,6 +19,7 @@ from kvferry.daemon.core.records import KeptTensorsRecord, RegionOwner, RegionRe
 from kvferry.daemon.core.tier_actions import (
     BlocksCommitted,
     BlocksFetched,
+    BlocksWritten,
     DropStore,
     FetchBlocks,
     FetchReleased,
@@ -27,6 +28,7 @@ from kvferry.daemon.core.tier_actions import (
     StoreDropped,
 )
 from kvferry.proto.errors import ErrorInfo
+from kvferry.proto.events import HOST_POOL, Place
 from kvferry.proto.keys import OffloadKey
 from kvferry.proto.memory import Allocation, Location
 from kvferry.proto.messages import DaemonMessage, KeyEvents
@@ -90,11 +92,13 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class PublishKVEvents:
-    """KV events of a namespace for external subscribers. block_size: tokens in a block."""
+    """KV events of a namespace for external subscribers. block_size: tokens in a block. place:
+    where the blocks are."""
 
     namespace: str
     block_size: int
     key_events: KeyEvents
+    place: Place = HOST_POOL
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +383,7 @@ Report: TypeAlias = (
     | KeysFound
     | BlocksFetched
     | FetchReleased
+    | BlocksWritten
     | StoreDropped
     | Continue
 )

@@ -7,7 +7,6 @@ Error, and it is counted. Called by the server, on the event loop only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeAlias
 
 from kvferry.daemon.core.actions import (
@@ -38,12 +37,11 @@ from kvferry.daemon.core.status import DaemonIdentity, StatusRecorder
 from kvferry.daemon.core.tier_actions import (
     BlocksCommitted,
     BlocksFetched,
+    BlocksWritten,
     FetchReleased,
     KeysFound,
     StoreDropped,
     TierDescription,
-    WriteJob,
-    WrittenBlocks,
 )
 from kvferry.daemon.core.transfers import JobObserver, Transfers
 from kvferry.daemon.core.writes import Writes
@@ -60,18 +58,17 @@ _RETRYABLE = Code.POOL_FULL, Code.ALREADY_REGISTERED
 class Core:
     """All bookkeeping of a daemon.
 
-    started: time.monotonic() at the start, in seconds. own_bytes: bytes at the front of the pool
-    for the daemon's own blocks. observe_job: see transfers.JobObserver. tiers: those below
-    the pool, fastest first.
+    own_bytes: bytes at the front of the pool for the daemon's own blocks. observe_job: see
+    transfers.JobObserver. tiers: those below the pool, fastest first.
 
-    Every method is called on the event loop and returns without blocking.
+    writes: what the tiers take to write it. Every method is called on the event loop and returns
+    without blocking.
     """
 
     def __init__(
         self,
         identity: DaemonIdentity,
         pool_bytes: int,
-        started: float,
         own_bytes: int = 0,
         max_regions: int = MAX_REGIONS,
         observe_job: JobObserver = lambda *_: None,
@@ -79,7 +76,7 @@ class Core:
     ) -> None:
         self.identity = identity
         self.stopping = False
-        self._recorder = StatusRecorder(identity, started)
+        self._recorder = StatusRecorder(identity)
         # The engine of each session.
         self._engines: dict[str, str] = {}
         self._owners = EngineOwners()
@@ -88,7 +85,7 @@ class Core:
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
         self._namespaces = Namespaces(self._regions, tiers)
         self._promotions = Promotions(self._namespaces, tiers)
-        self._writes = Writes(self._namespaces)
+        self.writes = Writes(self._namespaces, tiers)
         self._registrations = Registrations(self._regions, self._namespaces, self._owners)
         self._transfers = Transfers(self._registrations, identity.limits.max_in_flight, observe_job)
 
@@ -167,6 +164,8 @@ class Core:
             case FetchReleased():
                 self._promotions.release_fetch(report)
                 actions, error = [], None
+            case BlocksWritten():
+                actions, error = self.writes.end_write(report), None
             case StoreDropped():
                 actions, error = self._promotions.end_drop(report), None
             case BlocksCommitted():
@@ -237,22 +236,6 @@ class Core:
     def _count_error(self, error: KVFerryError, session: str) -> None:
         if self._engines.get(session) != OWN:
             self._recorder.count_errors(error.code)
-
-    def take_writes(self, tier: int, limit: int, coldest: float) -> list[WriteJob]:
-        """Hold up to `limit` blocks to be written into a tier: see writes.py."""
-        return self._writes.take_writes(tier, limit, coldest)
-
-    def next_written(self, tier: int, limit: int) -> WrittenBlocks | None:
-        """Blocks that were written into a tier, the next ones with each call: see writes.py."""
-        return self._writes.next_written(tier, limit)
-
-    def reopen_writes(self, written: WrittenBlocks, missing: Sequence[bool]) -> None:
-        """Write blocks of `next_written` again that the tier does not have. missing: for each."""
-        self._writes.reopen_writes(written, missing)
-
-    def end_write(self, number: int, done: Sequence[bool]) -> None:
-        """Release the blocks of a WriteJob. done: for each key, whether the tier has it now."""
-        self._writes.end_write(number, done)
 
     def tier_counters(self) -> dict[str, dict[str, float]]:
         """Fields of TierStatus that the core counts, by the name of the tier."""

@@ -31,6 +31,7 @@ from kvferry.daemon.core.tier_actions import (
     KeysFound,
     StoreDropped,
     TierDescription,
+    fetch_serial,
 )
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
@@ -167,7 +168,7 @@ class Promotions:
         if not keys:
             return []
         block_set = BlockSet(namespace.region.owner, fetch.blocks[stored], keys)
-        return [CommitBlocks(-report.fetch, block_set)]
+        return [CommitBlocks(fetch_serial(report.fetch), block_set)]
 
     def release_fetch(self, report: FetchReleased) -> None:
         """Nothing writes into the blocks any longer. Keys that were not read are absent."""

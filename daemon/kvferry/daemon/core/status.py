@@ -30,20 +30,22 @@ from kvferry.proto.status import (
 
 @dataclass(frozen=True, slots=True)
 class DaemonIdentity:
-    """This daemon, as Welcome messages and the status report it."""
+    """This daemon, as Welcome messages and the status report it.
+
+    started: time.monotonic() at its start, in seconds.
+    """
 
     version: str
     boot_id: str
     pid: int
     device: DeviceInfo
     limits: Limits
+    started: float
 
 
 class StatusRecorder:
-    """started: time.monotonic() at the start of the daemon, in seconds."""
-
-    def __init__(self, identity: DaemonIdentity, started: float) -> None:
-        self._identity, self._started = identity, started
+    def __init__(self, identity: DaemonIdentity) -> None:
+        self._identity = identity
         self._errors: Counter[str] = Counter()
         self._registered_bytes = 0
         self._copying: CopyStatus | None = None
@@ -77,7 +79,7 @@ class StatusRecorder:
             version=me.version,
             boot_id=me.boot_id,
             pid=me.pid,
-            uptime_seconds=now - self._started,
+            uptime_seconds=now - me.started,
             device=me.device,
             pool=PoolStatus(
                 regions.pool_bytes - regions.own_bytes,

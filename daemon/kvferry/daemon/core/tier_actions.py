@@ -17,16 +17,18 @@ MAX_TIER_KEYS = 1024
 
 @dataclass(frozen=True, slots=True)
 class TierDescription:
-    """What the core knows of a tier. name: in status and metrics.
+    """What the core knows of a tier. name: in status, metrics and KV events.
 
     writes_promoted: whether blocks that were promoted from a slower tier are written into it.
     min_uses: the use from which on a block is written into it; the store of a key is a use, and
         each load and touch. 0: nothing is written.
+    locality: for KV events, see Place.
     """
 
     name: str
     writes_promoted: bool = False
     min_uses: int = 1
+    locality: str | None = None
 
 
 # Actions
@@ -87,7 +89,7 @@ class DropStore:
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """Blocks to write into a tier. They are held until Core.end_write.
+    """Blocks to write into a tier. They are held until BlocksWritten.
 
     blocks: host blocks of the region of `owner`. offsets: theirs, in bytes in the pool. One
     namespace per job, and at most MAX_TIER_KEYS keys.
@@ -152,6 +154,15 @@ class FetchReleased:
     """Nothing can write into the blocks of a fetch any longer. Comes after its BlocksFetched."""
 
     fetch: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksWritten:
+    """The tier does not read the blocks of a WriteJob any longer. done: for each key, whether the
+    tier has it now."""
+
+    job: int
+    done: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)

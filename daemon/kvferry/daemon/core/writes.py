@@ -8,21 +8,45 @@ again if the tier has lost it. Event loop only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
+from dataclasses import dataclass
+from itertools import compress, count
 
 import numpy as np
 
+from kvferry.daemon.core.actions import Action, PublishKVEvents
 from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.namespaces import Namespaces
-from kvferry.daemon.core.tier_actions import MAX_TIER_KEYS, WriteJob, WrittenBlocks
+from kvferry.daemon.core.tier_actions import (
+    MAX_TIER_KEYS,
+    BlocksWritten,
+    TierDescription,
+    WriteJob,
+    WrittenBlocks,
+)
+from kvferry.proto.events import Place
+from kvferry.proto.keys import EventKind, OffloadKey
+from kvferry.proto.messages import KeyEvent, KeyEvents
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """A job that has not ended. tier: its index. generation: of the namespace, when it began."""
+
+    tier: int
+    namespace: Namespace
+    generation: int
+    keys: tuple[OffloadKey, ...]
+    blocks: Int64s
 
 
 class Writes:
-    def __init__(self, namespaces: Namespaces) -> None:
+    """tiers: fastest first."""
+
+    def __init__(self, namespaces: Namespaces, tiers: Sequence[TierDescription]) -> None:
         self._namespaces = namespaces
-        # The tier of each write that has not ended, the namespace, and its blocks.
-        self._writes: dict[int, tuple[int, Namespace, Int64s]] = {}
+        self._places = [Place("STORAGE", tier.locality, tier.name) for tier in tiers]
+        self._writes: dict[int, _Write] = {}
         self._numbers = count(1)
         # Of each tier the namespace that was served last: the others come first.
         self._served: dict[int, str] = {}
@@ -30,7 +54,7 @@ class Writes:
         self._next_written: dict[int, tuple[str, int]] = {}
 
     def take_writes(self, tier: int, limit: int, coldest: float) -> list[WriteJob]:
-        """Hold up to `limit` blocks that are loadable and not in this tier, until `end_write`.
+        """Hold up to `limit` blocks that are loadable and not in this tier, until BlocksWritten.
 
         coldest: the share of each namespace's blocks that is considered, from the one on that is
             evicted next; 0 to 1.
@@ -71,16 +95,23 @@ class Writes:
             if namespace.store_name == written.store:
                 namespace.cache.tier_access.reopen_writes(written.tier, lost)
 
-    def end_write(self, number: int, done: Sequence[bool]) -> None:
-        """Release the blocks of a write. done: for each key, whether the tier has it now.
-
-        A number that has ended already is ignored.
+    def end_write(self, report: BlocksWritten) -> list[Action]:
+        """Release the blocks of a write, and publish what is in the tier now, unless the namespace
+        was reset meanwhile. A job that has ended already is ignored.
         """
-        if number not in self._writes:
-            return
-        tier, namespace, blocks = self._writes.pop(number)
-        namespace.cache.tier_access.end_writes(tier, blocks, np.array(done, np.bool_))
+        write = self._writes.pop(report.job, None)
+        if write is None:
+            return []
+        namespace = write.namespace
+        done = np.array(report.done, np.bool_)
+        namespace.cache.tier_access.end_writes(write.tier, write.blocks, done)
         self._namespaces.mark_deserted_if_unused(namespace)
+        written = tuple(compress(write.keys, report.done))
+        if not written or namespace.generation != write.generation:
+            return []
+        events = KeyEvents(0, (KeyEvent(EventKind.STORED, written),), namespace.generation)
+        block_size, place = namespace.fingerprint.block_size, self._places[write.tier]
+        return [PublishKVEvents(namespace.name, block_size, events, place)]
 
     def _take(self, tier: int, namespace: Namespace, limit: int, coldest: float) -> WriteJob | None:
         store = namespace.store_name
@@ -92,7 +123,8 @@ class Writes:
             return None
         self._namespaces.mark_present(namespace)
         number, nbytes = next(self._numbers), namespace.fingerprint.host_block_bytes
-        self._writes[number] = tier, namespace, blocks
+        write = _Write(tier, namespace, namespace.generation, tuple(keys), blocks)
+        self._writes[number] = write
         region = namespace.region
         offsets = region.start + blocks * nbytes
-        return WriteJob(number, region.owner, store, tuple(keys), blocks, offsets, nbytes)
+        return WriteJob(number, region.owner, store, write.keys, blocks, offsets, nbytes)

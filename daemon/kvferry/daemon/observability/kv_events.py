@@ -99,7 +99,12 @@ class KVEventPublisher(asyncio.Protocol):
             return
         data = self._encoder.encode(
             ChannelMessage(
-                self._missed, action.namespace, action.block_size, time.time(), action.key_events
+                self._missed,
+                action.namespace,
+                action.block_size,
+                time.time(),
+                action.key_events,
+                action.place,
             )
         )
         self._missed = False

@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from kvferry.proto.events import batches_of
+from kvferry.proto.events import Place, batches_of
 from kvferry.proto.messages import KeyEvents
 
 # Bytes that the process may allocate after its start: 20 MiB for a subscriber that does not read
@@ -50,6 +50,7 @@ class ChannelMessage(msgspec.Struct, frozen=True, array_like=True):
     """Events of a namespace for the publisher.
 
     gap: earlier events were dropped. block_size: tokens in a block. time: seconds since the epoch.
+    place: where the blocks are.
     """
 
     gap: bool
@@ -57,6 +58,7 @@ class ChannelMessage(msgspec.Struct, frozen=True, array_like=True):
     block_size: int
     time: float
     key_events: KeyEvents
+    place: Place
 
 
 class Subscriptions:
@@ -157,7 +159,8 @@ class Publisher:
         if message.gap:
             self._numbers.skip_number()
         topic = message.namespace.encode()
-        for batch in batches_of(message.key_events, message.block_size, message.time):
+        events, size, time = message.key_events, message.block_size, message.time
+        for batch in batches_of(events, size, time, message.place):
             number = self._numbers.take_number(message.namespace)
             self._xpub.send_multipart([topic, number, self._encoder.encode(batch)])
 

@@ -26,7 +26,8 @@ Rules for an implementation:
 
 - A failure is a miss, never wrong bytes. `fetch` returns the checksum that `put` got, stored with
   the block. Length alone proves nothing.
-- `put` of a key that is present may keep either block: both have the same bytes.
+- `put` of a key that is present may keep either block: both have the same bytes. If nothing was
+  written, the result is PRESENT, so that it is not counted as a write.
 - `drop` of a namespace is done when it returns: a crash afterwards does not bring keys back.
 - A tier keeps its bound at every moment, with all overhead, and refuses (FULL) instead.
 - Keys that `contains` reports may be gone when they are fetched.

@@ -22,7 +22,7 @@ ONE_CALL_BYTES = 64 << 10
 class Result(IntEnum):
     """What became of one key."""
 
-    # Fetched, or stored (also if it was present before).
+    # Fetched, or stored.
     OK = 0
     # Not in the tier.
     MISS = 1
@@ -34,6 +34,12 @@ class Result(IntEnum):
     ERROR = 4
     # The bytes do not match their checksum, which is a miss; set by the caller of `fetch`.
     CORRUPT = 5
+    # Not written, because the tier has it. A tier that cannot tell says OK.
+    PRESENT = 6
+
+
+# Results of `put` after which the tier has the block.
+IN_TIER = Result.OK, Result.PRESENT
 
 
 class Blocks(NamedTuple):

@@ -21,7 +21,7 @@ COLDEST = {"clean_ahead": 0.25, WRITE_THROUGH: 1.0}
 
 
 class Source(WriteSource, WrittenSource, Protocol):
-    """The core."""
+    """Core.writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class TierSettings:
 
     write: a policy in COLDEST, or "off". admit_after: a block is written from this use on. rate:
     bytes per second that are written; 0: no limit. markers: directory for the markers of drops.
+    locality: see TierDescription.
     """
 
     spec: TierSpec
@@ -37,11 +38,12 @@ class TierSettings:
     admit_after: int
     rate: int
     markers: Path
+    locality: str | None = None
 
     @property
     def description(self) -> TierDescription:
         min_uses = self.admit_after if self.write in COLDEST else 0
-        return TierDescription(self.spec.name, self.write == WRITE_THROUGH, min_uses)
+        return TierDescription(self.spec.name, self.write == WRITE_THROUGH, min_uses, self.locality)
 
 
 def start_tiers(settings: Sequence[TierSettings], pool: PoolFiles) -> list[AttachedTier]:
@@ -62,7 +64,7 @@ def compose_tiering(
     for number, (tier, its) in enumerate(zip(tiers, settings, strict=True)):
         if its.write in COLDEST:
             options = WriteOptions(number, COLDEST[its.write], its.rate)
-            tier.write_out = WriteOut(source, checksums_of, tier.client, options)
+            tier.write_out = WriteOut(source, checksums_of, tier.client, options, report)
             wake_up = tier.write_out.wake_up
             tier.write_check = WriteCheck(source, tier.client, number, wake_up)
     return Tiering(tiers, report, promoted)

@@ -23,9 +23,10 @@ class TierArguments(msgspec.Struct, frozen=True):
     """What the process gets on its command line, as JSON.
 
     module: has a function `open_tier(options, memory)`. chunks: descriptors of the pool's chunks,
-    all but the last of `chunk_bytes`; together they have `pool_bytes`.
+    all but the last of `chunk_bytes`; together they have `pool_bytes`. daemon: its pid.
     """
 
+    daemon: int
     socket: int
     chunks: tuple[int, ...]
     chunk_bytes: int

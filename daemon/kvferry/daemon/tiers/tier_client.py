@@ -14,7 +14,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -75,6 +74,11 @@ class TierBlocks:
     keys: Sequence[bytes]
     offsets: Int64s
     nbytes: int
+
+    def fields(self) -> tuple[str, Sequence[bytes], bytes, int]:
+        """As a FetchRequest and a PutRequest have them. Raises ValueError for too many keys."""
+        _check_count(self.keys)
+        return self.namespace, self.keys, self.offsets.astype(np.int64).tobytes(), self.nbytes
 
 
 @dataclass(slots=True)
@@ -167,9 +171,12 @@ class TierClient:
 
         released: called once the tier cannot write into the blocks any more; never before `done`.
         """
+        if not self.is_prompt:
+            self._refuse(blocks, Result.MISS, done, released)
+            return
         begin_before = time.monotonic() + BEGIN_WITHIN * seconds
-        make = partial(FetchRequest, deadline=begin_before)
-        self._move(blocks, make, seconds, self.is_prompt, Result.MISS, done, released)
+        request = FetchRequest(next(self._numbers), *blocks.fields(), begin_before)
+        self._submit(request, _Pending(request, len(blocks.keys), done, released), seconds)
 
     def put(
         self,
@@ -179,8 +186,12 @@ class TierClient:
         released: Released = nothing,
     ) -> None:
         """Write blocks of the pool. released: called once the tier cannot read them any more."""
-        make = partial(PutRequest, checksums=checksums.astype(np.uint64).tobytes())
-        self._move(blocks, make, PUT_SECONDS, self.is_on, Result.FULL, done, released)
+        if not self.is_on:
+            self._refuse(blocks, Result.FULL, done, released)
+            return
+        sums = checksums.astype(np.uint64).tobytes()
+        request = PutRequest(next(self._numbers), *blocks.fields(), sums)
+        self._submit(request, _Pending(request, len(blocks.keys), done, released), PUT_SECONDS)
 
     def drop(
         self,
@@ -214,29 +225,9 @@ class TierClient:
 
     # Requests
 
-    def _move(
-        self,
-        blocks: TierBlocks,
-        make: Callable[..., FetchRequest | PutRequest],
-        seconds: float,
-        admitted: bool,
-        refused: Result,
-        done: Done,
-        released: Released,
-    ) -> None:
-        _check_count(blocks.keys)
-        if not admitted:
-            self._loop.call_soon(done, [refused] * len(blocks.keys))
-            self._loop.call_soon(released, ())
-            return
-        request = make(
-            number=next(self._numbers),
-            namespace=blocks.namespace,
-            keys=blocks.keys,
-            offsets=blocks.offsets.astype(np.int64).tobytes(),
-            block_bytes=blocks.nbytes,
-        )
-        self._submit(request, _Pending(request, len(blocks.keys), done, released), seconds)
+    def _refuse(self, blocks: TierBlocks, result: Result, done: Done, released: Released) -> None:
+        self._loop.call_soon(done, [result] * len(blocks.keys))
+        self._loop.call_soon(released, ())
 
     def _submit(self, request: TierRequest, pending: _Pending, seconds: float) -> None:
         self._pending[request.number] = pending

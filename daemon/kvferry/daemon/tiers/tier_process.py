@@ -87,7 +87,13 @@ class TierProcess:
 
         def arguments(number: int) -> list[str]:
             given = TierArguments(
-                number, chunks, pool.chunk_bytes, pool.nbytes, self._spec.module, self._spec.options
+                os.getpid(),
+                number,
+                chunks,
+                pool.chunk_bytes,
+                pool.nbytes,
+                self._spec.module,
+                self._spec.options,
             )
             return [msgspec.json.encode(given).decode()]
 

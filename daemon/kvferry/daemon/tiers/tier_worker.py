@@ -167,8 +167,8 @@ class TierWorker:
             case ContainsRequest(number, namespace, keys):
                 try:
                     found = bytes(map(bool, self._tier.contains(namespace, keys)))
-                except Exception:
-                    self._report_exception("contains")
+                except Exception as error:
+                    self._report_exception("contains", error)
                     found = bytes([FAILED]) * len(keys)
                 self._send(Answer(number, found))
             case DropRequest(number, namespace, keys):
@@ -203,8 +203,8 @@ class TierWorker:
                     results = self._fetch(blocks, request.deadline)
                 else:
                     results = self._tier.put(blocks, job.checksums[part])
-            except Exception:
-                self._report_exception(type(request).__name__)
+            except Exception as error:
+                self._report_exception(type(request).__name__, error)
                 results = [Result.ERROR] * len(addresses)
             self._queue.end(request.namespace)
             self._end_part(job, part, results)
@@ -237,13 +237,13 @@ class TierWorker:
         while True:
             try:
                 self._tier.maintain()
-            except Exception:
-                self._report_exception("maintain")
+            except Exception as error:
+                self._report_exception("maintain", error)
             if self._ending.wait(MAINTAIN_EVERY):
                 return
 
-    def _report_exception(self, what: str) -> None:
-        log.error("tier failed", operation=what, error=traceback.format_exc(limit=-4))
+    def _report_exception(self, what: str, error: Exception) -> None:
+        log.error("tier failed", operation=what, error=_reason_of(error))
 
     def _send(self, reply: TierReply) -> None:
         with suppress(OSError):  # the daemon has closed the socket, which `run` sees, too
@@ -270,6 +270,8 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(NICER)
     given = msgspec.json.decode(arguments[0], type=TierArguments)
+    if os.getppid() != given.daemon:  # it died before prctl: a tier that hangs would stay
+        os._exit(2)
     peer = socket.socket(fileno=given.socket)
     log_to(peer)
     lock_pool(given.chunks[0])
@@ -279,13 +281,19 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
     try:
         tier: Tier = importlib.import_module(given.module).open_tier(given.options, pool)
     except Exception as error:  # a module may be anybody's
-        known = isinstance(error, KVFerryError | OSError | ImportError | msgspec.ValidationError)
-        reason = str(error) if known else traceback.format_exc(limit=-4)
-        fields = {"reason": reason, "module": given.module}
-        peer.send(encode(LogLine("error", "tier cannot be opened", fields, fatal=True)))
+        fields = {"reason": _reason_of(error), "module": given.module}
+        with suppress(OSError):  # the daemon may have ended
+            peer.send(encode(LogLine("error", "tier cannot be opened", fields, fatal=True)))
         os._exit(2)
     TierWorker(tier, pool.address, peer).run()
     os._exit(0)
+
+
+def _reason_of(error: Exception) -> str:
+    """What an operator can act on; the traceback of an error that is a mistake in the tier's code.
+    Called while the error is handled."""
+    known = isinstance(error, KVFerryError | OSError | ImportError | msgspec.ValidationError)
+    return str(error) if known else traceback.format_exc(limit=-4)
 
 
 if __name__ == "__main__":

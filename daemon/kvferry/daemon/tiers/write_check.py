@@ -21,7 +21,7 @@ CHECK_EVERY, CHECKED_KEYS, CHECK_SECONDS = 1.0, 256, 1.0
 
 
 class WrittenSource(Protocol):
-    """The core."""
+    """Core.writes."""
 
     def next_written(self, tier: int, limit: int) -> WrittenBlocks | None:
         """Up to `limit` of the blocks that were written into a tier and used since, the next ones

@@ -1,6 +1,6 @@
 """Writes blocks of the pool to a tier in the background, before they are evicted.
 
-    Core.take_writes --pinned blocks--> put --released--> Core.end_write
+    take_writes --pinned blocks--> put --released--> BlocksWritten
 
 It takes only what it can write soon: a bounded number of bytes is in flight, within a rate. What is
 evicted before its turn is not written. Without anything to write no timer runs. Event loop only.
@@ -16,11 +16,12 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from kvferry.daemon.core.actions import Report
 from kvferry.daemon.core.layout import Bools, Int64s
 from kvferry.daemon.core.records import RegionOwner
-from kvferry.daemon.core.tier_actions import WriteJob
-from kvferry.daemon.tiers.base import Result, is_part_of
-from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient
+from kvferry.daemon.core.tier_actions import BlocksWritten, WriteJob
+from kvferry.daemon.tiers.base import IN_TIER, Result, is_part_of
+from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient, nothing
 
 # Blocks taken at a time, and bytes in flight from which no more are taken.
 TAKEN_BLOCKS = 32
@@ -38,14 +39,11 @@ ChecksumsOf: TypeAlias = Callable[[RegionOwner, Int64s], tuple[Checksums, Bools]
 
 
 class WriteSource(Protocol):
-    """The core."""
+    """Core.writes."""
 
     def take_writes(self, tier: int, limit: int, coldest: float) -> list[WriteJob]:
         """Pin up to `limit` blocks that are not in this tier yet and were used often enough, of the
         coldest part of each namespace."""
-
-    def end_write(self, number: int, done: Sequence[bool]) -> None:
-        """Unpin the blocks of a job. done: of each key, whether it is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,8 @@ class WriteOptions:
 
 
 class WriteOut:
-    """checksums_of: the checksums of blocks, and which of them are valid."""
+    """checksums_of: the checksums of blocks, and which of them are valid. report: called with
+    BlocksWritten, which unpins the blocks of a job."""
 
     def __init__(
         self,
@@ -67,9 +66,10 @@ class WriteOut:
         checksums_of: ChecksumsOf,
         client: TierClient,
         options: WriteOptions,
+        report: Callable[[list[Report]], None],
     ) -> None:
         self._source, self._checksums_of = source, checksums_of
-        self._client, self._options = client, options
+        self._client, self._options, self._report = client, options, report
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -103,7 +103,8 @@ class WriteOut:
         self.wake_up()
 
     def close(self) -> None:
-        self._closed = True
+        """Begin no more writes, and report nothing."""
+        self._closed, self._report = True, nothing
         if self._timer is not None:
             self._timer.cancel()
 
@@ -136,7 +137,8 @@ class WriteOut:
         chosen = np.flatnonzero(valid)
         written = [False] * len(job.keys)
         if not chosen.size:
-            self._source.end_write(job.number, written)
+            # Not now: a report wakes this up, sooner than RETRY.
+            self._loop.call_soon(self._end_job, job, written)
             return False
         nbytes = chosen.size * job.block_bytes
         self._begun[job.number] = now = time.monotonic()
@@ -146,7 +148,7 @@ class WriteOut:
 
         def done(results: Sequence[Result]) -> None:
             for place, result in zip(chosen.tolist(), results, strict=True):
-                written[place] = result is Result.OK
+                written[place] = result in IN_TIER
             if any(written):
                 self._pause = FIRST_PAUSE
             else:
@@ -156,10 +158,13 @@ class WriteOut:
         def released(_: object) -> None:
             del self._begun[job.number]
             self._in_flight_bytes -= nbytes
-            self._source.end_write(job.number, written)
-            self.wake_up(0.0)
+            self.wake_up(0.0)  # first: the report would wake this up later
+            self._end_job(job, written)
 
         keys = [job.keys[place] for place in chosen.tolist()]
         blocks = TierBlocks(job.store, keys, job.offsets[chosen], job.block_bytes)
         self._client.put(blocks, checksums[chosen], done, released)
         return chosen.size == len(written)
+
+    def _end_job(self, job: WriteJob, written: Sequence[bool]) -> None:
+        self._report([BlocksWritten(job.number, tuple(written))])

@@ -26,6 +26,7 @@ from kvferry.daemon.tiers.disk.index import Entry, open_read_only
 from kvferry.daemon.tiers.disk.namespace_store import INDEX, META, StoreMeta
 from kvferry.daemon.tiers.disk.root_files import (
     LOCK,
+    foreign_entry,
     move_to_trash,
     namespace_directories,
     remove_trash,
@@ -161,7 +162,7 @@ def _read_meta(directory: Path) -> StoreMeta:
 
 
 def _check_root(root: Path) -> None:
-    if not (root / LOCK).exists():
+    if not (root / LOCK).is_file() or foreign_entry(root) is not None:
         message = f"no disk tier in {root}; name the directory of tiers.disk.path"
         raise Refused(Code.BAD_CONFIG, message, str(root))
 

@@ -207,13 +207,14 @@ class NamespaceStore:
     def _put(
         self, blocks: Blocks, checksum_of: dict[bytes, int], address_of: dict[bytes, int]
     ) -> list[Result]:
+        results = dict.fromkeys(blocks.keys, Result.OK)
         with self.lock:
             for key, entry in zip(blocks.keys, self._find(blocks.keys), strict=True):
                 if entry is not None:
                     self.table.touch_slot(entry.slot)
                     checksum_of.pop(key, None)
+                    results[key] = Result.PRESENT
         slots = self._take_slots(len(checksum_of))
-        results = dict.fromkeys(blocks.keys, Result.OK)
         written = list[tuple[bytes, Entry]]()
         for key, checksum in checksum_of.items():
             if not slots:

@@ -42,15 +42,21 @@ class RootState(msgspec.Struct, frozen=True):
     starts: int = 0
 
 
+def read_state(root: Path) -> RootState | None:
+    """None if there is none, or one that cannot be decoded. Raises OSError."""
+    try:
+        return msgspec.json.decode((root / STATE).read_bytes(), type=RootState)
+    except (FileNotFoundError, IsADirectoryError, msgspec.MsgspecError):
+        return None
+
+
 def begin(root: Path) -> str:
     """Note the start. Returns why indexes must be rebuilt; empty if they can be trusted."""
     boot_id = BOOT_ID.read_text().strip()
-    try:
-        before = msgspec.json.decode((root / STATE).read_bytes(), type=RootState)
-    except FileNotFoundError:
-        before = RootState(boot_id, clean=True)
-    except msgspec.MsgspecError:
-        before = RootState("", clean=False)
+    before = read_state(root)
+    if before is None:
+        torn = (root / STATE).exists()
+        before = RootState("" if torn else boot_id, clean=not torn)
     starts = 0 if before.clean else before.starts
     _write_state(root, RootState(boot_id, False, starts + 1))
     if before.clean:

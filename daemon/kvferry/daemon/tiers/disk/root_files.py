@@ -18,21 +18,35 @@ LOCK = "lock"
 
 _NAME = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _TRASH = re.compile(r"trash-[0-9A-Za-z_-]{1,64}-\d+")
+_MARKER = re.compile(rf"{PREFIX}\d+-[0-9A-Za-z_-]{{1,64}}")
 _FILE = re.compile(rf"({META}|{META}\.new|{INDEX}|{INDEX}-lock|{recovery.REBUILDING}|slab-\d+)")
+_ROOT_FILES = {LOCK, recovery.STATE, f"{recovery.STATE}.new"}
 
 
 def check_root(root: Path) -> None:
     """Raise Refused (BAD_CONFIG) if a directory is neither empty nor the root of a tier."""
-    names = {path.name for path in root.iterdir()}
-    if names & {LOCK, recovery.STATE}:
-        return
-    foreign = sorted(name for name in names - {"lost+found"} if not name.startswith(PREFIX))
-    if foreign:
+    if foreign := foreign_entry(root):
         message = (
-            f"tiers.disk.path {root} contains {foreign[0]!r}, and no disk tier; name a directory "
+            f"tiers.disk.path {root} contains {foreign!r}, and no disk tier; name a directory "
             "that is empty or does not exist"
         )
         raise Refused(Code.BAD_CONFIG, message, str(root))
+
+
+def foreign_entry(root: Path) -> str | None:
+    """The name of something because of which a directory is no root of a tier.
+
+    A tier has noted its state in its root, or nothing else is there: other programs have files
+    named `lock` and `state`, too.
+    """
+    if recovery.read_state(root) is not None:
+        return None
+    return next(iter(foreign_entries(root)), None)
+
+
+def foreign_entries(root: Path) -> list[str]:
+    """The names of what is not a tier's in a directory; such entries are left alone."""
+    return sorted(path.name for path in root.iterdir() if not _is_ours(path))
 
 
 def is_namespace_name(name: str) -> bool:
@@ -66,8 +80,26 @@ def _trash(root: Path) -> Iterator[Path]:
             yield path
 
 
+def _is_ours(path: Path) -> bool:
+    name = path.name
+    if name in _ROOT_FILES or _MARKER.fullmatch(name):
+        return not path.is_dir()
+    if _TRASH.fullmatch(name):
+        return _has_only_ours(path, least=0)
+    return name == "lost+found" or (is_namespace_name(name) and _has_only_ours(path))
+
+
 def _has_only_ours(path: Path, least: int = 1) -> bool:
-    if path.is_symlink() or not path.is_dir():
+    if not _is_directory(path):
         return False
-    names = [each.name for each in path.iterdir()]
-    return len(names) >= least and all(_FILE.fullmatch(name) for name in names)
+    try:
+        found = list(path.iterdir())
+    except OSError:  # it may be somebody else's
+        return False
+    return len(found) >= least and all(
+        _FILE.fullmatch(each.name) and not _is_directory(each) for each in found
+    )
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()

@@ -28,6 +28,7 @@ from kvferry.daemon.tiers.disk.namespace_store import META, NamespaceStore, Stor
 from kvferry.daemon.tiers.disk.root_files import (
     LOCK,
     check_root,
+    foreign_entries,
     is_namespace_name,
     move_to_trash,
     namespace_directories,
@@ -36,7 +37,6 @@ from kvferry.daemon.tiers.disk.root_files import (
 from kvferry.daemon.tiers.disk.slab import slot_bytes_of
 from kvferry.proto.errors import Code, Refused
 
-# Locked by the tier's process.
 # A slab has this part of the tier's size, but at most MAX_SLAB_BYTES, and at least one slot.
 SLABS = 32
 MAX_SLAB_BYTES = 1 << 30
@@ -93,6 +93,8 @@ class DiskTier:
             if self._rebuild:
                 log.warning("disk tier is rebuilt from slot headers", reason=self._rebuild)
             remove_trash(self._root)
+            if foreign := foreign_entries(self._root):
+                log.warning("not part of the disk tier, left alone", names=foreign[:10])
             for directory in namespace_directories(self._root):
                 self._open_store(directory)
         except BaseException:

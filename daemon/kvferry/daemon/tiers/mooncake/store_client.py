@@ -52,12 +52,15 @@ class StoreError(OSError):
 class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """master: HOST:PORT. protocol: "tcp" or "rdma". device: RDMA devices, separated by commas.
     host: the address of this host for others; empty: that from which the master is reached.
+    io_threads: calls at the same time. call_bytes: bytes of blocks that a call moves.
     """
 
     master: str
     protocol: str = "tcp"
     device: str = ""
     host: str = ""
+    io_threads: int = 4
+    call_bytes: int = 16 << 20
 
 
 class StoreClient:
@@ -69,10 +72,11 @@ class StoreClient:
 
     def __init__(self, options: MooncakeOptions, memory: HostMemory) -> None:
         """Raises Refused (BAD_CONFIG), and StoreError if the master cannot be reached."""
-        library = _import_library()
-        host = options.host or _own_address(options.master)
+        # The library reads the level of its log when it is imported.
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        library = _import_library()
+        host = options.host or _own_address(options.master)
         self._pinned = library.ReplicateConfig()
         self._pinned.with_hard_pin = True
         self._store = library.MooncakeDistributedStore()
@@ -134,9 +138,6 @@ class StoreClient:
     def remove_matching(self, pattern: str) -> int:
         """Remove the objects whose names match, also those in use; how many, or a code."""
         return int(self._store.remove_by_regex(pattern, True))
-
-    def close(self) -> None:
-        self._store.close()
 
     def _set_up(self, host: str, options: MooncakeOptions) -> None:
         """On a thread of its own: if the master does not answer, it takes for ever."""

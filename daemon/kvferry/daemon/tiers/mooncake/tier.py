@@ -40,14 +40,13 @@ log = structlog.get_logger()
 
 def open_tier(options: Mapping[str, Any], memory: HostMemory) -> MooncakeTier:
     """Raises Refused (BAD_CONFIG), and OSError if the store cannot be reached."""
-    return MooncakeTier(StoreClient(msgspec.convert(options, MooncakeOptions), memory))
+    given = msgspec.convert(options, MooncakeOptions)
+    return MooncakeTier(StoreClient(given, memory), given.io_threads, given.call_bytes)
 
 
 class MooncakeTier:
-    call_bytes = 16 << 20
-    io_threads = 4
-
-    def __init__(self, store: StoreClient) -> None:
+    def __init__(self, store: StoreClient, io_threads: int, call_bytes: int) -> None:
+        self.io_threads, self.call_bytes = io_threads, call_bytes
         self._store, self._epochs = store, Epochs(store)
         self._of_thread = ThreadTrailers(store)
         self._absent = _AbsentKeys()
@@ -108,7 +107,7 @@ class MooncakeTier:
         self._absent.expire()
 
     def close(self) -> None:
-        self._store.close()
+        """Nothing is to be written back, and the library would take a second to close."""
 
     def _fetch(self, blocks: Blocks) -> list[Fetched]:
         names, trailers = self._names(blocks), self._of_thread.trailers
