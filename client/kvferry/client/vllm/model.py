@@ -82,17 +82,17 @@ def read_path(config: Any, path: str) -> str:
     return str(config)
 
 
-class Snapshot(NamedTuple):
+class HubSnapshot(NamedTuple):
     """The name and the commit of a model in the hub's cache; both empty if it is elsewhere."""
 
     name: str = ""
     commit: str = ""
 
 
-def hub_snapshot(path: str) -> Snapshot:
+def hub_snapshot(path: str) -> HubSnapshot:
     """The cache may be anywhere on each host, so its path identifies nothing."""
     match = SNAPSHOT.fullmatch(path)
-    return Snapshot(match[1].replace("--", "/"), match[2]) if match else Snapshot()
+    return HubSnapshot(match[1].replace("--", "/"), match[2]) if match else HubSnapshot()
 
 
 def digest(*texts: str) -> str:
