@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,8 @@ import pytest
 
 from kvferry.daemon.tiers import circuit_breaker, tier_process
 from kvferry.daemon.tiers.base import Result
+from kvferry.daemon.tiers.mooncake import store_client
+from kvferry.proto.errors import Refused
 from kvferry.testing.mooncake_store import MooncakeStore, free_port, is_installed
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
@@ -260,3 +264,28 @@ def test_a_tier_that_cannot_be_opened_says_why(options: dict[str, Any], message:
             open_tier(options, pool.files)
     finally:
         pool.files.close()
+
+
+@pytest.mark.parametrize(
+    ("installed", "advice"),
+    [
+        ((), r"install kvferry\[mooncake\]"),
+        (("mooncake-transfer-engine",), "the libraries that mooncake-transfer-engine needs, or"),
+        (
+            ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
+            "uninstall mooncake-transfer-engine and mooncake-transfer-engine-non-cuda",
+        ),
+    ],
+)
+def test_a_library_that_cannot_be_imported_is_explained(
+    installed: tuple[str, ...], advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return "0.3.13"
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    with pytest.raises(Refused, match=f"Mooncake cannot be imported: .*; .*{advice}"):
+        store_client._import_library()

@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
@@ -163,10 +164,8 @@ def _import_library() -> Any:
     try:
         from mooncake import store
     except ImportError as error:
-        message = f"mooncake-transfer-engine cannot be imported: {error}"
-        raise Refused(
-            Code.BAD_CONFIG, f"{message}; install kvferry[mooncake]", str(error)
-        ) from error
+        message = f"Mooncake cannot be imported: {error}; {_how_to_install()}"
+        raise Refused(Code.BAD_CONFIG, message, str(error)) from error
     library: Any = store
     if not all(hasattr(library.MooncakeDistributedStore, name) for name in NEEDED) or not hasattr(
         library.ReplicateConfig, "with_hard_pin"
@@ -177,13 +176,27 @@ def _import_library() -> Any:
     return library
 
 
+def _how_to_install() -> str:
+    match list(_installed()):
+        case []:
+            return "install kvferry[mooncake]"
+        case [name]:
+            return f"install the libraries that {name} needs, or another build of it"
+        case names:
+            return f"uninstall {' and '.join(names)}, which share files, then install one of them"
+
+
 def _installed_version() -> str:
+    return next(iter(_installed().values()), "(unknown version)")
+
+
+def _installed() -> dict[str, str]:
+    """The builds that are installed, and their versions."""
+    versions = {}
     for name in DISTRIBUTIONS:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "(unknown version)"
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def _own_address(master: str) -> str:
