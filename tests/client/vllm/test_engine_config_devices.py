@@ -26,6 +26,7 @@ def see(monkeypatch: pytest.MonkeyPatch) -> Any:
         vars(vllm)["current_platform"] = SimpleNamespace(
             device_id_to_physical_device_id=physical,
             get_device_uuid=lambda device: f"GPU-{physical(device)}",
+            get_device_capability=lambda: None,
         )
         monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
         monkeypatch.setitem(sys.modules, "vllm.platforms", vllm)
