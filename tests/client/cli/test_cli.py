@@ -29,11 +29,12 @@ def daemon() -> Iterator[LocalDaemon]:
 
 
 class BenchProcess:
-    """kvferry bench in its own process group; its daemons have their directories in `directory`."""
+    """kvferry bench in its own process group, without end; its daemons have their directories in
+    `directory`."""
 
     def __init__(self, directory: Path, before: tuple[str, ...] = ()) -> None:
         self.process = subprocess.Popen(
-            [*before, *KVFERRY, "bench", "--device", "cpu", "--quick", "--what", "latency"],
+            [*before, *KVFERRY, "bench", "--device", "cpu", "--quick", "--reps", "1000000"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=os.environ | {"TMPDIR": str(directory)},
