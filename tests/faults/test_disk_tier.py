@@ -33,7 +33,7 @@ from kvferry.testing.tier_subjects import (
 from support.disk_tier_files import allocated_bytes, pretend_reboot
 
 BLOCK = 4096
-OK, MISS, FULL = Result.OK, Result.MISS, Result.FULL
+OK, MISS, FULL, PRESENT = Result.OK, Result.MISS, Result.FULL, Result.PRESENT
 SIZE = 32 << 20
 BATCH = 16
 
@@ -283,7 +283,7 @@ def test_a_file_system_that_becomes_full(pool: PoolMemory, tmp_path: Path) -> No
         for restart in (False, True):
             if restart:
                 kill(tier)
-            assert set(put_all(tier, range(1000, 3000))) <= {OK, FULL}
+            assert set(put_all(tier, range(1000, 3000))) <= {OK, PRESENT, FULL}
             assert tier.client.breaker.state == "closed"
             results = fetch_all(tier, range(1000, 3000))
             assert set(results) <= {OK, MISS}
@@ -326,7 +326,7 @@ def test_slabs_that_are_truncated_while_they_are_used(pool: PoolMemory, tmp_path
         results = fetch_all(tier, range(512))
         assert set(results) == {OK, MISS}
         for _ in range(200):  # the file is replaced in the background
-            assert set(put_all(tier, range(512))) <= {OK, FULL}
+            assert set(put_all(tier, range(512))) <= {OK, PRESENT, FULL}
             if fetch_all(tier, range(512)) == [OK] * 512:
                 break
         assert fetch_all(tier, range(512)) == [OK] * 512
