@@ -96,8 +96,9 @@ class Writes:
                 namespace.cache.tier_access.reopen_writes(written.tier, lost)
 
     def end_write(self, report: BlocksWritten) -> list[Action]:
-        """Release the blocks of a write, and publish what is in the tier now, unless the namespace
-        was reset meanwhile. A job that has ended already is ignored.
+        """Release the blocks of a write, and publish an event for the written keys.
+
+        After a reset of the namespace nothing is published. A job that has ended is ignored.
         """
         write = self._writes.pop(report.job, None)
         if write is None:

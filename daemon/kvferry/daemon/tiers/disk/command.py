@@ -114,7 +114,7 @@ def verify(root: Path, report: Callable[[Progress], None]) -> list[Verified]:
 
 
 def clear(root: Path, namespace: str | None) -> list[NamespaceFiles]:
-    """Delete a namespace, or all. Returns what was there.
+    """Delete one namespace or all namespaces. Returns the deleted ones.
 
     Raises Refused (BUSY, BAD_CONFIG, UNKNOWN_NAMESPACE) and OSError.
     """

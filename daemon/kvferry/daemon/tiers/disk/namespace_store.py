@@ -82,7 +82,7 @@ class NamespaceStore:
         # The generation of the last block that was written.
         self.generation = 0
         self.read_only = ""
-        # What is wrong with the index, so that it must be rebuilt; empty if nothing is known.
+        # Why the index must be rebuilt; empty if it need not be.
         self.damage = ""
         self.evictions = 0
         self._grow = grow

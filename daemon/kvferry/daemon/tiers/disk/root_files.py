@@ -45,7 +45,7 @@ def foreign_entry(root: Path) -> str | None:
 
 
 def foreign_entries(root: Path) -> list[str]:
-    """The names of what is not a tier's in a directory; such entries are left alone."""
+    """The entries of a directory that a tier did not make, by name. A tier never changes them."""
     return sorted(path.name for path in root.iterdir() if not _is_ours(path))
 
 

@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of a namespace's epoch, and when the store was asked."""
+    """The highest epoch of a namespace that was seen. asked: when, in seconds."""
 
     epoch: int = 0
     asked: float = 0.0

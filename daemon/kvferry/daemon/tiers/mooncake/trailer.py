@@ -27,7 +27,7 @@ class Trailers:
         return self._buffer.address + place * TRAILER_BYTES
 
     def clear(self, count: int) -> None:
-        """Make the first trailers invalid, so that what is valid later was read."""
+        """Make the first trailers invalid. A trailer that is valid later came from the store."""
         self._buffer.view[: count * TRAILER_BYTES] = bytes(count * TRAILER_BYTES)
 
     def write(self, place: int, name: str, nbytes: int, checksum: int) -> None:
