@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from kvferry.client.vllm import compat
 from kvferry.client.vllm.engine_config import provide_config
+from kvferry.client.vllm.prefill_rate import PrefillRate
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.version import installed_version
 
@@ -47,6 +48,8 @@ class KVFerryConnector(OffloadingConnector):
             transfer.kv_load_failure_policy = "recompute"
         with provide_config(vllm_config, kv_cache_config):
             super().__init__(vllm_config, role, kv_cache_config)
+        # Used in the scheduler only; the other only in the worker.
+        self._prefill_rate = PrefillRate()
         self._fault_tolerant: FaultTolerantWorker | None = None
         if role is KVConnectorRole.WORKER:
             worker: Any = getattr(self, "connector_worker")  # noqa: B009 - its type is unknown here
@@ -71,7 +74,8 @@ class KVFerryConnector(OffloadingConnector):
         super().on_new_request(request)
         scheduler: Any = self.connector_scheduler
         keys, tokens = keys_to_prefetch(scheduler, request)
-        scheduler.manager.request_arrived(request.request_id, keys, tokens)
+        seconds = self._prefill_rate.seconds(tokens)
+        scheduler.manager.request_arrived(request.request_id, keys, seconds)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         scheduler: Any = self.connector_scheduler
@@ -82,8 +86,7 @@ class KVFerryConnector(OffloadingConnector):
         if compat.STORES_LAST_TOKEN:
             limit_store_to_computed_tokens(self.connector_scheduler, request)
         finished = super().request_finished(request, block_ids)
-        scheduler: Any = self.connector_scheduler
-        scheduler.manager.prefill_rate.end(request.request_id, time.monotonic())
+        self._prefill_rate.end(request.request_id, time.monotonic())
         if not compat.TOUCHES_KEYS:
             touch_keys(self.connector_scheduler, request.request_id)
         return finished
@@ -93,8 +96,7 @@ class KVFerryConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata = super().build_connector_meta(scheduler_output)
-        scheduler: Any = self.connector_scheduler
-        observe_prefills(scheduler, scheduler_output)
+        observe_prefills(self._prefill_rate, self.connector_scheduler, scheduler_output)
         metadata.has_no_forward_pass = scheduler_output.total_num_scheduled_tokens == 0
         written = metadata.load_jobs and compat.written_blocks(scheduler_output)
         metadata.late_loads = {
@@ -230,9 +232,9 @@ def keys_to_prefetch(scheduler: Any, request: Any) -> tuple[list[bytes], float]:
     return keys, request.num_tokens / len(keys) if keys else 0.0
 
 
-def observe_prefills(scheduler: Any, scheduler_output: Any) -> None:
+def observe_prefills(rate: PrefillRate, scheduler: Any, scheduler_output: Any) -> None:
     """Measure how fast prompts are computed."""
-    rate, now = scheduler.manager.prefill_rate, time.monotonic()
+    now = time.monotonic()
     rate.observe(now)
     rate.forget(scheduler_output.preempted_req_ids or ())
     for new in scheduler_output.scheduled_new_reqs:

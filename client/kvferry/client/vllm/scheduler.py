@@ -25,7 +25,6 @@ from kvferry.client.manager_outputs import ResidencyUsage
 from kvferry.client.residency_events import OffloadingEvent
 from kvferry.client.tier_searches import Prefetch
 from kvferry.client.vllm.engine_config import TIMEOUT, EngineConfig
-from kvferry.client.vllm.prefill_rate import PrefillRate
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
 
@@ -164,19 +163,18 @@ class SchedulerSide:
         self._ended: list[Keys] = []
         self._to_unpin: list[Keys] = []
         self._usage_due = 0.0
-        self.prefill_rate = PrefillRate()
         # Keys in each store since the last call of take_store_sizes.
         self._store_sizes: deque[int] = deque(maxlen=MAX_SIZES)
 
     @catch_errors
-    def request_arrived(self, request: str, keys: Sequence[OffloadKey], tokens: float) -> None:
+    def request_arrived(self, request: str, keys: Sequence[OffloadKey], seconds: float) -> None:
         """A request was added; it is scheduled in a later step.
 
-        keys: in prefix order. tokens: of one key. Receives messages before the first lookup has to,
-        and prefetches the keys that are below the host pool.
+        keys: in prefix order. seconds: that the engine takes to compute one key's tokens, 0 if not
+        known. Receives messages before the first lookup has to, and prefetches the keys that are
+        below the host pool.
         """
         if self._usable:
-            seconds = self.prefill_rate.seconds(tokens)
             prefetch = self._manager.prefetch(keys, seconds)
             if prefetch.searches:
                 state = self._requests.setdefault(request, RequestState(time.monotonic()))
