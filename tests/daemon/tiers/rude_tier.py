@@ -1,4 +1,4 @@
-"""A tier that does what it is told to: raise, or write into a block without end.
+"""A tier that does what it is told to: raise, hang, or write into a block without end.
 
 Its process finds it by PYTHONPATH. options: folder, where a file with a fault's name turns it on.
 """
@@ -25,6 +25,7 @@ class RudeTier(MemoryTier):
     def __init__(self, folder: Path) -> None:
         super().__init__(1 << 20)
         self._folder = folder
+        self._wait_for("slow open")
 
     def contains(self, namespace: str, keys: Sequence[bytes]) -> Sequence[bool]:
         self._fail("contains")

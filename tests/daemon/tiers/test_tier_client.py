@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from kvferry.daemon.processes import start_worker
-from kvferry.daemon.tiers import tier_client, tier_process
+from kvferry.daemon.tiers import tier_process
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.disk import recovery
 from kvferry.daemon.tiers.messages import MAX_KEYS, TierArguments
+from kvferry.daemon.tiers.tier_client import TierBlocks
 from kvferry.daemon.tiers.tier_process import TierSpec
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
@@ -33,6 +34,7 @@ from kvferry.testing.tier_subjects import (
 from .setups import DISK
 
 BLOCK = 16 << 10
+GRACE = 0.3
 OK, MISS, LATE, FULL, ERROR = Result.OK, Result.MISS, Result.LATE, Result.FULL, Result.ERROR
 
 
@@ -49,7 +51,6 @@ def pool() -> Iterator[PoolMemory]:
 
 @pytest.fixture
 def start(pool: PoolMemory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    monkeypatch.setattr(tier_client, "GRACE", 0.3)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     with ExitStack() as running:
 
@@ -65,15 +66,17 @@ def start(pool: PoolMemory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 @pytest.fixture
 def disk(start: Start, tmp_path: Path) -> ProcessSubject:
-    return start(TierSpec("disk", DISK, {"path": str(tmp_path / "tier"), "size": 4 << 20}))
+    options = {"path": str(tmp_path / "tier"), "size": 4 << 20}
+    return start(TierSpec("disk", DISK, options, grace_seconds=GRACE))
 
 
 class Rude:
     """A tier with faults, by the name of a file."""
 
-    def __init__(self, folder: Path, start: Start) -> None:
+    def __init__(self, folder: Path, start: Start, grace_seconds: float = GRACE) -> None:
         self.folder = folder
-        self.tier = start(TierSpec("rude", "rude_tier", {"folder": str(folder)}))
+        options = {"folder": str(folder)}
+        self.tier = start(TierSpec("rude", "rude_tier", options, grace_seconds=grace_seconds))
 
     def on(self, fault: str) -> None:
         (self.folder / fault).touch()
@@ -192,10 +195,8 @@ def test_three_errors_turn_it_off_until_a_probe_is_answered(
     assert tier.client.counters.results["fetch"][ERROR] == 5
 
 
-def test_a_late_answer_makes_others_miss_and_is_no_failure(
-    rude: Rude, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tier_client, "GRACE", 30.0)
+def test_a_late_answer_makes_others_miss_and_is_no_failure(start: Start, tmp_path: Path) -> None:
+    rude = Rude(tmp_path, start, grace_seconds=30.0)
     tier, answers, ended = rude.tier, list[Any](), list[Any]()
     tier.put([1])
     rude.on("slow reads")
@@ -324,6 +325,18 @@ def test_a_process_that_cannot_be_started_is_tried_again(
     assert not refusals
 
 
+def test_one_that_does_not_get_ready_is_killed_and_tried_again(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "slow open").touch()
+    spec = TierSpec("rude", "rude_tier", {"folder": str(tmp_path)}, start_seconds=2.0)
+    tier = start(spec, wait=False)
+    tier.wait_until(lambda: tier.client.counters.deaths == 1)
+    (tmp_path / "slow open").unlink()
+    tier.wait_until(lambda: tier.client.is_on)
+    assert tier.put([1]) == [OK]
+
+
 def test_it_ends_with_the_daemon(disk: ProcessSubject) -> None:
     """Whatever ended that; and a next one finds everything."""
     disk.put([1])
@@ -355,7 +368,7 @@ def test_requests_are_bounded(disk: ProcessSubject, count: int) -> None:
 def test_the_largest_requests_fit(disk: ProcessSubject) -> None:
     keys = [bytes(60) + n.to_bytes(4, "big") for n in range(MAX_KEYS)]
     answers: list[Any] = []
-    blocks = tier_client.TierBlocks(NAMESPACE, keys, np.zeros(MAX_KEYS, np.int64), BLOCK)
+    blocks = TierBlocks(NAMESPACE, keys, np.zeros(MAX_KEYS, np.int64), BLOCK)
     for _ in range(8):
         disk.client.fetch(blocks, 30.0, answers.append)
     disk.wait_until(lambda: len(answers) == 8)

@@ -1,7 +1,7 @@
 """The daemon's end of a tier: sends requests to its process and bounds what they may cost.
 
 A request ends for its caller at its deadline at the latest. Until the process has answered it,
-lookups and fetches are misses at once. A process that has not answered GRACE seconds after a
+lookups and fetches are misses at once. A process that has not answered some time after a
 deadline has failed: it is killed, reaped and started again. A circuit breaker turns a tier off that
 fails; no request waits for its probes. Host blocks that were handed to the process are released
 when it has answered, or when it was killed and reaped: until then it might write into them. Event
@@ -44,10 +44,6 @@ from kvferry.daemon.tiers.tier_process import PoolFiles, TierProcess, TierSpec
 PUT_SECONDS, DROP_SECONDS = 10.0, 10.0
 # Seconds for a probe.
 PROBE_SECONDS = 1.0
-# Seconds after a deadline until a process that has not answered is killed. A busy or throttled
-# device takes a second for the reads that have begun; a process that is killed costs more than
-# waiting, as nothing is asked of it meanwhile.
-GRACE = 2.0
 # The part of a fetch's time in which reads begin. The rest is for those in progress, so that they
 # count when others are late.
 BEGIN_WITHIN = 0.75
@@ -238,7 +234,7 @@ class TierClient:
         pending = self._pending[number]
         pending.late = True
         self._late += 1
-        pending.timer = self._loop.call_later(GRACE, self._kill_silent, pending)
+        pending.timer = self._loop.call_later(self.spec.grace_seconds, self._kill_silent, pending)
         if number not in self._drops:
             self._finish(pending, [Result.LATE] * pending.keys)
         if pending.probe:
@@ -249,7 +245,7 @@ class TierClient:
     def _kill_silent(self, pending: _Pending) -> None:
         kind = type(pending.request).__name__
         log.warning("tier does not answer", tier=self.spec.name, request=kind)
-        self._process.kill(f"no answer within {GRACE} s after a deadline")
+        self._process.kill(f"no answer within {self.spec.grace_seconds} s after a deadline")
 
     def _lose(self, why: str) -> None:
         """The process is lost, or is about to end. Everything pending is a miss."""
@@ -300,6 +296,7 @@ class TierClient:
                 self._end_request(number, b"")
             case Started(usage):
                 self.usage, self._started = usage, True
+                self._process.note_started()
                 log.info("tier started", tier=self.spec.name, keys=usage.keys)
                 for number, pending in tuple(self._drops.items()):
                     if number not in self._pending:

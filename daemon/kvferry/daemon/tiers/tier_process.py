@@ -28,6 +28,12 @@ from kvferry.daemon.tiers.messages import (
 WORKER = "kvferry.daemon.tiers.tier_worker"
 # Seconds until the process is restarted: at first, and at most.
 FIRST_RESTART, LAST_RESTART = 0.2, 30.0
+# Seconds for the process to open its tier. Registering a large pool with a network card takes most.
+START_SECONDS = 60.0
+# Seconds after a deadline until a process that has not answered is killed. A busy or throttled
+# device takes a second for the reads that have begun; a process that is killed costs more than
+# waiting, as nothing is asked of it meanwhile.
+GRACE_SECONDS = 2.0
 # Seconds for the process to write everything back when the daemon stops.
 CLOSE_SECONDS = 10.0
 
@@ -36,11 +42,15 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """name: for logs and metrics. module, options: see TierArguments."""
+    """name: for logs and metrics. module, options: see TierArguments. start_seconds, grace_seconds:
+    see START_SECONDS and GRACE_SECONDS.
+    """
 
     name: str
     module: str
     options: dict[str, Any]
+    start_seconds: float = START_SECONDS
+    grace_seconds: float = GRACE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +82,8 @@ class TierProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._restart_in = FIRST_RESTART
-        self._restart: asyncio.TimerHandle | None = None
+        # Starts the process, or kills it if it does not get ready.
+        self._timer: asyncio.TimerHandle | None = None
         self._closed: asyncio.Future[None] | None = None
 
     @property
@@ -80,8 +91,9 @@ class TierProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process; if that is impossible, try again later."""
-        self._restart = None
+        """Start the process; if that is impossible, try again later. It has `start_seconds` until
+        `note_started` is called.
+        """
         pool = self._pool
         chunks = tuple(pool.descriptors)
 
@@ -106,12 +118,18 @@ class TierProcess:
         self._loop.add_reader(self._socket.fileno(), self._receive)
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._pidfd, self._reap)
+        seconds = self._spec.start_seconds
+        self._timer = self._loop.call_later(seconds, self.kill, f"not ready within {seconds} s")
 
     def send(self, request: TierRequest) -> None:
         """Send a request, or keep it until the socket has room. It is lost if the process is."""
         if self._socket is not None:
             self._outgoing.append(encode(request))
             self._flush()
+
+    def note_started(self) -> None:
+        """The process has opened its tier."""
+        self._stop_timer()
 
     def note_progress(self) -> None:
         """The process works: restart it soon if it ends."""
@@ -127,8 +145,7 @@ class TierProcess:
 
     async def close(self) -> None:
         """End the process after it has written everything back, or after CLOSE_SECONDS."""
-        if self._restart is not None:
-            self._restart.cancel()
+        self._stop_timer()
         if self._process is None:
             return
         self._closed = self._loop.create_future()
@@ -168,6 +185,7 @@ class TierProcess:
         self._loop.remove_writer(self._socket.fileno())
 
     def _disconnect(self) -> None:
+        self._stop_timer()
         self._outgoing.clear()
         if self._socket is not None:
             self._loop.remove_reader(self._socket.fileno())
@@ -191,5 +209,10 @@ class TierProcess:
             self._restart_later()
 
     def _restart_later(self) -> None:
-        self._restart = self._loop.call_later(self._restart_in, self.start)
+        self._timer = self._loop.call_later(self._restart_in, self.start)
         self._restart_in = min(LAST_RESTART, 2 * self._restart_in)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
