@@ -23,6 +23,7 @@ from kvferry.proto.events import BlockStored, KVEventBatch
 from kvferry.proto.messages import TiersFound
 from kvferry.testing.engine import until
 from support.patient_daemon import PatientDaemon
+from support.pool_files import pool_files
 from support.tier_processes import tier_process_of
 from support.tiered_engine import (
     PAGE,
@@ -159,8 +160,7 @@ def test_a_root_that_cannot_be_used_costs_only_the_tier(start: Start, enter: Ent
 def test_a_tier_process_ends_with_a_killed_daemon(start: Start) -> None:
     """Even one that is stopped: it must not write into the pool of the next daemon."""
     daemon = start()
-    files = Path(f"/proc/{daemon.pid}/fd").iterdir()
-    chunk = os.open(next(one for one in files if "kvferry-pool" in os.readlink(one)), os.O_RDONLY)
+    chunk = os.open(pool_files(daemon.pid)[0], os.O_RDONLY)
     until(lambda: not wait_until_unlocked(chunk, 0.0), SECONDS)
     os.kill(the_tier_process(daemon), signal.SIGSTOP)
     daemon.kill()

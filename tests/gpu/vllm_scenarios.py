@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.proto.version import installed_version
+from support.pool_files import pool_files
 from support.sensitive_weights import TIE, apart
 from support.vllm_models import HYBRID
 from support.vllm_process import CONNECTORS, VLLM, GpuDaemon, make_prompts
@@ -278,11 +279,7 @@ def tampered() -> None:
 
 def tamper(pid: int) -> int:
     """Overwrite every page that is not all zeros of the pool of a process with noise; how many."""
-    changed = 0
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        if "memfd:kvferry-pool" in os.readlink(path):
-            changed += scribble(path)
-    return changed
+    return sum(map(scribble, pool_files(pid)))
 
 
 def scribble(path: Path, page: int = 64 << 10) -> int:

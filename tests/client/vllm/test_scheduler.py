@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,6 +26,7 @@ from kvferry.proto import messages as wire
 from kvferry.proto.errors import ErrorInfo, Refused
 from kvferry.proto.keys import EventKind
 from kvferry.testing.plugin import StartKvferryd
+from support.pool_files import pool_files
 from support.vllm_stand_ins import engine_config_at, finished, gpu_blocks, kv_caches, request
 
 if TYPE_CHECKING:
@@ -428,7 +427,8 @@ def test_a_block_that_the_scrub_found_corrupt_is_a_miss_and_can_be_stored_anew(
     tensor[1] = 7
     assert store(side, worker, 1, A)
     until(lambda: answers(side, A) == ["hit"], side)
-    with pool_of(daemon.pid) as memory:
+    first = pool_files(daemon.pid)[0]
+    with first.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         at = memory.find(bytes([7]) * 64)
 
         def changed_and_found() -> bool:  # what is not committed yet is not read: it is soon
@@ -444,12 +444,3 @@ def test_a_block_that_the_scrub_found_corrupt_is_a_miss_and_can_be_stored_anew(
     assert (tensor[3] == 7).all()
     side.shutdown()
     worker.shutdown()
-
-
-@contextmanager
-def pool_of(pid: int) -> Iterator[mmap.mmap]:
-    """The first chunk of a daemon's host pool, behind its back."""
-    paths = sorted(Path(f"/proc/{pid}/fd").iterdir(), key=lambda path: int(path.name))
-    path = next(path for path in paths if "memfd:kvferry-pool" in os.readlink(path))
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-        yield memory
