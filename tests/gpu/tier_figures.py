@@ -23,7 +23,6 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import tempfile
 import threading
@@ -34,16 +33,25 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from kvferry.client import OffloadClient
 from kvferry.proto.status import TierStatus
-from support.vllm_measure import Record, link, say, summary
+from support.vllm_measure import (
+    WRITE_SECONDS,
+    Record,
+    alternate,
+    ask_at_once,
+    ask_in_a_row,
+    link,
+    say,
+    summary,
+    tier_of,
+    wait_written,
+)
 from support.vllm_models import LARGE, kv_bytes
 from support.vllm_process import VLLM, GpuDaemon, make_prompts
 
 TOKENS = 16384
 # The pool holds fewer of these prompts than are on disk, and a quarter of it holds one.
 POOL_GIB, ON_DISK, DISK_GIB = 10, 6, 30
-WRITE_SECONDS = 120.0
 # Of blocks that fio and dd read.
 BLOCK_BYTES, DEPTH = 2 << 20, 16
 SLOW_RATE = 50e6
@@ -62,16 +70,7 @@ class TierEngines:
     new: Iterator[int]
 
     def tier(self) -> TierStatus:
-        with OffloadClient(self.daemons["disk"].directory, engine="observer") as client:
-            (tier,) = client.status().tiers
-            return tier
-
-    def wait_written(self) -> None:
-        """Until the tier writes nothing more."""
-        deadline, before = time.monotonic() + WRITE_SECONDS, -1
-        while (written := self.tier().written) != before and time.monotonic() < deadline:
-            before = written
-            time.sleep(1.0)
+        return tier_of(self.daemons["disk"].directory)
 
 
 def main() -> None:
@@ -166,7 +165,7 @@ def started(root: Path, write: str, model: Record, names: Sequence[str]) -> Iter
             say("stored", seconds=bench.engines["disk"].timed([prompt])[0])
         bench.engines["disk"].settle()
         begun = time.monotonic()
-        bench.wait_written()
+        wait_written(bench.daemons["disk"].directory)
         say("written", keys=bench.tier().written, seconds=time.monotonic() - begun)
         yield bench
 
@@ -205,19 +204,16 @@ def disk(bench: TierEngines, reps: int, record: Record) -> list[Record]:
 
 def cold(bench: TierEngines, reps: int, _: Record) -> list[Record]:
     def one(engine: VLLM) -> Record:
-        prompts = make_prompts(3, next(bench.new), TOKENS)
-        times = [1e3 * engine.timed([prompt])[0] for prompt in prompts]
-        return {"cold_ms": statistics.median(times[1:])}
+        return {"cold_ms": ask_in_a_row(engine, next(bench.new), TOKENS)}
 
-    return alternate(bench, "cold", reps, one)
+    return alternate(bench.engines, "cold", reps, one)
 
 
 def many(bench: TierEngines, reps: int, _: Record) -> list[Record]:
     def one(engine: VLLM) -> Record:
-        seconds, _ = engine.timed(make_prompts(32, next(bench.new), 2048), 64)
-        return {"tokens_s": 32 * (2048 + 64) / seconds}
+        return {"tokens_s": ask_at_once(engine, next(bench.new))}
 
-    return alternate(bench, "many", reps, one)
+    return alternate(bench.engines, "many", reps, one)
 
 
 def dead(bench: TierEngines, reps: int, _: Record) -> list[Record]:
@@ -248,20 +244,7 @@ def known_and_new(bench: TierEngines, what: str, reps: int) -> list[Record]:
         new, _ = engine.timed(make_prompts(1, next(bench.new), TOKENS))
         return {"known_ms": 1e3 * known, "new_ms": 1e3 * new, "cached": cached}
 
-    return alternate(bench, what, reps, one)
-
-
-def alternate(
-    bench: TierEngines, what: str, reps: int, one: Callable[[VLLM], Record]
-) -> list[Record]:
-    rows = list[Record]()
-    for number in range(reps):
-        for name, engine in bench.engines.items():
-            engine.settle()
-            row = one(engine)
-            say(f"{what} {name}", round=number, **row)
-            rows.append({"connector": name, **row})
-    return rows
+    return alternate(bench.engines, what, reps, one)
 
 
 @contextmanager

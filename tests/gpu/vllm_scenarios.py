@@ -3,7 +3,8 @@
     python tests/gpu/vllm_scenarios.py [scenario...] [--json FILE]
 
 restart, share, same-outputs, daemon-killed, resets, aborted, multi, hybrid, tampered: on one GPU,
-in this order where none is named; tensor-parallel needs two, and is run only where it is named.
+in this order where none is named. Run only where they are named: mooncake, which needs its wheel,
+and tensor-parallel, which needs two GPUs.
 Prints a line a finding, and ends with status 1 where one is not as it must be.
 """
 
@@ -21,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.proto.version import installed_version
+from kvferry.testing.mooncake_store import MooncakeStore
 from support.pool_files import pool_files
 from support.sensitive_weights import TIE, apart
+from support.vllm_measure import tier_of, wait_written
 from support.vllm_models import HYBRID
 from support.vllm_process import CONNECTORS, VLLM, GpuDaemon, make_prompts
 
@@ -321,6 +324,25 @@ def tensor_parallel() -> None:
             check("offloading is back with it", min(cached) >= TOKENS - 64, cached=cached)
 
 
+def mooncake() -> None:
+    """A daemon each, and a Mooncake Store: the second engine hits what the first one stored."""
+    asked = make_prompts(4, 11, TOKENS)
+    tier: dict[str, Any] = {"tier_mooncake_write": "write_through", "tier_mooncake_admit_after": 1}
+    with MooncakeStore(segment_bytes=POOL) as store:
+        tier["tier_mooncake"] = store.address
+        with GpuDaemon(**tier) as one, GpuDaemon(**tier) as other:
+            with over(one) as first:
+                before = first.generate(asked)
+                first.settle()
+                wait_written(one.directory)
+            with over(other) as second:
+                after = second.generate(asked)
+            promoted, cached = tier_of(other.directory).promoted, hits(after)
+    fine = min(cached) >= TOKENS - 64 and promoted > 0
+    check("an engine hits what one of another daemon stored", fine, cached=cached, keys=promoted)
+    check_same("and says the same", before, after)
+
+
 SHARED: dict[str, Callable[[GpuDaemon], None]] = {
     "restart": restart,
     "share": share,
@@ -332,7 +354,11 @@ SHARED: dict[str, Callable[[GpuDaemon], None]] = {
     "hybrid": hybrid,
 }
 """Over one daemon."""
-OWN: dict[str, Callable[[], None]] = {"tampered": tampered, "tensor-parallel": tensor_parallel}
+OWN: dict[str, Callable[[], None]] = {
+    "tampered": tampered,
+    "mooncake": mooncake,
+    "tensor-parallel": tensor_parallel,
+}
 """With daemons of their own."""
 
 

@@ -1,4 +1,4 @@
-"""What the scripts that measure engines share: the link's rate, lines of output, medians."""
+"""What the scripts that measure engines share: the link's rate, turns, lines of output, medians."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
+
+from kvferry.client import OffloadClient
+from kvferry.proto.status import TierStatus
+from support.vllm_process import VLLM, make_prompts
 
 LINK = """
 import statistics, time, torch
@@ -21,6 +26,8 @@ for _ in range(8):
     rates.append(host.numel() / (time.perf_counter() - began) / 1e9)
 print(statistics.median(rates[2:]))
 """
+# Seconds to wait for a tier to write what is in the pool.
+WRITE_SECONDS = 120.0
 Record: TypeAlias = dict[str, Any]
 
 
@@ -51,3 +58,51 @@ def summary(what: str, rows: list[Record], *columns: str) -> Record:
         found[name] = {column: spread([row[column] for row in mine]) for column in columns}
         say(f"= {what} {name}", **{column: found[name][column]["median"] for column in columns})
     return found
+
+
+# Engines
+
+
+def alternate(
+    engines: Mapping[str, VLLM], what: str, reps: int, one: Callable[[VLLM], Record]
+) -> list[Record]:
+    """Rows of `one`, by each engine in turn."""
+    rows = list[Record]()
+    for number in range(reps):
+        for name, engine in engines.items():
+            engine.settle()
+            row = one(engine)
+            say(f"{what} {name}", round=number, **row)
+            rows.append({"connector": name, **row})
+    return rows
+
+
+def ask_in_a_row(engine: VLLM, seed: int, tokens: int) -> float:
+    """Milliseconds to the first token of new prompts, one behind the other."""
+    times = [1e3 * engine.timed([prompt])[0] for prompt in make_prompts(3, seed, tokens)]
+    return statistics.median(times[1:])
+
+
+def ask_at_once(engine: VLLM, seed: int) -> float:
+    """Tokens per second of 32 new prompts at once, 64 tokens said each."""
+    count, tokens, said = 32, 2048, 64
+    seconds, _ = engine.timed(make_prompts(count, seed, tokens), said)
+    return count * (tokens + said) / seconds
+
+
+# Tiers
+
+
+def tier_of(directory: str) -> TierStatus:
+    """The only tier of a daemon."""
+    with OffloadClient(directory, engine="observer") as client:
+        (tier,) = client.status().tiers
+        return tier
+
+
+def wait_written(directory: str) -> None:
+    """Wait until a daemon's tier writes nothing more."""
+    deadline, before = time.monotonic() + WRITE_SECONDS, -1
+    while (written := tier_of(directory).written) != before and time.monotonic() < deadline:
+        before = written
+        time.sleep(1.0)
