@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvferry.daemon.tiers.disk import recovery
-from kvferry.daemon.tiers.disk.namespace_store import INDEX, META
+from kvferry.daemon.tiers.disk.index import INDEX
+from kvferry.daemon.tiers.disk.namespace_store import META
 from kvferry.daemon.tiers.drop_markers import PREFIX
 from kvferry.proto.errors import Code, Refused
 

@@ -136,13 +136,13 @@ class DiskTier:
         refused = time.monotonic() < self._refused_until + REFUSAL_SHOWN
         with self._lock:
             stores = list(self._stores.values())
-            reasons = [store.read_only for store in stores if store.read_only]
+            reasons = [store.catalog.read_only for store in stores if store.catalog.read_only]
             return TierUsage(
                 self._size,
                 self._used_bytes(),
-                sum(store.table.used for store in stores),
-                self._evicted_before + sum(store.evictions for store in stores),
-                sum(store.table.retired for store in stores),
+                sum(store.catalog.table.used for store in stores),
+                self._evicted_before + sum(store.catalog.evictions for store in stores),
+                sum(store.catalog.table.retired for store in stores),
                 next(iter(reasons), self._refusal if refused else ""),
             )
 
@@ -156,9 +156,9 @@ class DiskTier:
             remove_trash(self._root)
             with self._lock:
                 self._trash.remove(store)
-                self._evicted_before += store.evictions
+                self._evicted_before += store.catalog.evictions
         for store in stores:
-            if store.damage:
+            if store.catalog.damage:
                 self._rebuild_index(store)
             elif not store.loaded:
                 self._load(store)
@@ -171,7 +171,7 @@ class DiskTier:
                 try:
                     store.sync()
                 except (OSError, lmdb.Error) as error:
-                    store.note_error(error)
+                    store.catalog.note_error(error)
         if not self._runs_well and now >= self._started + LONG_RUN:
             self._runs_well = True
             recovery.note_state(self._root, clean=False)
@@ -185,7 +185,7 @@ class DiskTier:
             except (OSError, lmdb.Error) as error:
                 log.warning("disk tier not synced", namespace=store.name, reason=str(error))
                 clean = False
-            clean = clean and store.loaded and not store.damage
+            clean = clean and store.loaded and not store.catalog.damage
             store.close()
         if clean:
             recovery.note_state(self._root, clean=True)
@@ -287,12 +287,14 @@ class DiskTier:
         store.stop()
         if store.in_use:
             return
-        log.warning("index damaged; it is rebuilt", namespace=store.name, reason=store.damage)
+        log.warning(
+            "index damaged; it is rebuilt", namespace=store.name, reason=store.catalog.damage
+        )
         with self._lock:
             if self._stores.get(store.name) is not store:
                 return
             store.close()
-            self._evicted_before += store.evictions
+            self._evicted_before += store.catalog.evictions
             recovery.remove_index(store.directory)
             made = self._stores[store.name] = self._make_store(store.directory, store.meta)
         self._load(made)
