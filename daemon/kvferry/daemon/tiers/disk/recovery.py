@@ -20,6 +20,7 @@ import structlog
 from kvferry.daemon.tiers.disk.index import INDEX, Entry, Index
 from kvferry.daemon.tiers.disk.namespace_store import NamespaceStore
 from kvferry.daemon.tiers.disk.slab import SlabTruncatedError
+from kvferry.daemon.tiers.durable_files import write_file
 
 STATE = "state"
 # In a namespace's directory, as long as its index is being rebuilt.
@@ -88,30 +89,6 @@ def _write_state(root: Path, state: RootState) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Replace a file atomically and durably. Raises OSError."""
-    new = path.with_name(path.name + ".new")
-    with suppress(FileNotFoundError):
-        new.unlink()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(new, flags, 0o600)
-    try:
-        os.write(descriptor, data)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    new.rename(path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def remove_index(directory: Path) -> None:

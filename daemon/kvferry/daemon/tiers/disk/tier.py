@@ -35,6 +35,7 @@ from kvferry.daemon.tiers.disk.root_files import (
     remove_trash,
 )
 from kvferry.daemon.tiers.disk.slab import slot_bytes_of
+from kvferry.daemon.tiers.durable_files import sync_directory, write_file
 from kvferry.proto.errors import Code, Refused
 
 # A slab has this part of the tier's size, but at most MAX_SLAB_BYTES, and at least one slot.
@@ -265,13 +266,13 @@ class DiskTier:
                 self._refuse(str(error), blocks.namespace, RETRY_NAMESPACE)
                 return None
             try:
-                recovery.write_file(directory / META, msgspec.json.encode(meta))
+                write_file(directory / META, msgspec.json.encode(meta))
                 store = self._make_store(directory, meta)
             except (OSError, lmdb.Error) as error:
                 self._refuse(str(error), blocks.namespace, RETRY_NAMESPACE)
                 shutil.rmtree(directory, ignore_errors=True)
                 return None
-            recovery.sync_directory(self._root)
+            sync_directory(self._root)
             self._refusal = ""
             store.loaded = True
             self._stores[blocks.namespace] = store
