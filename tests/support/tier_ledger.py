@@ -28,8 +28,7 @@ from kvferry.client import (
     TransferSpec,
     offload_key,
 )
-from kvferry.daemon.tiers.disk.index import open_read_only
-from kvferry.daemon.tiers.disk.namespace_store import INDEX
+from kvferry.daemon.tiers.disk.index import INDEX, open_read_only
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.status import TierStatus
 from kvferry.testing.engine import until

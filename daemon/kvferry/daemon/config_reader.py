@@ -82,12 +82,11 @@ def read(arguments: Sequence[str] | None = None) -> Config:
     for key, _, _ in options():
         value = attrgetter(key)(config)
         if isinstance(value, str) and "\0" in value:
-            message = f"{key} = {value!r} contains a NUL character; remove it"
-            raise Refused(Code.BAD_CONFIG, message, value)
+            raise _wrong_value(key, value, "contains a NUL character; remove it")
     for key in SIZES:
         size = attrgetter(key)(config)
         if not parse_bytes(size, key) and key.startswith("pool."):
-            raise Refused(Code.BAD_CONFIG, f"{key} = {size!r} is zero; set at least 1 byte", size)
+            raise _wrong_value(key, size, "is zero; set at least 1 byte")
     _check_disk_tier(config.tiers.disk)
     _check_custom_tier(config.tiers.custom)
     _check_mooncake_tier(config.tiers.mooncake)
@@ -106,46 +105,43 @@ def _table(key: str, text: str) -> Any:
 
 def _check_disk_tier(disk: DiskTierConfig) -> None:
     if disk.path and not disk.size:
-        message = (
-            f"tiers.disk.path = {disk.path!r} is set without tiers.disk.size; set the size, for "
-            'example --tier-disk-size "200GiB"'
+        problem = (
+            'is set without tiers.disk.size; set the size, for example --tier-disk-size "200GiB"'
         )
-        raise Refused(Code.BAD_CONFIG, message, disk.path)
+        raise _wrong_value("tiers.disk.path", disk.path, problem)
     if disk.size and not disk.path:
-        message = (
-            f"tiers.disk.size = {disk.size!r} is set without tiers.disk.path; name a directory, "
-            "for example --tier-disk /var/lib/kvferry"
+        problem = (
+            "is set without tiers.disk.path; name a directory, for example "
+            "--tier-disk /var/lib/kvferry"
         )
-        raise Refused(Code.BAD_CONFIG, message, disk.size)
+        raise _wrong_value("tiers.disk.size", disk.size, problem)
     if disk.size and parse_bytes(disk.size, "tiers.disk.size") < MIN_DISK_BYTES:
-        message = f"tiers.disk.size = {disk.size!r} is below 16MiB; set at least 16MiB"
-        raise Refused(Code.BAD_CONFIG, message, disk.size)
+        raise _wrong_value("tiers.disk.size", disk.size, "is below 16MiB; set at least 16MiB")
 
 
 def _check_custom_tier(custom: CustomTierConfig) -> None:
     names = custom.module.split(".")
     if custom.module and not all(name.isidentifier() for name in names):
-        message = (
-            f"tiers.custom.module = {custom.module!r} is not a dotted path of a module; write it "
-            'as in an import, for example "my_package.my_tier"'
+        problem = (
+            "is not a dotted path of a module; write it as in an import, for example "
+            '"my_package.my_tier"'
         )
-        raise Refused(Code.BAD_CONFIG, message, custom.module)
+        raise _wrong_value("tiers.custom.module", custom.module, problem)
     if custom.options and not custom.module:
-        message = (
-            f"tiers.custom.options = {custom.options!r} is set without tiers.custom.module; name "
-            "the module of the tier"
-        )
-        raise Refused(Code.BAD_CONFIG, message, str(custom.options))
+        problem = "is set without tiers.custom.module; name the module of the tier"
+        raise _wrong_value("tiers.custom.options", custom.options, problem)
 
 
 def _check_mooncake_tier(mooncake: MooncakeTierConfig) -> None:
     host, _, port = mooncake.master.rpartition(":")
     if mooncake.master and not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
-        message = (
-            f"tiers.mooncake.master = {mooncake.master!r} is not host:port; write it like "
-            '"10.0.0.1:50051"'
-        )
-        raise Refused(Code.BAD_CONFIG, message, mooncake.master)
+        problem = 'is not host:port; write it like "10.0.0.1:50051"'
+        raise _wrong_value("tiers.mooncake.master", mooncake.master, problem)
+
+
+def _wrong_value(key: str, value: Any, problem: str) -> Refused:
+    """problem: what is wrong with the value, and what to change."""
+    return Refused(Code.BAD_CONFIG, f"{key} = {value!r} {problem}", str(value))
 
 
 def _open_without_waiting(path: str, flags: int) -> int:

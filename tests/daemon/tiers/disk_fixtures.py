@@ -9,6 +9,7 @@ import msgspec
 
 from kvferry.daemon.tiers.disk import recovery
 from kvferry.daemon.tiers.disk.tier import DiskOptions, DiskTier
+from kvferry.daemon.tiers.durable_files import write_file
 from kvferry.testing.tier_subjects import DirectSubject, PoolMemory
 
 SIZE = 4 << 20
@@ -43,7 +44,7 @@ class KillableDisk(DirectSubject):
             (self.root / recovery.STATE).read_bytes(), type=recovery.RootState
         )
         other = msgspec.structs.replace(state, boot_id="another")
-        recovery.write_file(self.root / recovery.STATE, msgspec.json.encode(other))
+        write_file(self.root / recovery.STATE, msgspec.json.encode(other))
 
     def slabs(self) -> list[Path]:
         return sorted(self.root.glob("*/slab-*"))

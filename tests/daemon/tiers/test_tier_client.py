@@ -159,12 +159,18 @@ def test_a_drop_reaches_a_tier_that_was_dead(disk: ProcessSubject) -> None:
     assert dropped == [True]
 
 
-def test_a_drop_that_was_not_confirmed_is_repeated(rude: Rude) -> None:
+def test_a_drop_that_failed_is_logged_and_repeated(
+    rude: Rude, capfd: pytest.CaptureFixture[str]
+) -> None:
     rude.on("drop")  # which ends the process
     before, dropped = rude.tier.client.pid, list[bool]()
     rude.tier.client.drop(NAMESPACE, None, lambda: dropped.append(True))
     rude.tier.wait_until(lambda: rude.tier.client.pid not in (None, before))
     assert not dropped
+    output, errors = capfd.readouterr()
+    assert "drop failed; it is repeated when the tier's process has restarted" in output
+    assert "drop fails" in output
+    assert "Traceback" not in output + errors
     rude.off("drop")
     rude.tier.wait_until(lambda: dropped)
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from kvferry.daemon.tiers.durable_files import sync_directory
+
 PREFIX = "drop-"
 
 
@@ -21,7 +23,7 @@ def add_marker(directory: Path, store: str, number: int) -> Path:
     path = directory / f"{PREFIX}{number}-{store}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     os.close(os.open(path, flags, 0o600))
-    _sync_directory(directory)
+    sync_directory(directory)
     return path
 
 
@@ -29,7 +31,7 @@ def remove_marker(path: Path) -> None:
     """Remove a marker, durably. One that stays drops the namespace at the next start."""
     with suppress(OSError):
         path.unlink()
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
 
 
 def marked_stores(directory: Path) -> Iterator[tuple[Path, str]]:
@@ -38,11 +40,3 @@ def marked_stores(directory: Path) -> Iterator[tuple[Path, str]]:
         number, _, store = path.name.removeprefix(PREFIX).partition("-")
         if number.isdecimal() and store:
             yield path, store
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

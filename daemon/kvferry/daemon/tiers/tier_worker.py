@@ -175,9 +175,21 @@ class TierWorker:
                 if keys is None:
                     for job, part in self._queue.remove_namespace(namespace):
                         self._end_part(job, part, [Result.MISS] * (part.stop - part.start))
-                # A drop that fails ends the process: its keys must not be found again.
-                self._tier.drop(namespace, keys)
-                self._send(Answer(number, b""))
+                try:
+                    self._tier.drop(namespace, keys)
+                except Exception as error:
+                    self._end_after_drop(namespace, error)
+                else:
+                    self._send(Answer(number, b""))
+
+    def _end_after_drop(self, namespace: str, error: Exception) -> None:
+        """A drop has failed, and its keys must not be found again: send no answer from now on."""
+        log.warning(
+            "drop failed; it is repeated when the tier's process has restarted",
+            namespace=namespace,
+            reason=_reason_of(error),
+        )
+        self._peer.shutdown(socket.SHUT_RDWR)
 
     def _start(self, request: FetchRequest | PutRequest) -> None:
         count = len(request.keys)

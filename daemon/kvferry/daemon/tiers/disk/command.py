@@ -22,8 +22,8 @@ import msgspec
 
 from kvferry.daemon.tiers.base import block_checksum
 from kvferry.daemon.tiers.block_memory import BounceBuffer
-from kvferry.daemon.tiers.disk.index import Entry, open_read_only
-from kvferry.daemon.tiers.disk.namespace_store import INDEX, META, StoreMeta
+from kvferry.daemon.tiers.disk.index import INDEX, Entry, open_read_only
+from kvferry.daemon.tiers.disk.namespace_store import META, StoreMeta
 from kvferry.daemon.tiers.disk.root_files import (
     LOCK,
     foreign_entry,

@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 import lmdb
 
+# The name of the file.
+INDEX = "index"
+
 _ENTRY = struct.Struct("<QQ")
 _SLOT = struct.Struct("<Q")
 # Bound on the bytes of the file: a base for small trees, and an entry in half-empty pages.

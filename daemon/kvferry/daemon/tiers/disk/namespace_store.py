@@ -1,4 +1,4 @@
-"""The blocks of one namespace on disk: its slab files, its index and its slot table.
+"""The blocks of one namespace on disk: reads and writes their slots, adds and deletes slabs.
 
 A block is written in three steps: slots are taken, and their victims leave the index; the slots are
 written; their keys enter the index. So an entry leads to a slot with other bytes only after a power
@@ -14,17 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import lmdb
 import msgspec
 import structlog
 
 from kvferry.daemon.tiers.base import Blocks, Fetched, Result
-from kvferry.daemon.tiers.disk.index import DAMAGE, Entry, Index, index_bytes
+from kvferry.daemon.tiers.disk.catalog import Catalog
+from kvferry.daemon.tiers.disk.index import Entry, index_bytes
 from kvferry.daemon.tiers.disk.slab import SlabTruncatedError, SlotHeader, slot_bytes_of
 from kvferry.daemon.tiers.disk.slabs import Slabs
-from kvferry.daemon.tiers.disk.slot_table import SlotTable
 
-INDEX, META = "index", "meta"
+META = "meta"
 # Errors of a file system on which nothing can be written, while reads go on.
 NO_WRITES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 # Seconds without another attempt to add a slab, after one that failed.
@@ -68,23 +67,12 @@ class NamespaceStore:
         self.name = directory.name
         self.lock = threading.Lock()
         self.slabs = Slabs(directory, meta.slot_bytes, meta.slots_per_slab)
-        # After the size was reduced there may be more slabs than fit, for a moment.
-        found = (max(self.slabs.numbers, default=-1) + 1) * meta.slots_per_slab
-        self.table = SlotTable(max(max_slots, found), meta.key_bytes)
-        for number in self.slabs.numbers:
-            self.table.add_slots(self.slabs.slots_of(number))
         try:
-            self.index = Index(directory / INDEX, self.slabs.num_slots)
+            self.catalog = Catalog(directory, self.slabs, max_slots, meta.key_bytes)
         except BaseException:
             self.slabs.close()
             raise
         self.loaded = False
-        # The generation of the last block that was written.
-        self.generation = 0
-        self.read_only = ""
-        # Why the index must be rebuilt; empty if it need not be.
-        self.damage = ""
-        self.evictions = 0
         self._grow = grow
         self._max_slots = max_slots
         self._stopped = False
@@ -122,7 +110,7 @@ class NamespaceStore:
             entries = self._find(blocks.keys)
             for entry in entries:
                 if entry is not None:
-                    self.table.begin_read(entry.slot)
+                    self.catalog.table.begin_read(entry.slot)
         return [
             Fetched(Result.MISS)
             if entry is None
@@ -131,16 +119,7 @@ class NamespaceStore:
         ]
 
     def _find(self, keys: Sequence[bytes]) -> list[Entry | None]:
-        if self._stopped:
-            return [None] * len(keys)
-        try:
-            entries = self.index.find(keys)
-        except lmdb.Error as error:
-            self._note_damage(error)
-            return [None] * len(keys)
-        return [
-            entry if entry is not None and self.slabs.has(entry.slot) else None for entry in entries
-        ]
+        return [None] * len(keys) if self._stopped else self.catalog.find(keys)
 
     def _fetch_one(
         self, key: bytes, entry: Entry, address: int, nbytes: int, deadline: float
@@ -160,14 +139,14 @@ class NamespaceStore:
                 log.warning("slot retired", slab=str(slab.path), slot=at, reason=str(error))
                 result = Result.ERROR
         with self.lock:
-            self.table.end_read(entry.slot)
+            self.catalog.table.end_read(entry.slot)
             if header is not None and header == SlotHeader(
                 self.name, key, entry.generation, nbytes, header.checksum
             ):
-                self.table.touch_slot(entry.slot)
+                self.catalog.table.touch_slot(entry.slot)
                 return Fetched(Result.OK, header.checksum)
             if result is not Result.LATE:
-                self._forget(key, entry.slot, retire=result is Result.ERROR)
+                self.catalog.forget(key, entry.slot, retire=result is Result.ERROR)
         return Fetched(result)
 
     def forget_keys(self, keys: Sequence[bytes]) -> None:
@@ -175,19 +154,7 @@ class NamespaceStore:
         with self.lock:
             for key, entry in zip(keys, self._find(keys), strict=True):
                 if entry is not None:
-                    self._forget(key, entry.slot, retire=False)
-
-    def _forget(self, key: bytes, slot: int, *, retire: bool) -> None:
-        try:
-            self.index.remove([(key, slot)])
-            if retire:
-                self.index.retire(slot)
-        except lmdb.Error as error:
-            self.note_error(error)
-        if retire:
-            self.table.retire_slot(slot)
-        elif self.table.holds(slot, key):
-            self.table.free_slot(slot)
+                    self.catalog.forget(key, entry.slot, retire=False)
 
     # Writing
 
@@ -211,7 +178,7 @@ class NamespaceStore:
         with self.lock:
             for key, entry in zip(blocks.keys, self._find(blocks.keys), strict=True):
                 if entry is not None:
-                    self.table.touch_slot(entry.slot)
+                    self.catalog.table.touch_slot(entry.slot)
                     checksum_of.pop(key, None)
                     results[key] = Result.PRESENT
         slots = self._take_slots(len(checksum_of))
@@ -220,7 +187,8 @@ class NamespaceStore:
             if not slots:
                 results[key] = Result.FULL
                 continue
-            entry = Entry(slots.pop(0), self._next_generation())
+            with self.lock:
+                entry = self.catalog.new_entry(slots.pop(0))
             header = SlotHeader(self.name, key, entry.generation, blocks.nbytes, checksum)
             results[key] = self._write(entry.slot, header, address_of[key])
             if results[key] is Result.OK:
@@ -229,11 +197,6 @@ class NamespaceStore:
             results |= dict.fromkeys((key for key, _ in written), Result.FULL)
         return [results[key] for key in blocks.keys]
 
-    def _next_generation(self) -> int:
-        with self.lock:
-            self.generation += 1
-            return self.generation
-
     def _write(self, slot: int, header: SlotHeader, address: int) -> Result:
         slab, at = self.slabs.place(slot)
         try:
@@ -241,10 +204,10 @@ class NamespaceStore:
         except OSError as error:
             with self.lock:
                 if error.errno in NO_WRITES:
-                    self.note_error(error)
-                    self.table.free_slot(slot)
+                    self.catalog.note_error(error)
+                    self.catalog.table.free_slot(slot)
                     return Result.FULL
-                self._forget(header.key, slot, retire=True)
+                self.catalog.forget(header.key, slot, retire=True)
             log.warning("slot retired", slab=str(slab.path), slot=at, reason=str(error))
             return Result.ERROR
         return Result.OK
@@ -254,55 +217,21 @@ class NamespaceStore:
         if not written:
             return True
         with self.lock:
-            try:
-                replaced = self.index.insert(written)
-            except lmdb.Error as error:
-                self.note_error(error)
-                for _, entry in written:
-                    self.table.free_slot(entry.slot)
-                return False
-            for key, entry in written:
-                self.table.occupy_slot(entry.slot, key)
-            for slot in replaced:
-                self.table.free_slot(slot)
-            self.read_only = ""
-        return True
+            return self.catalog.insert(written)
 
     def _take_slots(self, count: int) -> list[int]:
         """Up to `count` slots to write: free ones, those of another slab, then victims."""
         with self.lock:
-            slots = self.table.take_free(count)
+            slots = self.catalog.table.take_free(count)
         while len(slots) < count and time.monotonic() >= self._full_until:
             if not self._grow(self):
                 self._full_until = time.monotonic() + RETRY_SLAB
             with self.lock:
-                slots += self.table.take_free(count - len(slots))
+                slots += self.catalog.table.take_free(count - len(slots))
         if len(slots) == count:
             return slots
         with self.lock:
-            victims = self.table.take_victims(count - len(slots))
-            try:
-                self.index.remove((key, slot) for slot, key in victims)
-            except lmdb.Error as error:
-                self.note_error(error)
-                for slot, key in victims:
-                    self.table.occupy_slot(slot, key)
-                return slots
-            self.evictions += len(victims)
-        return slots + [slot for slot, _ in victims]
-
-    def note_error(self, error: Exception) -> None:
-        """Nothing can be written now, or the index is damaged."""
-        if isinstance(error, DAMAGE):
-            self._note_damage(error)
-        reason = str(error)
-        if not self.read_only:
-            log.warning("disk tier cannot be written", namespace=self.name, reason=reason)
-        self.read_only = reason
-
-    def _note_damage(self, error: Exception) -> None:
-        """The tier rebuilds the index."""
-        self.damage = self.damage or str(error)
+            return slots + self.catalog.evict(count - len(slots))
 
     # Slabs
 
@@ -315,26 +244,21 @@ class NamespaceStore:
         try:
             self.slabs.create(number)
         except OSError as error:
-            self.note_error(error)
+            self.catalog.note_error(error)
             return False
         with self.lock:
-            try:
-                self.index.resize(self.slabs.num_slots)
-            except lmdb.Error as error:
-                self._note_damage(error)
-                return False
-            self.table.add_slots(self.slabs.slots_of(number))
-        return True
+            return self.catalog.add_slots(self.slabs.slots_of(number))
 
     def give_up_slab(self) -> bool:
         """Delete the coldest slab that is not in use. False if there is none."""
         with self.lock:
             if self._stopped or not self.loaded:
                 return False
-            idle = [n for n in self.slabs.numbers if not self.table.in_use(self.slabs.slots_of(n))]
+            table, slots_of = self.catalog.table, self.slabs.slots_of
+            idle = [number for number in self.slabs.numbers if not table.in_use(slots_of(number))]
             if not idle:
                 return False
-            coldest = min(idle, key=lambda n: self.table.heat(self.slabs.slots_of(n)))
+            coldest = min(idle, key=lambda number: table.heat(slots_of(number)))
             self._remove_slab(coldest)
         return True
 
@@ -345,23 +269,12 @@ class NamespaceStore:
                 return
             self.slabs.find_lost()
             for number in self.slabs.lost:
-                if not self.table.in_use(self.slabs.slots_of(number)):
+                if not self.catalog.table.in_use(self.slabs.slots_of(number)):
                     self._remove_slab(number)
 
     def _remove_slab(self, number: int) -> None:
-        slots = self.slabs.slots_of(number)
-        entries = self.table.keys_in(slots)
-        self.evictions += len(entries)
-        self.table.remove_slots(slots)
         self.slabs.delete(number)
-        try:
-            self.index.remove_slots(entries, slots)
-        except lmdb.Error as error:
-            self.note_error(error)
-        try:
-            self.index.resize(self.slabs.num_slots)
-        except lmdb.Error as error:
-            self._note_damage(error)
+        self.catalog.remove_slots(self.slabs.slots_of(number))
 
     # End
 
@@ -369,7 +282,7 @@ class NamespaceStore:
     def in_use(self) -> bool:
         """Whether a slot is being read or written, or a `put` is in progress."""
         with self.lock:
-            return self._puts > 0 or self.table.in_use(range(self.table.capacity))
+            return self._puts > 0 or self.catalog.table.in_use(range(self.catalog.table.capacity))
 
     def sync(self) -> None:
         """Write slots and then the index to the device. Raises OSError and lmdb.Error."""
@@ -380,7 +293,7 @@ class NamespaceStore:
                 os.fdatasync(descriptor)
             finally:
                 os.close(descriptor)
-        self.index.sync()
+        self.catalog.index.sync()
 
     def stop(self) -> None:
         """Every key is a miss from now on."""
@@ -389,5 +302,5 @@ class NamespaceStore:
 
     def close(self) -> None:
         """Nothing may be in progress."""
-        self.index.close()
+        self.catalog.index.close()
         self.slabs.close()

@@ -15,12 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import structlog
 
-from kvferry.daemon.tiers.disk.index import Entry
-from kvferry.daemon.tiers.disk.namespace_store import INDEX, NamespaceStore
+from kvferry.daemon.tiers.disk.index import INDEX, Entry, Index
+from kvferry.daemon.tiers.disk.namespace_store import NamespaceStore
 from kvferry.daemon.tiers.disk.slab import SlabTruncatedError
+from kvferry.daemon.tiers.durable_files import write_file
 
 STATE = "state"
 # In a namespace's directory, as long as its index is being rebuilt.
@@ -91,30 +91,6 @@ def _write_state(root: Path, state: RootState) -> None:
             os.close(descriptor)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Replace a file atomically and durably. Raises OSError."""
-    new = path.with_name(path.name + ".new")
-    with suppress(FileNotFoundError):
-        new.unlink()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(new, flags, 0o600)
-    try:
-        os.write(descriptor, data)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    new.rename(path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def remove_index(directory: Path) -> None:
     """Remove an index, which `load_store` rebuilds, also if this process ends before."""
     (directory / REBUILDING).touch(0o600)
@@ -132,40 +108,26 @@ def load_store(store: NamespaceStore) -> None:
     if rebuild:
         for found in _chunks(_headers(store)):
             with store.lock:
-                _insert_newest(store, found)
+                _insert_newest(store.catalog.index, found)
         (store.directory / REBUILDING).unlink(missing_ok=True)  # it may have been dropped
     after = b""
     while True:
         with store.lock:
-            entries = store.index.read_from(after, CHUNK)
+            entries = store.catalog.index.read_from(after, CHUNK)
             if entries:
-                _restore(store, entries)
+                store.catalog.restore(entries)
                 after = entries[-1][0]
                 continue
-            store.table.restore_retired(store.index.retired())
-            store.table.end_restore()
+            store.catalog.end_restore()
             store.loaded = True
         break
     log.info(
         "disk tier loaded",
         namespace=store.name,
-        blocks=store.table.used,
+        blocks=store.catalog.table.used,
         slots=store.slabs.num_slots,
         source="slot headers" if rebuild else "index",
     )
-
-
-def _restore(store: NamespaceStore, entries: Sequence[tuple[bytes, Entry]]) -> None:
-    keys = [key for key, _ in entries]
-    slots = np.array([entry.slot for _, entry in entries], np.int64)
-    generations = np.array([entry.generation for _, entry in entries], np.int64)
-    known = np.array([store.slabs.has(slot) for slot in slots.tolist()], np.bool_)
-    slots[~known] = store.table.capacity
-    good = store.table.restore_slots(keys, slots, generations)
-    stale = [(keys[n], entries[n][1].slot) for n in np.flatnonzero(~good).tolist()]
-    if stale:
-        store.index.remove(stale)
-    store.generation = max(store.generation, int(generations.max(initial=0)))
 
 
 def _headers(store: NamespaceStore) -> Iterator[tuple[bytes, Entry]]:
@@ -198,14 +160,14 @@ def _chunks(
     yield chunk
 
 
-def _insert_newest(store: NamespaceStore, found: Sequence[tuple[bytes, Entry]]) -> None:
+def _insert_newest(index: Index, found: Sequence[tuple[bytes, Entry]]) -> None:
     """Insert entries. If a key occurs twice, the one with the larger generation wins."""
     newest: dict[bytes, Entry] = {}
     for key, entry in found:
         if key not in newest or newest[key].generation < entry.generation:
             newest[key] = entry
-    known = store.index.find(list(newest))
-    store.index.insert(
+    known = index.find(list(newest))
+    index.insert(
         (key, entry)
         for (key, entry), before in zip(newest.items(), known, strict=True)
         if before is None or before.generation < entry.generation

@@ -10,8 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvferry.daemon.tiers.disk import recovery
-from kvferry.daemon.tiers.disk.namespace_store import INDEX, META
+from kvferry.daemon.tiers.disk.index import INDEX
+from kvferry.daemon.tiers.disk.namespace_store import META
 from kvferry.daemon.tiers.drop_markers import PREFIX
+from kvferry.daemon.tiers.durable_files import sync_directory
 from kvferry.proto.errors import Code, Refused
 
 LOCK = "lock"
@@ -65,7 +67,7 @@ def move_to_trash(directory: Path) -> None:
     """Make a namespace's directory unreachable, durably. Raises OSError."""
     with suppress(FileNotFoundError):
         directory.rename(directory.with_name(f"trash-{directory.name}-{time.time_ns()}"))
-        recovery.sync_directory(directory.parent)
+        sync_directory(directory.parent)
 
 
 def remove_trash(root: Path) -> None:

@@ -35,6 +35,7 @@ from kvferry.daemon.tiers.disk.root_files import (
     remove_trash,
 )
 from kvferry.daemon.tiers.disk.slab import slot_bytes_of
+from kvferry.daemon.tiers.durable_files import sync_directory, write_file
 from kvferry.proto.errors import Code, Refused
 
 # A slab has this part of the tier's size, but at most MAX_SLAB_BYTES, and at least one slot.
@@ -136,13 +137,13 @@ class DiskTier:
         refused = time.monotonic() < self._refused_until + REFUSAL_SHOWN
         with self._lock:
             stores = list(self._stores.values())
-            reasons = [store.read_only for store in stores if store.read_only]
+            reasons = [store.catalog.read_only for store in stores if store.catalog.read_only]
             return TierUsage(
                 self._size,
                 self._used_bytes(),
-                sum(store.table.used for store in stores),
-                self._evicted_before + sum(store.evictions for store in stores),
-                sum(store.table.retired for store in stores),
+                sum(store.catalog.table.used for store in stores),
+                self._evicted_before + sum(store.catalog.evictions for store in stores),
+                sum(store.catalog.table.retired for store in stores),
                 next(iter(reasons), self._refusal if refused else ""),
             )
 
@@ -156,9 +157,9 @@ class DiskTier:
             remove_trash(self._root)
             with self._lock:
                 self._trash.remove(store)
-                self._evicted_before += store.evictions
+                self._evicted_before += store.catalog.evictions
         for store in stores:
-            if store.damage:
+            if store.catalog.damage:
                 self._rebuild_index(store)
             elif not store.loaded:
                 self._load(store)
@@ -171,7 +172,7 @@ class DiskTier:
                 try:
                     store.sync()
                 except (OSError, lmdb.Error) as error:
-                    store.note_error(error)
+                    store.catalog.note_error(error)
         if not self._runs_well and now >= self._started + LONG_RUN:
             self._runs_well = True
             recovery.note_state(self._root, clean=False)
@@ -185,7 +186,7 @@ class DiskTier:
             except (OSError, lmdb.Error) as error:
                 log.warning("disk tier not synced", namespace=store.name, reason=str(error))
                 clean = False
-            clean = clean and store.loaded and not store.damage
+            clean = clean and store.loaded and not store.catalog.damage
             store.close()
         if clean:
             recovery.note_state(self._root, clean=True)
@@ -265,13 +266,13 @@ class DiskTier:
                 self._refuse(str(error), blocks.namespace, RETRY_NAMESPACE)
                 return None
             try:
-                recovery.write_file(directory / META, msgspec.json.encode(meta))
+                write_file(directory / META, msgspec.json.encode(meta))
                 store = self._make_store(directory, meta)
             except (OSError, lmdb.Error) as error:
                 self._refuse(str(error), blocks.namespace, RETRY_NAMESPACE)
                 shutil.rmtree(directory, ignore_errors=True)
                 return None
-            recovery.sync_directory(self._root)
+            sync_directory(self._root)
             self._refusal = ""
             store.loaded = True
             self._stores[blocks.namespace] = store
@@ -287,12 +288,14 @@ class DiskTier:
         store.stop()
         if store.in_use:
             return
-        log.warning("index damaged; it is rebuilt", namespace=store.name, reason=store.damage)
+        log.warning(
+            "index damaged; it is rebuilt", namespace=store.name, reason=store.catalog.damage
+        )
         with self._lock:
             if self._stores.get(store.name) is not store:
                 return
             store.close()
-            self._evicted_before += store.evictions
+            self._evicted_before += store.catalog.evictions
             recovery.remove_index(store.directory)
             made = self._stores[store.name] = self._make_store(store.directory, store.meta)
         self._load(made)
