@@ -1,0 +1,169 @@
+"""A plain model of namespaces: dictionaries of keys, and a pool that remembers what was written.
+
+    ready      keys that load, the host block of each, and which sub-blocks of it are stored
+    pending    keys that a transfer stores
+    pinned     ready keys whose blocks a load or a session holds
+    orphaned   host blocks without a key that a transfer or a session of before a reset holds
+    free       all others
+
+The pool is a row of cells. A cell has what was written there last: the serial of the store, the key
+and the sub-block. So a load proves that its bytes are those of its keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvferry.proto.specs import Direction, KVLayout
+from kvferry.proto.status import Fingerprint
+from support.key_requests import KeyRequest
+from support.mirror_model import MirrorModel
+
+CELL = 128
+# Of each region. The pool has two.
+REGION = 4096
+POOL = 2 * REGION
+
+# (serial of a store, key, sub-block)
+Content: TypeAlias = tuple[int, bytes, int]
+# (offset, bytes, what a transfer writes there, or must find there)
+Cell: TypeAlias = tuple[int, int, Content]
+
+
+class PoolModel:
+    def __init__(self) -> None:
+        self._cells: list[Content | None] = [None] * (POOL // CELL)
+
+    def write(self, offset: int, nbytes: int, content: Content | None) -> None:
+        cells = slice(offset // CELL, (offset + nbytes) // CELL)
+        self._cells[cells] = [content] * (nbytes // CELL)
+
+    def check(self, offset: int, nbytes: int, content: Content) -> None:
+        cells = self._cells[offset // CELL : (offset + nbytes) // CELL]
+        assert cells == [content] * (nbytes // CELL)
+
+
+@dataclass(frozen=True)
+class KeyBlock:
+    """The host block of a key. offset: in the pool. serial: of its store. subs: what is stored."""
+
+    offset: int
+    serial: int
+    subs: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class KeyedRegistration:
+    """An engine's registration, as the device worker has it."""
+
+    number: int
+    engine: str
+    session: str
+    namespace: NamespaceModel
+    layout: KVLayout
+    mapped: bool = False
+    closing: bool = False
+
+    @property
+    def usable(self) -> bool:
+        return self.mapped and not self.closing
+
+
+@dataclass(eq=False)
+class KeyedTransfer:
+    """A transfer in flight, the host blocks of its keys, and what it writes or must find there."""
+
+    serial: int
+    direction: Direction
+    registration: KeyedRegistration
+    generation: int
+    blocks: dict[bytes, KeyBlock]
+    cells: list[Cell]
+
+
+@dataclass(eq=False)
+class NamespaceModel:
+    fingerprint: Fingerprint
+    # Where its region starts in the pool.
+    start: int
+    # Of the engine that registered last.
+    layout: KVLayout | None = None
+    generation: int = 1
+    # The engine of each session.
+    sessions: dict[str, str] = field(default_factory=dict)
+    registrations: set[KeyedRegistration] = field(default_factory=set)
+    transfers: dict[int, KeyedTransfer] = field(default_factory=dict)
+    ready: dict[bytes, KeyBlock] = field(default_factory=dict)
+    pending: dict[bytes, KeyBlock] = field(default_factory=dict)
+    # For each session and key, the generation and the block of each pin, the oldest first; None
+    # for a key that was absent.
+    pins: dict[str, dict[bytes, list[tuple[int, KeyBlock] | None]]] = field(default_factory=dict)
+    subscribers: dict[str, MirrorModel] = field(default_factory=dict)
+    # A mirror of all events that were published.
+    published: MirrorModel = field(default_factory=MirrorModel)
+
+    @property
+    def name(self) -> str:
+        return self.fingerprint.name
+
+    @property
+    def capacity(self) -> int:
+        return REGION // self.fingerprint.host_block_bytes
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self.sessions or self.registrations)
+
+    @property
+    def layout_is_fixed(self) -> bool:
+        """Whether an engine with another layout is refused."""
+        return bool(self.layout) and bool(self.registrations or self.free < self.capacity)
+
+    @property
+    def free(self) -> int:
+        return self.capacity - len(self.ready) - len(self.pending) - len(self.orphaned)
+
+    @property
+    def orphaned(self) -> set[int]:
+        """Offsets of the blocks."""
+        pinned = {b.offset for _, generation, b in self._pins() if generation < self.generation}
+        transfers = [t for t in self.transfers.values() if t.generation < self.generation]
+        return pinned.union(b.offset for t in transfers for b in t.blocks.values())
+
+    @property
+    def pinned(self) -> set[bytes]:
+        pinned = {key for key, generation, _ in self._pins() if generation == self.generation}
+        return pinned.union(
+            key
+            for transfer in self.transfers.values()
+            if transfer.direction is Direction.LOAD and transfer.generation == self.generation
+            for key in transfer.blocks
+        )
+
+    def _pins(self) -> Iterator[tuple[bytes, int, KeyBlock]]:
+        for by_key in self.pins.values():
+            for key, pins in by_key.items():
+                yield from ((key, *pin) for pin in pins if pin is not None)
+
+    def hits(self) -> set[bytes]:
+        """Keys that are stored whole."""
+        factor = 1 if self.layout is None else self.layout.block_size_factor
+        return {key for key, block in self.ready.items() if len(block.subs) == factor}
+
+    def is_loadable(self, request: KeyRequest) -> bool:
+        ready = self.ready
+        return all(b.key in ready and b.sub in ready[b.key].subs for b in request.blocks)
+
+    def replaced(self, request: KeyRequest) -> set[bytes]:
+        """Keys stored in part of which a store has all that is there, and more."""
+        return {
+            key
+            for key in self.ready.keys() & set(request.keys) - self.pinned
+            if {b.sub for b in request.first_blocks(key)} > set(self.ready[key].subs)
+        }
+
+    def reset(self) -> None:
+        self.ready, self.pending = {}, {}
+        self.generation += 1
