@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,8 @@ import pytest
 
 from daemon.tiers.disk_fixtures import KillableDisk
 from daemon.tiers.setups import disk_setup
-from kvferry.daemon.tiers import circuit_breaker
 from kvferry.daemon.tiers.base import Result
+from kvferry.daemon.tiers.tier_process import TierTimes
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
     PoolMemory,
@@ -45,16 +46,10 @@ def pool() -> Iterator[PoolMemory]:
     pool.files.close()
 
 
-@pytest.fixture(autouse=True)
-def short_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The breaker's times are tested elsewhere."""
-    monkeypatch.setattr(circuit_breaker, "FIRST_OFF", 0.05)
-    monkeypatch.setattr(circuit_breaker, "LONGEST_OFF", 0.2)
-
-
 @contextmanager
 def disk_process(root: Path, pool: PoolMemory, size: int = SIZE) -> Iterator[ProcessSubject]:
-    with open_subject(disk_setup(root, size), pool) as tier:
+    short_breaks = TierTimes(first_off=0.05, longest_off=0.2)
+    with open_subject(replace(disk_setup(root, size), times=short_breaks), pool) as tier:
         assert isinstance(tier, ProcessSubject)
         yield tier
 

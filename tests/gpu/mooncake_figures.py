@@ -39,7 +39,7 @@ POOL_GIB, STORE_GIB = 10, 64
 
 
 @dataclass
-class Cluster:
+class SharingEngines:
     """engines, daemons: of A and B. new: seeds of prompts that nobody has seen."""
 
     store: MooncakeStore
@@ -68,11 +68,11 @@ def main() -> None:
 
 
 @contextmanager
-def started(kv_heads: int) -> Iterator[Cluster]:
+def started(kv_heads: int) -> Iterator[SharingEngines]:
     part = kv_heads / 8
     with ExitStack() as running:
         store = running.enter_context(MooncakeStore(segment_bytes=int(part * STORE_GIB * 2**30)))
-        cluster = Cluster(store, [], [], count(1000))
+        cluster = SharingEngines(store, [], [], count(1000))
         for name in "A", "B":
             daemon = GpuDaemon(
                 pool=f"{part * POOL_GIB}GiB",
@@ -97,7 +97,7 @@ def started(kv_heads: int) -> Iterator[Cluster]:
         yield cluster
 
 
-def shared(cluster: Cluster, reps: int) -> list[Record]:
+def shared(cluster: SharingEngines, reps: int) -> list[Record]:
     (a, b), rows = cluster.engines, list[Record]()
     for number in range(-1, reps):
         prompts = make_prompts(1, next(cluster.new), TOKENS)
@@ -129,7 +129,7 @@ def shared(cluster: Cluster, reps: int) -> list[Record]:
     return rows
 
 
-def dead(cluster: Cluster, reps: int) -> list[Record]:
+def dead(cluster: SharingEngines, reps: int) -> list[Record]:
     """A's daemon gets no tier; B's has the one that does not answer."""
     cluster.daemons[0].restart()
     cluster.store.pause_master()
@@ -149,7 +149,7 @@ def dead(cluster: Cluster, reps: int) -> list[Record]:
         cluster.store.resume_master()
 
 
-FIGURES: dict[str, Callable[[Cluster, int], list[Record]]] = {"shared": shared, "dead": dead}
+FIGURES: dict[str, Callable[[SharingEngines, int], list[Record]]] = {"shared": shared, "dead": dead}
 
 if __name__ == "__main__":
     main()

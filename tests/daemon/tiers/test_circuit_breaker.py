@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.daemon.tiers.circuit_breaker import LONGEST_OFF, MAX_ERRORS, CircuitBreaker
+from kvferry.daemon.tiers.circuit_breaker import MAX_ERRORS, CircuitBreaker
 
 
 class ClockedBreaker(CircuitBreaker):
@@ -13,7 +13,7 @@ class ClockedBreaker(CircuitBreaker):
     def __init__(self) -> None:
         self.seconds = 100.0
         self.opened_for: list[float] = []
-        super().__init__(lambda: self.seconds, self.opened_for.append)
+        super().__init__(lambda: self.seconds, self.opened_for.append, 1.0, 60.0)
 
     def become_half_open(self) -> None:
         self.seconds += self.opened_for[-1] + 0.01
@@ -65,7 +65,7 @@ def test_it_stays_open_for_twice_as_long_each_time_a_probe_fails(breaker: Clocke
         breaker.end_probe(answered=False)
         assert breaker.state == "open"
         breaker.trip()  # changes nothing
-    assert breaker.opened_for == [1, 2, 4, 8, 16, 32, LONGEST_OFF, LONGEST_OFF]
+    assert breaker.opened_for == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
 @pytest.mark.parametrize("late", [True, False])

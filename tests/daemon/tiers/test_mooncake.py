@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.daemon.tiers import circuit_breaker, tier_process
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.mooncake import store_client
+from kvferry.daemon.tiers.tier_process import TierSpec, TierTimes
 from kvferry.proto.errors import Refused
 from kvferry.testing.mooncake_store import MooncakeStore, free_port, is_installed
 from kvferry.testing.tier_subjects import (
@@ -29,6 +29,7 @@ from kvferry.testing.tier_subjects import (
 from .setups import MOONCAKE
 
 BLOCK = 64 << 10
+SOON_BACK = TierTimes(last_restart=0.5, longest_off=1.0)
 OK, MISS, LATE, ERROR = Result.OK, Result.MISS, Result.LATE, Result.ERROR
 
 pytestmark = pytest.mark.skipif(
@@ -49,19 +50,13 @@ def own_store() -> Iterator[MooncakeStore]:
         yield store
 
 
-@pytest.fixture
-def restart_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_process, "LAST_RESTART", 0.5)
-    monkeypatch.setattr(circuit_breaker, "LONGEST_OFF", 1.0)
-
-
 class Host:
     """A tier with a pool of its own."""
 
     def __init__(self, store: MooncakeStore, stack: ExitStack) -> None:
         self.pool = PoolMemory(BLOCK)
         stack.callback(self.pool.files.close)
-        setup = TierSetup(MOONCAKE, {"master": store.address})
+        setup = TierSetup(MOONCAKE, {"master": store.address}, times=SOON_BACK)
         made = stack.enter_context(open_subject(setup, self.pool))
         assert isinstance(made, ProcessSubject)
         self.tier = made
@@ -185,14 +180,13 @@ def test_an_object_with_other_contents_is_a_miss_and_can_be_put_again(
 
 def test_a_master_that_cannot_be_reached_is_named_and_tried_again(
     own_store: MooncakeStore,
-    restart_soon: None,
     capsys: pytest.CaptureFixture[str],
     stack: ExitStack,
 ) -> None:
     own_store.kill_master()
     pool = PoolMemory(BLOCK)
     stack.callback(pool.files.close)
-    spec = tier_process.TierSpec("mooncake", MOONCAKE, {"master": own_store.address})
+    spec = TierSpec("mooncake", MOONCAKE, {"master": own_store.address}, SOON_BACK)
     subject = ProcessSubject(pool, spec)
     stack.callback(subject.close)
     subject.wait_until(lambda: subject.client.counters.deaths)
@@ -206,7 +200,7 @@ def test_a_master_that_cannot_be_reached_is_named_and_tried_again(
 
 @pytest.mark.parametrize("what", ["master", "store", "store in transfer"])
 def test_a_store_that_does_not_answer_costs_a_miss_within_the_deadline(
-    own_store: MooncakeStore, restart_soon: None, stack: ExitStack, what: str
+    own_store: MooncakeStore, stack: ExitStack, what: str
 ) -> None:
     here = Host(own_store, stack)
     numbers, places = range(1, 25), range(40, 64)

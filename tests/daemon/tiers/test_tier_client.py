@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 
 from kvferry.daemon.processes import start_worker
-from kvferry.daemon.tiers import tier_process
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.disk import recovery
 from kvferry.daemon.tiers.messages import MAX_KEYS, TierArguments
 from kvferry.daemon.tiers.tier_client import TierBlocks
-from kvferry.daemon.tiers.tier_process import TierSpec
+from kvferry.daemon.tiers.tier_process import WORKER, TierSpec, TierTimes
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
     POOL_BYTES,
@@ -34,7 +33,7 @@ from kvferry.testing.tier_subjects import (
 from .setups import DISK
 
 BLOCK = 16 << 10
-GRACE = 0.3
+SOON_KILLED = TierTimes(grace=0.3)
 OK, MISS, LATE, FULL, ERROR = Result.OK, Result.MISS, Result.LATE, Result.FULL, Result.ERROR
 
 
@@ -67,16 +66,15 @@ def start(pool: PoolMemory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 @pytest.fixture
 def disk(start: Start, tmp_path: Path) -> ProcessSubject:
     options = {"path": str(tmp_path / "tier"), "size": 4 << 20}
-    return start(TierSpec("disk", DISK, options, grace_seconds=GRACE))
+    return start(TierSpec("disk", DISK, options, SOON_KILLED))
 
 
 class Rude:
     """A tier with faults, by the name of a file."""
 
-    def __init__(self, folder: Path, start: Start, grace_seconds: float = GRACE) -> None:
+    def __init__(self, folder: Path, start: Start, times: TierTimes = SOON_KILLED) -> None:
         self.folder = folder
-        options = {"folder": str(folder)}
-        self.tier = start(TierSpec("rude", "rude_tier", options, grace_seconds=grace_seconds))
+        self.tier = start(TierSpec("rude", "rude_tier", {"folder": str(folder)}, times))
 
     def on(self, fault: str) -> None:
         (self.folder / fault).touch()
@@ -202,7 +200,7 @@ def test_three_errors_turn_it_off_until_a_probe_is_answered(
 
 
 def test_a_late_answer_makes_others_miss_and_is_no_failure(start: Start, tmp_path: Path) -> None:
-    rude = Rude(tmp_path, start, grace_seconds=30.0)
+    rude = Rude(tmp_path, start, TierTimes(grace=30.0))
     tier, answers, ended = rude.tier, list[Any](), list[Any]()
     tier.put([1])
     rude.on("slow reads")
@@ -322,7 +320,6 @@ def test_a_process_that_cannot_be_started_is_tried_again(
         return popen(*arguments, **options)
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    monkeypatch.setattr(tier_process, "FIRST_RESTART", 0.01)
     before = disk.client.pid
     assert before is not None
     os.kill(before, signal.SIGKILL)
@@ -335,7 +332,7 @@ def test_one_that_does_not_get_ready_is_killed_and_tried_again(
     start: Start, tmp_path: Path
 ) -> None:
     (tmp_path / "slow open").touch()
-    spec = TierSpec("rude", "rude_tier", {"folder": str(tmp_path)}, start_seconds=2.0)
+    spec = TierSpec("rude", "rude_tier", {"folder": str(tmp_path)}, TierTimes(start=2.0))
     tier = start(spec, wait=False)
     tier.wait_until(lambda: tier.client.counters.deaths == 1)
     (tmp_path / "slow open").unlink()
@@ -410,7 +407,7 @@ def test_it_ends_if_the_daemon_died_while_it_started(pool: PoolMemory, tmp_path:
         given = TierArguments(1, number, chunks, POOL_BYTES // 2, POOL_BYTES, DISK, options)
         return [msgspec.json.encode(given).decode()]
 
-    child, ours = start_worker(tier_process.WORKER, arguments, chunks)
+    child, ours = start_worker(WORKER, arguments, chunks)
     with child, ours:
         assert child.wait(30) == 2
         assert not (tmp_path / "tier").exists()

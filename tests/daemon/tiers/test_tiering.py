@@ -84,7 +84,7 @@ class TieringFixture:
             AttachedTier(tier.client, markers / str(n)) for n, tier in enumerate(tiers)
         ]
 
-    def start(self, *options: WriteOptions) -> None:
+    def start(self, *options: WriteOptions, **seconds: float) -> None:
         async def make() -> Tiering:
             for each in options:
                 tier = self.attached[each.tier]
@@ -95,6 +95,7 @@ class TieringFixture:
                 self.attached,
                 self.reports.extend,
                 lambda *seen: self.promoted.append(seen),
+                **seconds,
             )
 
         self.tiering = self.tiers[0].runner.run(make())
@@ -318,12 +319,9 @@ def test_a_dropped_store_is_reported_and_gone(disk: TieringFixture) -> None:
     disk.tiers[0].wait_until(lambda: not list(marked_stores(markers)))
 
 
-def test_a_drop_is_reported_also_if_the_tier_does_not_answer(
-    disk: TieringFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drop_is_reported_also_if_the_tier_does_not_answer(disk: TieringFixture) -> None:
     """The tier drops the keys before it finds anything again."""
-    monkeypatch.setattr(tiering, "DROP_REPORT_SECONDS", 0.2)
-    disk.start()
+    disk.start(drop_report_seconds=0.2)
     disk.tiers[0].put([1])
     client = disk.tiers[0].client
     assert client.pid is not None
@@ -347,9 +345,7 @@ def test_a_drop_does_not_wait_for_a_marker_that_takes_long(
         return add_marker(*arguments)
 
     monkeypatch.setattr(tiering, "add_marker", add_slowly)
-    monkeypatch.setattr(tiering, "MARKER_SECONDS", 0.05)
-    monkeypatch.setattr(tiering, "DROP_REPORT_SECONDS", 0.5)
-    disk.start()
+    disk.start(drop_report_seconds=0.5, marker_seconds=0.05)
     disk.tiers[0].put([1])
     disk.perform(DropStore(4, NAMESPACE))
     disk.wait_for(StoreDropped)
@@ -449,10 +445,7 @@ def test_a_store_that_is_being_dropped_is_not_written(disk: TieringFixture) -> N
     assert disk.find(0, 9).tier_of == (0, -1)
 
 
-def test_a_tier_that_takes_nothing_is_left_alone_for_a_while(
-    memory: TieringFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(write_out, "FIRST_PAUSE", 0.3)
+def test_a_tier_that_takes_nothing_is_left_alone_for_a_while(memory: TieringFixture) -> None:
     job = memory.write_job(1, 0)
     large = WriteJob(1, OWNER, NAMESPACE, job.keys, job.blocks, job.offsets, 5 << 20)
     memory.checksums_of = lambda _, blocks: (np.zeros(1, np.uint64), np.ones(1, np.bool_))  # type: ignore[method-assign]
@@ -463,4 +456,4 @@ def test_a_tier_that_takes_nothing_is_left_alone_for_a_while(
     assert memory.core.ended == {1: [False]}
     memory.write(memory.write_job(2, 0))
     memory.tiers[0].wait_until(lambda: len(memory.core.ended) == 2)
-    assert time.monotonic() - ended > 0.2
+    assert time.monotonic() - ended > 0.9

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from kvferry.daemon.core.tier_actions import WrittenBlocks
-from kvferry.daemon.tiers import write_check
 from kvferry.daemon.tiers.base import Result, TierUsage
-from kvferry.daemon.tiers.write_check import WriteCheck
+from kvferry.daemon.tiers.write_check import CHECK_EVERY, WriteCheck
 
 OK, MISS, LATE, ERROR = Result.OK, Result.MISS, Result.LATE, Result.ERROR
 
@@ -50,13 +49,13 @@ class FakeTier:
 
 
 class CheckFixture:
-    def __init__(self) -> None:
+    def __init__(self, every: float = CHECK_EVERY) -> None:
         self.tier = FakeTier()
         self.loop = asyncio.new_event_loop()
 
         async def make() -> WriteCheck:
             tier: Any = self.tier
-            return WriteCheck(tier, tier, 3, tier.wake_up)
+            return WriteCheck(tier, tier, 3, tier.wake_up, every)
 
         self.check = self.loop.run_until_complete(make())
 
@@ -132,8 +131,8 @@ def test_a_tier_that_is_off_or_dies_is_not_believed(fixture: CheckFixture) -> No
     assert fixture.tier.reopened == []
 
 
-def test_a_closed_one_asks_nothing(fixture: CheckFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_check, "CHECK_EVERY", 0.0)
+def test_a_closed_one_asks_nothing() -> None:
+    fixture = CheckFixture(every=0.0)
     fixture.add_round(b"ab")
     fixture.tier.usage = TierUsage()
     fixture.ask()

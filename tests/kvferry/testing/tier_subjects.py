@@ -17,7 +17,7 @@ from kvferry.daemon.memory.shared_memory import MappedFiles
 from kvferry.daemon.tiers.base import Blocks, Result, Tier, TierUsage, block_checksum
 from kvferry.daemon.tiers.block_memory import view_memory
 from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient
-from kvferry.daemon.tiers.tier_process import PoolFiles, TierSpec
+from kvferry.daemon.tiers.tier_process import DEFAULT_TIMES, PoolFiles, TierSpec, TierTimes
 
 NAMESPACE = "0123456789abcdef"
 POOL_BYTES = 8 << 20
@@ -230,13 +230,15 @@ class TierSetup:
     """A tier to test. module, options: as in the configuration.
 
     capacity: bytes of blocks that it has room for, at most about 64 MiB, because the tests fill it.
-    in_process: call it in this process; else through TierClient and the process of a tier.
+    in_process: call it in this process; else through TierClient and the process of a tier, with
+    these times.
     """
 
     module: str
     options: dict[str, Any]
     capacity: int = 4 << 20
     in_process: bool = False
+    times: TierTimes = DEFAULT_TIMES
 
 
 @contextmanager
@@ -247,7 +249,7 @@ def open_subject(setup: TierSetup, pool: PoolMemory) -> Iterator[Subject]:
         module = importlib.import_module(setup.module)
         made = DirectSubject(pool, module.open_tier(setup.options, pool.files))
     else:
-        made = ProcessSubject(pool, TierSpec("tested", setup.module, setup.options))
+        made = ProcessSubject(pool, TierSpec("tested", setup.module, setup.options, setup.times))
     try:
         if isinstance(made, ProcessSubject):
             made.wait_until(lambda: made.client.is_on)

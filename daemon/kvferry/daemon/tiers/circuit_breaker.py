@@ -1,7 +1,7 @@
 """A circuit breaker: turns a tier off that fails, and tries it again later.
 
 closed     requests are sent. MAX_ERRORS errors in a row, or a death: open
-open       for 1 s, 2 s, ... 60 s; then half open
+open       for a while, each time twice as long, up to a limit; then half open
 half open  a probe is sent, for which no request waits. Answered: closed, otherwise open
 closed after a probe: one error opens it again, for twice as long. A block that was read or
            written ends that
@@ -12,17 +12,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 MAX_ERRORS = 3
-FIRST_OFF, LONGEST_OFF = 1.0, 60.0
 
 
 class CircuitBreaker:
-    """now: returns the time in seconds. opened: called with the seconds for which it is open."""
+    """now: returns the time in seconds. opened: called with the seconds for which it is open.
+    first_off, longest_off: these seconds at first and at most.
+    """
 
-    def __init__(self, now: Callable[[], float], opened: Callable[[float], None]) -> None:
+    def __init__(
+        self,
+        now: Callable[[], float],
+        opened: Callable[[float], None],
+        first_off: float,
+        longest_off: float,
+    ) -> None:
         self._now, self._opened = now, opened
+        self._first_off, self._longest_off = first_off, longest_off
         # Errors in a row, and lookups in a row that were late.
         self._errors = self._late = 0
-        self._off_for = FIRST_OFF
+        self._off_for = first_off
         # Until when it is open; None if it is closed.
         self._until: float | None = None
         self._probing = False
@@ -56,7 +64,7 @@ class CircuitBreaker:
     def record_success(self) -> None:
         """A block was read or written."""
         if self._until is None:
-            self._errors, self._off_for = 0, FIRST_OFF
+            self._errors, self._off_for = 0, self._first_off
 
     def record_error(self) -> None:
         self._errors += 1
@@ -73,7 +81,7 @@ class CircuitBreaker:
             return
         seconds = self._off_for
         self._until = self._now() + seconds
-        self._off_for = min(LONGEST_OFF, 2 * seconds)
+        self._off_for = min(self._longest_off, 2 * seconds)
         self._errors, self._late, self._probing = 0, 0, False
         self.openings += 1
         self._opened(seconds)

@@ -111,7 +111,10 @@ class TierClient:
         self.usage = TierUsage()
         self.counters = TierCounters()
         self._loop = asyncio.get_running_loop()
-        self.breaker = CircuitBreaker(time.monotonic, self._probe_after)
+        times = spec.times
+        self.breaker = CircuitBreaker(
+            time.monotonic, self._probe_after, times.first_off, times.longest_off
+        )
         self._numbers = count(1)
         self._pending: dict[int, _Pending] = {}
         # Requests in `_pending` that are late.
@@ -234,7 +237,7 @@ class TierClient:
         pending = self._pending[number]
         pending.late = True
         self._late += 1
-        pending.timer = self._loop.call_later(self.spec.grace_seconds, self._kill_silent, pending)
+        pending.timer = self._loop.call_later(self.spec.times.grace, self._kill_silent, pending)
         if number not in self._drops:
             self._finish(pending, [Result.LATE] * pending.keys)
         if pending.probe:
@@ -245,7 +248,7 @@ class TierClient:
     def _kill_silent(self, pending: _Pending) -> None:
         kind = type(pending.request).__name__
         log.warning("tier does not answer", tier=self.spec.name, request=kind)
-        self._process.kill(f"no answer within {self.spec.grace_seconds} s after a deadline")
+        self._process.kill(f"no answer within {self.spec.times.grace} s after a deadline")
 
     def _lose(self, why: str) -> None:
         """The process is lost, or is about to end. Everything pending is a miss."""

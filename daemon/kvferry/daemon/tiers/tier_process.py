@@ -26,14 +26,6 @@ from kvferry.daemon.tiers.messages import (
 )
 
 WORKER = "kvferry.daemon.tiers.tier_worker"
-# Seconds until the process is restarted: at first, and at most.
-FIRST_RESTART, LAST_RESTART = 0.2, 30.0
-# Seconds for the process to open its tier. Registering a large pool with a network card takes most.
-START_SECONDS = 60.0
-# Seconds after a deadline until a process that has not answered is killed. A busy or throttled
-# device takes a second for the reads that have begun; a process that is killed costs more than
-# waiting, as nothing is asked of it meanwhile.
-GRACE_SECONDS = 2.0
 # Seconds for the process to write everything back when the daemon stops.
 CLOSE_SECONDS = 10.0
 
@@ -41,16 +33,35 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
+class TierTimes:
+    """How long a tier may take, and how long one that fails is left alone, in seconds."""
+
+    # Until the process has opened its tier. Registering a large pool with a network card takes
+    # longest.
+    start: float = 60.0
+    # After a deadline, until a process that has not answered is killed. A busy or throttled device
+    # takes a second for the reads that have begun; a process that is killed costs more than
+    # waiting, as nothing is asked of it meanwhile.
+    grace: float = 2.0
+    # Until a process that has ended is started again: at first, and at most.
+    first_restart: float = 0.2
+    last_restart: float = 30.0
+    # For which the circuit breaker turns the tier off: at first, and at most.
+    first_off: float = 1.0
+    longest_off: float = 60.0
+
+
+DEFAULT_TIMES = TierTimes()
+
+
+@dataclass(frozen=True, slots=True)
 class TierSpec:
-    """name: for logs and metrics. module, options: see TierArguments. start_seconds, grace_seconds:
-    see START_SECONDS and GRACE_SECONDS.
-    """
+    """name: for logs and metrics. module, options: see TierArguments."""
 
     name: str
     module: str
     options: dict[str, Any]
-    start_seconds: float = START_SECONDS
-    grace_seconds: float = GRACE_SECONDS
+    times: TierTimes = DEFAULT_TIMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +92,7 @@ class TierProcess:
         self._outgoing: deque[bytes] = deque()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._restart_in = FIRST_RESTART
+        self._restart_in = spec.times.first_restart
         # Starts the process, or kills it if it does not get ready.
         self._timer: asyncio.TimerHandle | None = None
         self._closed: asyncio.Future[None] | None = None
@@ -91,8 +102,8 @@ class TierProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process; if that is impossible, try again later. It has `start_seconds` until
-        `note_started` is called.
+        """Start the process; if that is impossible, try again later. It has `times.start`
+        seconds until `note_started` is called.
         """
         pool = self._pool
         chunks = tuple(pool.descriptors)
@@ -118,7 +129,7 @@ class TierProcess:
         self._loop.add_reader(self._socket.fileno(), self._receive)
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._pidfd, self._reap)
-        seconds = self._spec.start_seconds
+        seconds = self._spec.times.start
         self._timer = self._loop.call_later(seconds, self.kill, f"not ready within {seconds} s")
 
     def send(self, request: TierRequest) -> None:
@@ -133,7 +144,7 @@ class TierProcess:
 
     def note_progress(self) -> None:
         """The process works: restart it soon if it ends."""
-        self._restart_in = FIRST_RESTART
+        self._restart_in = self._spec.times.first_restart
 
     def kill(self, why: str) -> None:
         """Kill the process; `reaped` follows."""
@@ -210,7 +221,7 @@ class TierProcess:
 
     def _restart_later(self) -> None:
         self._timer = self._loop.call_later(self._restart_in, self.start)
-        self._restart_in = min(LAST_RESTART, 2 * self._restart_in)
+        self._restart_in = min(self._spec.times.last_restart, 2 * self._restart_in)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -83,7 +83,8 @@ class Tiering:
     """The tiers below the host pool, fastest first. Marked drops of an earlier daemon are repeated.
 
     report: called with reports for the core. promoted: called with the name of a tier and the
-    seconds of a fetch in which at least one key was read.
+    seconds of a fetch in which at least one key was read. drop_report_seconds, marker_seconds: see
+    DROP_REPORT_SECONDS and MARKER_SECONDS.
     """
 
     def __init__(
@@ -91,7 +92,12 @@ class Tiering:
         tiers: Sequence[AttachedTier],
         report: Callable[[list[Report]], None],
         promoted: Callable[[str, float], None],
+        *,
+        drop_report_seconds: float = DROP_REPORT_SECONDS,
+        marker_seconds: float = MARKER_SECONDS,
     ) -> None:
+        self._drop_report_seconds = drop_report_seconds
+        self._marker_seconds = marker_seconds
         self._tiers = tuple(tiers)
         self._write_outs = [tier.write_out for tier in tiers if tier.write_out is not None]
         self._report, self._promoted = report, promoted
@@ -213,7 +219,7 @@ class Tiering:
             if not unconfirmed:
                 report()
 
-        timer = self._loop.call_later(DROP_REPORT_SECONDS, report)
+        timer = self._loop.call_later(self._drop_report_seconds, report)
         for write_out in self._write_outs:
             write_out.hold_store(store)
         if not unconfirmed:
@@ -229,10 +235,10 @@ class Tiering:
         number = next(self._marker_numbers)
         adding = self._loop.run_in_executor(None, add_marker, tier.markers, store, number)
         try:
-            await asyncio.wait_for(asyncio.shield(adding), MARKER_SECONDS)
+            await asyncio.wait_for(asyncio.shield(adding), self._marker_seconds)
         except OSError as error:
             # The drop itself is durable, too; only a crash before it could bring keys back.
-            reason = str(error) or f"not written within {MARKER_SECONDS} s"
+            reason = str(error) or f"not written within {self._marker_seconds} s"
             log.warning("drop not marked", tier=tier.client.spec.name, reason=reason)
 
         def done() -> None:

@@ -35,22 +35,27 @@ class WriteCheck:
     """tier: its index. reopened: called when blocks are to be written again."""
 
     def __init__(
-        self, source: WrittenSource, client: TierClient, tier: int, reopened: Callable[[], None]
+        self,
+        source: WrittenSource,
+        client: TierClient,
+        tier: int,
+        reopened: Callable[[], None],
+        every: float = CHECK_EVERY,
     ) -> None:
         self._source, self._client, self._tier = source, client, tier
-        self._reopened = reopened
+        self._reopened, self._every = reopened, every
         self._loop = asyncio.get_running_loop()
         # What the tier has lost, as counted when the last question round began and when the last
         # complete one did.
         self._losses = self._checked = self._count_losses()
         self._in_round = False
-        self._timer = self._loop.call_later(CHECK_EVERY, self._check)
+        self._timer = self._loop.call_later(every, self._check)
 
     def close(self) -> None:
         self._timer.cancel()
 
     def _check(self) -> None:
-        self._timer = self._loop.call_later(CHECK_EVERY, self._check)
+        self._timer = self._loop.call_later(self._every, self._check)
         losses = self._count_losses()
         if not self._client.is_prompt:
             return
