@@ -23,7 +23,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -325,12 +324,7 @@ class OffloadingManager:
     def __enter__(self) -> OffloadingManager:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _checked(self, keys: Iterable[OffloadKey]) -> tuple[OffloadKey, ...]:
