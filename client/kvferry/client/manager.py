@@ -304,12 +304,6 @@ class OffloadingManager:
                 client.reset_async()
 
     @property
-    def resetting(self) -> bool:
-        """Whether a reset is pending on one of the daemons."""
-        self.poll()
-        return any(namespace.pending_resets() for namespace in self._namespaces)
-
-    @property
     def gone(self) -> Gone | None:
         """Why one of the daemons is not connected; None if all are."""
         return next((client.gone for client in self._clients if client.gone is not None), None)
