@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from types import TracebackType
 from typing import Any, TypeVar
 
 from kvferry.client import operations
@@ -213,12 +212,7 @@ class OffloadClient(NonBlockingClient):
     def __enter__(self) -> OffloadClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run_operation(self, operation: Operation[R], timeout: float | None) -> R:

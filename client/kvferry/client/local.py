@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, error_of
 
@@ -95,12 +94,7 @@ class LocalDaemon:
     def __enter__(self) -> LocalDaemon:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start(self, timeout: float) -> None:

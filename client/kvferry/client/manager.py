@@ -23,7 +23,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -305,12 +304,6 @@ class OffloadingManager:
                 client.reset_async()
 
     @property
-    def resetting(self) -> bool:
-        """Whether a reset is pending on one of the daemons."""
-        self.poll()
-        return any(namespace.pending_resets() for namespace in self._namespaces)
-
-    @property
     def gone(self) -> Gone | None:
         """Why one of the daemons is not connected; None if all are."""
         return next((client.gone for client in self._clients if client.gone is not None), None)
@@ -325,12 +318,7 @@ class OffloadingManager:
     def __enter__(self) -> OffloadingManager:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _checked(self, keys: Iterable[OffloadKey]) -> tuple[OffloadKey, ...]:

@@ -16,6 +16,7 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.specs import MAX_GROUPS, MAX_REFS, MAX_TENSORS, KVLayout
 
 Int64s: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+Bools: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class LayoutArrays:

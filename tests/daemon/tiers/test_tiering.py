@@ -120,7 +120,7 @@ class TieringFixture:
 
     def find(self, *numbers: int) -> KeysFound:
         self.reports.clear()
-        self.perform(FindKeys(7, NAMESPACE, tuple(map(key_of, numbers)), BLOCK))
+        self.perform(FindKeys(7, NAMESPACE, tuple(map(key_of, numbers))))
         return self.wait_for(KeysFound)
 
     def fetch(self, tier: int, *numbers: int, seconds: float = 30.0) -> BlocksFetched:

@@ -17,7 +17,6 @@ only for FEW of them. Called by the core and by the copy engines, on any thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -32,7 +31,8 @@ from kvferry.daemon.core.block_ids import (
     largest,
 )
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.layout import Int64s as Int64s  # used throughout the daemon
+from kvferry.proto.layout import Bools as Bools  # used throughout the daemon
+from kvferry.proto.layout import Int64s as Int64s
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import Location
 from kvferry.proto.specs import (
@@ -45,7 +45,6 @@ from kvferry.proto.specs import (
     LoadStoreSpec,
 )
 
-Bools: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 _NONE = np.empty(0, dtype=np.int64)
 
 

@@ -120,7 +120,7 @@ class Promotions:
         self._searching[session] += 1
         asked, number = tuple(absent), next(self._numbers)
         self._searches[number] = _Search(session, message, namespace, namespace.generation, asked)
-        return [FindKeys(number, store, asked, namespace.fingerprint.host_block_bytes)]
+        return [FindKeys(number, store, asked)]
 
     def promote_found(self, report: KeysFound) -> list[Action]:
         """Promote the prefix that was found, if that is worth it, and reply to the search."""

@@ -39,13 +39,11 @@ class FindKeys:
     """Find out which of these keys the tiers have; the reply is KeysFound.
 
     store: the name of a namespace's store in the tiers, see Namespace.store_name.
-    block_bytes: of a host block.
     """
 
     search: int
     store: str
     keys: tuple[bytes, ...]
-    block_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

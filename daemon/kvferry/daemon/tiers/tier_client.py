@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import structlog
@@ -51,6 +51,7 @@ BEGIN_WITHIN = 0.75
 USAGE_EVERY = 1.0
 # Of a lookup, by what the process answers: FAILED is the last.
 LOOKUP_RESULTS = Result.MISS, Result.OK, Result.ERROR
+Checksums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 Done = Callable[[Sequence[Result]], None]
 # Called with what became of the blocks; empty if the process did not answer.
 Released = Callable[[Sequence[Result]], None]
@@ -180,7 +181,7 @@ class TierClient:
     def put(
         self,
         blocks: TierBlocks,
-        checksums: np.ndarray[Any, np.dtype[np.uint64]],
+        checksums: Checksums,
         done: Done,
         released: Released = nothing,
     ) -> None:

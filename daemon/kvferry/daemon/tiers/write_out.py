@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from kvferry.daemon.core.layout import Bools, Int64s
 from kvferry.daemon.core.records import RegionOwner
 from kvferry.daemon.core.tier_actions import BlocksWritten, WriteJob
 from kvferry.daemon.tiers.base import IN_TIER, Result, is_part_of
-from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient, nothing
+from kvferry.daemon.tiers.tier_client import Checksums, TierBlocks, TierClient, nothing
 
 # Blocks taken at a time, and bytes in flight from which no more are taken.
 TAKEN_BLOCKS = 32
@@ -34,7 +34,6 @@ RETRY = 0.25
 # Seconds without writes after one that failed entirely, at first and at most.
 FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0
 
-Checksums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 ChecksumsOf: TypeAlias = Callable[[RegionOwner, Int64s], tuple[Checksums, Bools]]
 
 

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -68,12 +67,7 @@ class BusyEngine:
     def __enter__(self) -> BusyEngine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pipe.close()
         self._process.join(10)
         if self._process.exitcode is None:

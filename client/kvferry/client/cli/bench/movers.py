@@ -55,7 +55,7 @@ class StreamMover:
     """Jobs of `nbytes` each: calls of `launches`, which enqueue a copy on the current stream."""
 
     def __init__(self, launches: Sequence[Callable[[], object]], nbytes: int) -> None:
-        self.nbytes, self.launches = nbytes, launches
+        self.nbytes = nbytes
         self._launches, self._stream = cycle(launches), _cuda.Stream()
         self._ends: deque[Any] = deque()
 

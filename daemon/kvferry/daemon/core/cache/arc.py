@@ -26,8 +26,8 @@ import numpy as np
 from kvferry.daemon.core.cache.key_index import KeyIndex
 from kvferry.daemon.core.cache.policy import IdleFilter, idle_blocks
 from kvferry.daemon.core.cache.remembered_keys import RememberedKeys
-from kvferry.daemon.core.cache.use_order import Mask, UseOrder
-from kvferry.proto.layout import Int64s
+from kvferry.daemon.core.cache.use_order import UseOrder
+from kvferry.proto.layout import Bools, Int64s
 
 
 class ARC:
@@ -87,7 +87,7 @@ class ARC:
         self._recent.append(blocks[::-1][~returns])
         self._frequent.append(blocks[::-1][returns])
 
-    def touch_blocks(self, blocks: Int64s, pending: Mask) -> None:
+    def touch_blocks(self, blocks: Int64s, pending: Bools) -> None:
         recent = self._recent.contains(blocks)
         same_request = recent & pending
         self._recent.append(blocks[same_request])

@@ -15,13 +15,10 @@ only.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvferry.proto.layout import Int64s
-
-Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+from kvferry.proto.layout import Bools, Int64s
 
 
 class BlockAllocator:
@@ -49,8 +46,8 @@ class BlockAllocator:
     def is_orphaned(self, block: int) -> bool:
         return bool(self._is_orphaned[block])
 
-    def are_orphaned(self, blocks: Int64s) -> Mask:
-        orphaned: Mask = self._is_orphaned[blocks]
+    def are_orphaned(self, blocks: Int64s) -> Bools:
+        orphaned: Bools = self._is_orphaned[blocks]
         return orphaned
 
     def allocate_blocks(self, count: int) -> Int64s:

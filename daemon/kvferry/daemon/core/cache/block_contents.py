@@ -15,13 +15,13 @@ by cache.py, on the event loop.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import Lookup
-from kvferry.proto.layout import Int64s
+from kvferry.proto.layout import Bools, Int64s
 
 # Some sub-blocks of a host block: (from, to).
 Part: TypeAlias = tuple[int, int]
@@ -37,8 +37,6 @@ _LOOKUPS = (
     Lookup.HIT_PENDING,
     Lookup.MISS,
 )
-
-Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class BlockContents:
@@ -74,24 +72,24 @@ class BlockContents:
         first, end = self._parts[block].tolist()
         return first, end
 
-    def is_pending(self, blocks: Int64s) -> Mask:
-        pending: Mask = self._states[blocks] == PENDING
+    def is_pending(self, blocks: Int64s) -> Bools:
+        pending: Bools = self._states[blocks] == PENDING
         return pending
 
-    def is_loadable(self, blocks: Int64s) -> Mask:
+    def is_loadable(self, blocks: Int64s) -> Bools:
         """Whether blocks are loadable, in whole or in part."""
         states = self._states[blocks]
-        loadable: Mask = (states == WHOLE) | (states == PART)
+        loadable: Bools = (states == WHOLE) | (states == PART)
         return loadable
 
-    def is_whole(self, blocks: Int64s) -> Mask:
+    def is_whole(self, blocks: Int64s) -> Bools:
         """Whether blocks are loadable as a whole."""
-        whole: Mask = self._states[blocks] == WHOLE
+        whole: Bools = self._states[blocks] == WHOLE
         return whole
 
-    def is_stored(self, blocks: Int64s) -> Mask:
+    def is_stored(self, blocks: Int64s) -> Bools:
         """Whether blocks are loadable or unverified."""
-        stored: Mask = self._states[blocks] >= WHOLE
+        stored: Bools = self._states[blocks] >= WHOLE
         return stored
 
     def stored_or_pending(self) -> Int64s:

@@ -9,8 +9,8 @@ import numpy as np
 
 from kvferry.daemon.core.cache.key_index import KeyIndex
 from kvferry.daemon.core.cache.policy import IdleFilter, idle_blocks
-from kvferry.daemon.core.cache.use_order import Mask, UseOrder
-from kvferry.proto.layout import Int64s
+from kvferry.daemon.core.cache.use_order import UseOrder
+from kvferry.proto.layout import Bools, Int64s
 
 
 class LRU:
@@ -33,7 +33,7 @@ class LRU:
     def insert_blocks(self, keys: Sequence[bytes], blocks: Int64s) -> None:
         self._order.append(blocks[::-1])
 
-    def touch_blocks(self, blocks: Int64s, pending: Mask) -> None:
+    def touch_blocks(self, blocks: Int64s, pending: Bools) -> None:
         self._order.append(blocks)
 
     def remove_blocks(self, blocks: Int64s) -> None:

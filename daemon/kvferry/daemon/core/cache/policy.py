@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 from kvferry.daemon.core.cache.key_index import KeyIndex
-from kvferry.daemon.core.cache.use_order import Mask, UseOrder
-from kvferry.proto.layout import Int64s
+from kvferry.daemon.core.cache.use_order import UseOrder
+from kvferry.proto.layout import Bools, Int64s
 
 # Filters blocks: those that may be evicted.
 IdleFilter: TypeAlias = Callable[[Int64s], Int64s]
@@ -36,7 +36,7 @@ class Policy(Protocol):
     def insert_blocks(self, keys: Sequence[bytes], blocks: Int64s) -> None:
         """The keys of the offer got these blocks."""
 
-    def touch_blocks(self, blocks: Int64s, pending: Mask) -> None:
+    def touch_blocks(self, blocks: Int64s, pending: Bools) -> None:
         """Mark distinct blocks as used, the last one most recently. pending: which of them are."""
 
     def remove_blocks(self, blocks: Int64s) -> None:

@@ -21,8 +21,8 @@ import numpy as np
 from kvferry.daemon.core.cache.key_index import KeyIndex
 from kvferry.daemon.core.cache.policy import IdleFilter, idle_blocks
 from kvferry.daemon.core.cache.remembered_keys import RememberedKeys
-from kvferry.daemon.core.cache.use_order import Mask, UseOrder
-from kvferry.proto.layout import Int64s
+from kvferry.daemon.core.cache.use_order import UseOrder
+from kvferry.proto.layout import Bools, Int64s
 
 Uses: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -69,7 +69,7 @@ class S3FIFO:
         self._small.append(blocks[::-1][~returns])
         self._main.append(blocks[::-1][returns])
 
-    def touch_blocks(self, blocks: Int64s, pending: Mask) -> None:
+    def touch_blocks(self, blocks: Int64s, pending: Bools) -> None:
         used = blocks[~pending]
         self._uses[used] = np.minimum(self._uses[used] + 1, MAX_USES)
 

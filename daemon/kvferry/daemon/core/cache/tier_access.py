@@ -11,16 +11,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvferry.daemon.core.cache.block_contents import NO_PARTS
 from kvferry.daemon.core.cache.keyed_blocks import KeyedBlocks
 from kvferry.proto.keys import EventKind
-from kvferry.proto.layout import Int64s
-
-Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+from kvferry.proto.layout import Bools, Int64s
 
 _NO_BLOCKS: Int64s = np.empty(0, np.int64)
 # Blocks that are looked at in one step.
@@ -65,15 +62,15 @@ class TierAccess:
         return blocks
 
     def end_promotion(
-        self, keys: Sequence[bytes], blocks: Int64s, ok: Mask, written_in: Sequence[int]
-    ) -> Mask:
+        self, keys: Sequence[bytes], blocks: Int64s, ok: Bools, written_in: Sequence[int]
+    ) -> Bools:
         """Make promoted keys loadable where `ok`, and the others absent. Blocks stay held.
 
         keys, blocks, ok: (n,). written_in: the tiers into which the loadable ones need not be
         written. Keys from before a reset are ignored. Returns which are loadable.
         """
         present = ~self._blocks.allocator.are_orphaned(blocks)
-        stored: Mask = present & ok
+        stored: Bools = present & ok
         self._blocks.set_stored(blocks[stored], keys=(), parts=NO_PARTS)
         self._blocks.marks.set_done(blocks[stored], written_in)
         names = [key for key, done in zip(keys, stored.tolist(), strict=True) if done]
@@ -138,7 +135,7 @@ class TierAccess:
         blocks = self._blocks.allocator.idle_among(self._blocks.stored_in(entries))
         self._blocks.marks.set_open(blocks, tier)
 
-    def end_writes(self, tier: int, blocks: Int64s, done: Mask) -> None:
+    def end_writes(self, tier: int, blocks: Int64s, done: Bools) -> None:
         """Release blocks of `take_writes`. done: which of them are in the tier now; (n,).
 
         What became of blocks whose keys were discarded or reset is ignored.

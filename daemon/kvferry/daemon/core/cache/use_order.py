@@ -17,10 +17,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvferry.proto.layout import Int64s
+from kvferry.proto.layout import Bools, Int64s
 
 Int32s: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
-Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 # Numbers, and the stamp of each.
 Segment: TypeAlias = tuple[Int32s, Int64s]
 
@@ -49,9 +48,9 @@ class UseOrder:
         """Entries of the log, stale ones included."""
         return sum(numbers.size for numbers, _ in self._segments) + self._filled
 
-    def contains(self, numbers: Int64s) -> Mask:
+    def contains(self, numbers: Int64s) -> Bools:
         """Which of these numbers are in the order."""
-        found: Mask = self._stamps[numbers] > 0
+        found: Bools = self._stamps[numbers] > 0
         return found
 
     def append(self, numbers: Int64s) -> None:

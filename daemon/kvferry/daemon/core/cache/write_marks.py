@@ -12,9 +12,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvferry.proto.layout import Int64s
+from kvferry.proto.layout import Bools, Int64s
 
-Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 # Uses that are counted.
@@ -80,19 +79,19 @@ class WriteMarks:
         self._done[blocks] &= others
         self._unchanged &= others
 
-    def are_missing(self, blocks: Int64s, tier: int) -> Mask:
+    def are_missing(self, blocks: Int64s, tier: int) -> Bools:
         """Which of these blocks should be in this tier, and are not."""
         min_uses = self._min_uses[tier]
-        missing: Mask = self._done[blocks] & 1 << tier == 0
+        missing: Bools = self._done[blocks] & 1 << tier == 0
         return missing & (self._uses[blocks] >= min_uses) & (min_uses > 0)
 
-    def are_open(self, blocks: Int64s, tier: int) -> Mask:
+    def are_open(self, blocks: Int64s, tier: int) -> Bools:
         """Which of these blocks are missing and can be written."""
         return self.are_missing(blocks, tier) & self._has_checksum[blocks]
 
-    def are_used(self, blocks: Int64s, tier: int) -> Mask:
+    def are_used(self, blocks: Int64s, tier: int) -> Bools:
         """Which of these blocks are in this tier, or on the way there, and were used since."""
-        used: Mask = self._done[blocks] & self._used[blocks] & 1 << tier != 0
+        used: Bools = self._done[blocks] & self._used[blocks] & 1 << tier != 0
         return used
 
     def count_missing(self, blocks: Int64s) -> list[int]:

@@ -71,7 +71,7 @@ class SlabFile:
 
     def __init__(self, path: Path, slot_bytes: int, slots: int) -> None:
         self.path = path
-        self.slot_bytes, self.slots = slot_bytes, slots
+        self.slot_bytes = slot_bytes
         self.nbytes = slot_bytes * slots
         self.written = False
         self._descriptor, self._direct = _open(path)
