@@ -22,6 +22,7 @@ from kvferry.proto.keys import EventKind, OffloadKey
 from kvferry.proto.messages import KeyEvent, KeyEvents
 from kvferry.proto.status import DeviceInfo, Limits
 from support import client_session
+from support.client_keys import FINGERPRINT, A, B
 
 M = TypeVar("M")
 WELCOME = wire.Welcome(1, "boot", "s1", "0.1", 1, DeviceInfo("cpu", "cpu", "host"), Limits(9, 9, 9))
@@ -184,6 +185,16 @@ def fake_daemon(start_fake_daemon: Callable[..., FakeDaemon]) -> FakeDaemon:
 def client(fake_daemon: FakeDaemon) -> OffloadClient:
     """A client of `fake_daemon` that does not reconnect and has opened no namespace."""
     return OffloadClient(fake_daemon.directory, engine="engine", timeout=2.0, reconnect=False)
+
+
+@pytest.fixture
+def client_in_namespace(fake_daemon: FakeDaemon, client: OffloadClient) -> OffloadClient:
+    """In a namespace where A is ready and B pending; what was said to get there is forgotten."""
+    fake_daemon.store(A)
+    fake_daemon.reserve(B)
+    client.open_namespace(FINGERPRINT)
+    fake_daemon.received.clear()
+    return client
 
 
 @pytest.fixture

@@ -1,50 +1,39 @@
-"""What a scheduler asks and says, over one daemon and over those of two ranks."""
+"""OffloadingManager over one daemon."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 
 from kvferry.client import (
     Code,
-    Fingerprint,
     KeyLoadStoreSpec,
-    Lookup,
     OffloadClient,
-    OffloadingEvent,
     OffloadingManager,
-    PrepareStoreOutput,
     Refused,
 )
 from kvferry.client.manager import MAX_TOUCHED
 from kvferry.proto import messages as wire
-from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.keys import EventKind
 from kvferry.proto.specs import MAX_KEYS
 
 if TYPE_CHECKING:
     from client.conftest import FakeDaemon
-
-FINGERPRINT = Fingerprint("llama", 4096, key_bytes=4)
-A, B, C, D = b"aaaa", b"bbbb", b"cccc", b"dddd"
-HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.RETRY
-
-Start: TypeAlias = "Callable[..., FakeDaemon]"
-
-
-def open_manager(*daemons: FakeDaemon, events: bool = False) -> OffloadingManager:
-    manager = OffloadingManager.connect(
-        [daemon.directory for daemon in daemons],
-        engine="engine",
-        fingerprint=FINGERPRINT,
-        events=events,
-    )
-    for daemon in daemons:
-        daemon.received.clear()
-    return manager
+from support.client_keys import (
+    FINGERPRINT,
+    HIT,
+    MISS,
+    PENDING,
+    A,
+    B,
+    C,
+    D,
+    Start,
+    answers,
+    offer,
+    open_manager,
+)
 
 
 @pytest.fixture
@@ -53,23 +42,6 @@ def manager(fake_daemon: FakeDaemon) -> OffloadingManager:
     fake_daemon.store(A)
     fake_daemon.reserve(B)
     return open_manager(fake_daemon)
-
-
-def answers(manager: OffloadingManager, *keys: bytes) -> list[Lookup]:
-    return [manager.lookup(key) for key in keys]
-
-
-def offer(manager: OffloadingManager, *keys: bytes) -> tuple[bytes, ...]:
-    """Offer keys, and the keys to store. Those that are there, or on their way, are to be kept."""
-    absent = {key for key in keys if manager._find(key) in (Lookup.MISS, Lookup.RETRY)}
-    output = manager.prepare_store(keys)
-    assert output is not None
-    wanted = output.keys_to_store
-    keep = tuple(key for key in dict.fromkeys(keys) if key not in absent) if wanted else ()
-    specs = (KeyLoadStoreSpec(wanted, 1, keep),) * len(output.store_specs)
-    assert output == PrepareStoreOutput(output.keys_to_store, specs)
-    assert output.store_spec == specs[0]
-    return output.keys_to_store
 
 
 # Store
@@ -285,187 +257,7 @@ def test_a_load_of_before_a_reset_is_completed_after_it(manager: OffloadingManag
     assert manager.usage.pinned == 0
 
 
-# Events
-
-
-def stored(*keys: bytes) -> OffloadingEvent:
-    return OffloadingEvent(keys, removed=False)
-
-
-def removed(*keys: bytes) -> OffloadingEvent:
-    return OffloadingEvent(keys, removed=True)
-
-
-def test_events_are_what_became_a_hit_and_what_ceased_to_be_one(fake_daemon: FakeDaemon) -> None:
-    fake_daemon.store(A)
-    fake_daemon.reserve(B)
-    manager = open_manager(fake_daemon, events=True)
-    assert manager.take_events() == [stored(A)]
-    assert manager.take_events() == []
-    fake_daemon.store(B, C)
-    fake_daemon.evict(A)
-    assert manager.take_events() == [removed(A), stored(B, C)]
-    fake_daemon.evict(B)
-    fake_daemon.store(B)
-    fake_daemon.send_events((EventKind.ABANDONED, D))
-    assert manager.take_events() == []
-    fake_daemon.store(A)
-    assert manager.take_events() == [stored(A)]
-
-
-def test_events_of_a_reset_are_returned_once(fake_daemon: FakeDaemon) -> None:
-    fake_daemon.store(A)
-    manager = open_manager(fake_daemon, events=True)
-    manager.take_events()
-    fake_daemon.slow = True
-    manager.reset_cache()
-    assert manager.take_events() == [removed(A)]
-    fake_daemon.finish_resets()
-    fake_daemon.store(C)
-    assert manager.take_events() == [stored(C)]
-
-
-def test_missed_events_arrive_with_the_next_snapshot(fake_daemon: FakeDaemon) -> None:
-    fake_daemon.store(A)
-    manager = open_manager(fake_daemon, events=True)
-    manager.take_events()
-    fake_daemon.lossy = True
-    fake_daemon.store(B)
-    fake_daemon.evict(A)
-    fake_daemon.lossy = False
-    fake_daemon.store(C)
-    manager.lookup(C)
-    gone, come = manager.take_events()
-    assert (gone, set(come.keys)) == (removed(A), {B, C})
-
-
-def test_without_events_none_are_kept(fake_daemon: FakeDaemon, manager: OffloadingManager) -> None:
-    fake_daemon.store(C)
-    assert manager.take_events() == []
-
-
-# Two ranks
-
-
-@pytest.fixture
-def ranks(start_fake_daemon: Start) -> tuple[FakeDaemon, FakeDaemon]:
-    return start_fake_daemon(), start_fake_daemon(num_blocks=5)
-
-
-def test_each_rank_has_a_namespace_of_its_own(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
-    manager = OffloadingManager.connect(
-        [daemon.directory for daemon in ranks],
-        engine="engine",
-        fingerprint=FINGERPRINT,
-        cpu_bytes_to_use=1 << 20,
-        eviction_policy="arc",
-        store_threshold=2,
-    )
-    for rank, daemon in enumerate(ranks):
-        (opened,) = daemon.received_of(wire.OpenNamespace)
-        assert opened.fingerprint == msgspec.structs.replace(FINGERPRINT, rank=rank, world_size=2)
-        assert (opened.quota_bytes, opened.policy, opened.store_threshold) == (1 << 20, "arc", 2)
-        assert daemon.received_of(wire.Hello)[0].engine == "engine"
-    assert manager.num_blocks == 5
-    assert manager.usage.blocks == 13
-
-
-def test_one_rank_opens_the_fingerprint_as_it_is(fake_daemon: FakeDaemon) -> None:
-    own = msgspec.structs.replace(FINGERPRINT, rank=3, world_size=8)
-    OffloadingManager.connect([fake_daemon.directory], engine="engine", fingerprint=own)
-    assert fake_daemon.received_of(wire.OpenNamespace)[0].fingerprint == own
-
-
-def test_a_hit_is_one_at_all_ranks(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
-    one, two = ranks
-    one.store(A, C)
-    one.reserve(B)
-    two.store(A, B)
-    manager = open_manager(one, two)
-    assert answers(manager, A, B, C, D) == [HIT, PENDING, MISS, MISS]
-    one.store(B)
-    two.reserve(B)
-    assert answers(manager, B) == [PENDING]
-    assert offer(manager, A, B, C, D) == (C, D)
-    assert (manager.hits, manager.misses) == (1, 2)
-    manager.prepare_load([A])
-    manager.touch([A])
-    manager.flush()
-    manager.complete_load([A])
-    for daemon in ranks:
-        assert daemon.received == [
-            wire.Touch((), 1, 2),
-            wire.Pin((A,)),
-            wire.Touch((A,)),
-            wire.Unpin((A,)),
-        ]
-
-
-@pytest.mark.parametrize("turn", [1, -1])
-def test_a_rank_with_an_incomplete_mirror_returns_retry(
-    start_fake_daemon: Start, turn: int
-) -> None:
-    one, two = (start_fake_daemon(), start_fake_daemon())[::turn]
-    one.store(A)
-    one.reserve(B)
-    manager = open_manager(*(one, two)[::turn])
-    two.lossy = True
-    two.store(A)
-    two.lossy = False
-    two.silent = True
-    two.reserve(D)
-    assert answers(manager, A, B, C) == [RETRY, RETRY, MISS]
-    assert two.received == [wire.Subscribe()]
-    assert offer(manager, A, B, C) == (A, B, C)
-
-
-def test_events_are_those_of_all_ranks_together(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
-    one, two = ranks
-    one.store(A, B)
-    two.store(B)
-    manager = open_manager(one, two, events=True)
-    assert manager.take_events() == [stored(B)]
-    two.store(A, C)
-    assert manager.take_events() == [stored(A)]
-    one.evict(A)
-    two.evict(A, C)
-    assert manager.take_events() == [removed(A)]
-    one.evict(B)
-    one.store(B)
-    assert manager.take_events() == []
-
-
-def test_with_one_daemon_gone_offloading_is_off(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
-    for daemon in ranks:
-        daemon.store(A, B)
-    manager = open_manager(*ranks)
-    manager.prepare_load([A])
-    assert offer(manager, C) == (C,)
-    ranks[1].disconnected = True
-    assert answers(manager, A, C) == [MISS, MISS]
-    assert offer(manager, C, D) == ()
-    with pytest.raises(Refused) as refused:
-        manager.prepare_load([B])
-    assert refused.value.code == Code.KEY_ABSENT
-    manager.complete_load([A])
-    manager.complete_store([C], success=False)
-    manager.touch([A])
-    manager.reset_cache()
-    manager.take_events()
-    assert [type(message) for message in ranks[0].received[-2:]] == [wire.Unpin, wire.Reset]
-    assert manager.usage.ready == 0
-
-
-def test_connect_closes_all_ranks_if_one_is_refused(
-    ranks: tuple[FakeDaemon, FakeDaemon],
-) -> None:
-    ranks[1].refusal = ErrorInfo(Code.POOL_FULL, "no room")
-    with pytest.raises(Refused, match="no room"):
-        open_manager(*ranks)
-    assert [daemon.closed for daemon in ranks] == [True, True]
-
-
-# Patience
+# Timeouts of pending keys
 
 
 def test_a_key_that_stays_pending_is_a_miss_in_the_end_and_may_be_offered(

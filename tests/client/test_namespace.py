@@ -11,11 +11,9 @@ import pytest
 from kvferry.client import (
     Code,
     CPULoadStoreSpec,
-    Fingerprint,
     Gone,
     GPULoadStoreSpec,
     KeyLoadStoreSpec,
-    Lookup,
     OffloadClient,
     Refused,
 )
@@ -25,25 +23,9 @@ from kvferry.proto.specs import MAX_KEYS
 
 if TYPE_CHECKING:
     from client.conftest import FakeDaemon
+from support.client_keys import FINGERPRINT, HIT, MISS, RETRY, A, B, C, answers
 
-FINGERPRINT = Fingerprint("llama", 4096, key_bytes=4)
-A, B, C = b"aaaa", b"bbbb", b"cccc"
-HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.RETRY
 GPU = GPULoadStoreSpec([1])
-
-
-@pytest.fixture
-def client_in_namespace(fake_daemon: FakeDaemon, client: OffloadClient) -> OffloadClient:
-    """In a namespace where A is ready and B pending; what was said to get there is forgotten."""
-    fake_daemon.store(A)
-    fake_daemon.reserve(B)
-    client.open_namespace(FINGERPRINT)
-    fake_daemon.received.clear()
-    return client
-
-
-def lookups(client: OffloadClient, *keys: bytes) -> list[Lookup]:
-    return [client.lookup(key) for key in keys]
 
 
 # Opening
@@ -62,7 +44,7 @@ def test_opening_sends_the_arguments_and_waits_for_the_mirror(
     ]
     assert len(fake_daemon.received_of(wire.Subscribe)) == 1
     assert client.namespace.mirror.complete
-    assert lookups(client, A, C) == [HIT, MISS]
+    assert answers(client, A, C) == [HIT, MISS]
 
 
 def test_a_worker_needs_no_mirror(fake_daemon: FakeDaemon, client: OffloadClient) -> None:
@@ -110,9 +92,9 @@ def test_a_mirror_that_is_late_fills_later(
     with pytest.raises(Gone) as gone:
         client.open_namespace(FINGERPRINT, timeout=0.01)
     assert gone.value.code == Code.TIMEOUT
-    assert lookups(client, A, B) == [RETRY, RETRY]
+    assert answers(client, A, B) == [RETRY, RETRY]
     fake_daemon.send_to_client(wire.Snapshot(1, 1, False, (), True))
-    assert lookups(client, A, B) == [HIT, MISS]
+    assert answers(client, A, B) == [HIT, MISS]
 
 
 def test_a_daemon_that_disconnects_before_the_mirror_is_complete(
@@ -292,79 +274,6 @@ def test_host_bytes_in_a_namespace_is_refused(
     assert fake_daemon.received == []
 
 
-# Resets
-
-
-def test_a_reset_returns_once_it_is_done(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
-) -> None:
-    client_in_namespace.reset()
-    assert lookups(client_in_namespace, A, B) == [MISS, MISS]
-    fake_daemon.store(C)
-    assert lookups(client_in_namespace, A, C) == [MISS, HIT]
-
-
-def test_a_reset_that_is_late_holds_here_at_once(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
-) -> None:
-    fake_daemon.slow = True
-    with pytest.raises(Gone) as gone:
-        client_in_namespace.reset(timeout=0.01)
-    assert gone.value.code == Code.TIMEOUT
-    client_in_namespace.reset_async()
-    fake_daemon.store(C)
-    assert lookups(client_in_namespace, A, C) == [MISS, MISS]
-    fake_daemon.finish_resets()
-    fake_daemon.store(B)
-    assert lookups(client_in_namespace, A, B, C) == [MISS, HIT, MISS]
-
-
-def test_between_two_resets_everything_is_absent(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
-) -> None:
-    fake_daemon.slow = True
-    client_in_namespace.reset_async()
-    client_in_namespace.reset_async()
-    first = fake_daemon.received_of(wire.Reset)[0].request_id
-    fake_daemon.send_to_client(wire.Done(first))
-    fake_daemon.store(C)
-    assert client_in_namespace.lookup(C) is MISS
-    assert client_in_namespace.get_finished() == []
-
-
-def test_a_refused_reset_changes_nothing(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
-) -> None:
-    fake_daemon.refusal = ErrorInfo(Code.FORBIDDEN, "not now")
-    with pytest.raises(Refused, match="not now"):
-        client_in_namespace.reset()
-    assert lookups(client_in_namespace, A, B, C) == [HIT, PENDING, MISS]
-
-
-def test_a_refused_reset_async_is_raised_by_the_next_poll(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
-) -> None:
-    fake_daemon.refusal = ErrorInfo(Code.FORBIDDEN, "not now")
-    client_in_namespace.reset_async()
-    with pytest.raises(Refused, match="not now"):
-        client_in_namespace.get_finished()
-    assert client_in_namespace.lookup(A) is MISS
-
-
-def test_a_mirror_made_during_a_reset_knows_of_it(
-    fake_daemon: FakeDaemon, client: OffloadClient
-) -> None:
-    fake_daemon.store(A)
-    fake_daemon.slow = True
-    client.open_namespace(FINGERPRINT, mirror=False)
-    client.reset_async()
-    client.open_namespace(FINGERPRINT)
-    assert client.lookup(A) is MISS
-    fake_daemon.finish_resets()
-    fake_daemon.store(B)
-    assert lookups(client, A, B) == [MISS, HIT]
-
-
 # Without the daemon
 
 
@@ -377,7 +286,7 @@ def test_without_a_daemon_lookups_miss_and_pins_do_not_fail(
         fake_daemon.disconnected = True
     else:
         fake_daemon.send_to_client(wire.Goodbye("stopping"))
-    assert lookups(client_in_namespace, A, B, C) == [MISS, MISS, MISS]
+    assert answers(client_in_namespace, A, B, C) == [MISS, MISS, MISS]
     assert isinstance(client_in_namespace.gone, Gone)
     fake_daemon.received.clear()
     client_in_namespace.pin([B])
@@ -405,12 +314,12 @@ def test_messages_after_the_end_change_nothing(
     fake_daemon.finish_resets()
     fake_daemon.store(C)
     assert client_in_namespace.get_finished() == []
-    assert lookups(client_in_namespace, A, C) == [MISS, MISS]
+    assert answers(client_in_namespace, A, C) == [MISS, MISS]
 
 
 def test_lookups_of_a_closed_client_miss(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
     client_in_namespace.close()
-    assert lookups(client_in_namespace, A) == [MISS]
+    assert answers(client_in_namespace, A) == [MISS]
     assert fake_daemon.closed

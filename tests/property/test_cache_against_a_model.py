@@ -1,508 +1,15 @@
-"""The cache against semantics.md in its plainest words: lists, loops, and one key at a time.
-
-A world is a cache and the model of it, which predicts every answer: who is stored, who goes, what
-is counted, which blocks may be handed out. Its policies are lists, searched from the cold end.
-"""
+"""The cache against a plain model of it, with every policy: each answer is the model's."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.daemon.core.cache.cache import Cache
-from kvferry.daemon.core.cache.events import CacheEvent
-from kvferry.daemon.core.cache.jobs import Pins, Reservation
-from kvferry.proto.errors import Code, Refused
-from kvferry.proto.keys import EventKind, Lookup
-
-PROFILE = settings(max_examples=300)
-PENDING, READY = "pending", "ready"
-
-
-# The model
-
-
-class PlainLRU:
-    def __init__(self, capacity: int) -> None:
-        self.keys: list[bytes] = []
-        """Least recent first."""
-
-    def order(self) -> list[bytes]:
-        return self.keys
-
-    def admit(self, keys: list[bytes], room: int, may_go: Callable[[bytes], bool]) -> list[bytes]:
-        victims = [key for key in self.keys if may_go(key)][: max(0, len(keys) - room)]
-        self.keys = [key for key in self.keys if key not in victims] + keys[::-1]
-        return victims
-
-    def touch(self, keys: list[bytes], pending: set[bytes]) -> None:
-        for key in reversed(keys):
-            if key in self.keys:
-                self.keys.remove(key)
-                self.keys.append(key)
-
-    def forget(self, key: bytes) -> None:
-        self.keys.remove(key)
-
-
-class PlainARC:
-    """Names as in the paper: T1 and T2 are in the cache, B1 and B2 are ghosts."""
-
-    def __init__(self, capacity: int) -> None:
-        self.c, self.p = capacity, 0.0
-        self.t1, self.t2, self.b1, self.b2 = (list[bytes]() for _ in range(4))
-
-    def order(self) -> list[bytes]:
-        return self.t1 + self.t2
-
-    def admit(self, keys: list[bytes], room: int, may_go: Callable[[bytes], bool]) -> list[bytes]:
-        victims = []
-        for number, key in enumerate(reversed(keys)):
-            in_b1, in_b2 = key in self.b1, key in self.b2
-            self.learn(key)
-            if number >= room:
-                victims.append(self.replace(in_b2, lambda k: may_go(k) and k not in keys))
-            (self.t2 if in_b1 or in_b2 else self.t1).append(key)
-        for ghosts in (self.b1, self.b2):
-            del ghosts[: -self.c]
-        return victims
-
-    def learn(self, key: bytes) -> None:
-        if key in self.b1:
-            self.p = min(self.c, self.p + max(len(self.b2) / len(self.b1), 1))
-            self.b1.remove(key)
-        if key in self.b2:
-            self.p = max(0, self.p - max(len(self.b1) / len(self.b2), 1))
-            self.b2.remove(key)
-
-    def replace(self, in_b2: bool, may_go: Callable[[bytes], bool] = lambda key: True) -> bytes:
-        first, other = (self.t1, self.b1), (self.t2, self.b2)
-        if not (self.t1 and (len(self.t1) > self.p or (in_b2 and len(self.t1) == self.p))):
-            first, other = other, first
-        for keys, ghosts in (first, other):
-            for key in keys:
-                if may_go(key):
-                    keys.remove(key)
-                    ghosts.append(key)
-                    return key
-        raise AssertionError("nobody may go")
-
-    def touch(self, keys: list[bytes], pending: set[bytes]) -> None:
-        for key in reversed(keys):
-            home = self.t1 if key in self.t1 else self.t2
-            if key in home:
-                home.remove(key)
-                (self.t1 if home is self.t1 and key in pending else self.t2).append(key)
-
-    def forget(self, key: bytes) -> None:
-        (self.t1 if key in self.t1 else self.t2).remove(key)
-
-
-class PlainS3FIFO:
-    """Two queues, oldest first, and the uses of each key."""
-
-    def __init__(self, capacity: int) -> None:
-        self.c, self.bound = capacity, max(1, capacity // 2)
-        self.small, self.main, self.ghosts = (list[bytes]() for _ in range(3))
-        self.uses: dict[bytes, int] = {}
-
-    def order(self) -> list[bytes]:
-        return self.small + self.main
-
-    def admit(self, keys: list[bytes], room: int, may_go: Callable[[bytes], bool]) -> list[bytes]:
-        victims = []
-        returning = [key for key in keys if key in self.ghosts]
-        self.ghosts = [key for key in self.ghosts if key not in returning]
-        to_small, to_main = list[bytes](), list[bytes]()
-        for number, key in enumerate(reversed(keys)):
-            if number >= room:
-                victims.append(self.evict(may_go, len(to_small), len(to_main)))
-            (to_main if key in returning else to_small).append(key)
-        self.small += to_small
-        self.main += to_main
-        self.uses |= dict.fromkeys(keys, 0)
-        del self.ghosts[: -self.c]
-        return victims
-
-    def evict(self, may_go: Callable[[bytes], bool], more_small: int, more_main: int) -> bytes:
-        while True:
-            queues = [self.main, self.small]
-            if len(self.small) + more_small >= self.bound or not len(self.main) + more_main:
-                queues.reverse()
-            key, queue = next((k, queue) for queue in queues for k in queue if may_go(k))
-            queue.remove(key)
-            if not self.uses[key]:
-                if queue is self.small:
-                    self.ghosts.append(key)
-                return key
-            self.uses[key] = 0 if queue is self.small else self.uses[key] - 1
-            self.main.append(key)
-
-    def touch(self, keys: list[bytes], pending: set[bytes]) -> None:
-        for key in {*self.order()} & set(keys) - pending:
-            self.uses[key] = min(3, self.uses[key] + 1)
-
-    def forget(self, key: bytes) -> None:
-        (self.small if key in self.small else self.main).remove(key)
-
-
-PLAIN: dict[str, Callable[[int], PlainLRU | PlainARC | PlainS3FIFO]] = {
-    "lru": PlainLRU,
-    "arc": PlainARC,
-    "s3fifo": PlainS3FIFO,
-}
-
-
-class ModelCacheJob(NamedTuple):
-    handle: Reservation | Pins
-    epoch: int
-    """How many resets there were before it."""
-
-
-class TierJob:
-    """Blocks that a tier writes into (a promotion: `tier` is None) or reads (a write)."""
-
-    def __init__(self, tier: int | None, keys: list[bytes], blocks: Any, epoch: int) -> None:
-        self.tier, self.keys, self.blocks, self.epoch = tier, keys, blocks, epoch
-        self.promotes = tier is None
-        self.holds: dict[bytes, int] = dict(zip(keys, blocks.tolist(), strict=True))
-        # Of a promotion: whether it ended, and only its release is missing.
-        self.ended = False
-
-
-class CacheModel:
-    def __init__(self, policy: str, capacity: int, threshold: int) -> None:
-        self.policy_name, self.capacity, self.threshold = policy, capacity, threshold
-        self.epoch = 0
-        self.start()
-
-    def start(self) -> None:
-        """A daemon starts."""
-        self.cache = Cache(self.capacity, self.policy_name, self.threshold, (1, 1))
-        self.cache.events.recording = True
-        self.policy = PLAIN[self.policy_name](self.capacity)
-        self.state: dict[bytes, str] = {}
-        self.where: dict[bytes, int] = {}
-        self.parts: dict[bytes, tuple[int, int]] = {}
-        """Of ready keys that are stored in part."""
-        self.unverified: set[bytes] = set()
-        """Ready keys that a daemon before this one stored."""
-        self.jobs: list[ModelCacheJob] = []
-        self.ended: list[ModelCacheJob] = []
-        self.tier_jobs: list[TierJob] = []
-        # Of each tier the keys whose blocks are in it, or are being written.
-        self.in_tier: list[set[bytes]] = [set(), set()]
-        self.offers: Counter[bytes] = Counter()
-        self.counts: Counter[str] = Counter()
-        self.mirror: dict[bytes, str] = {}
-
-    # What the model knows
-
-    def keys_that_are(self, state: str) -> set[bytes]:
-        return {key for key, s in self.state.items() if s == state}
-
-    def hits(self) -> set[bytes]:
-        return self.keys_that_are(READY) - self.parts.keys() - self.unverified
-
-    def told_pending(self) -> set[bytes]:
-        return self.keys_that_are(PENDING) | (self.unverified - self.parts.keys())
-
-    def forget(self, key: bytes) -> None:
-        """A key is absent."""
-        del self.state[key], self.where[key]
-        self.parts.pop(key, None)
-        self.unverified.discard(key)
-        for keys in self.in_tier:
-            keys.discard(key)
-
-    def stored_again(self, key: bytes, parts: dict[bytes, tuple[int, int]]) -> bool:
-        if self.state.get(key) != READY or key in self.pinned():
-            return False
-        whole = (0, 4)
-        new, old = (set(range(*p.get(key, whole))) for p in (parts, self.parts))
-        return key in self.unverified or new > old
-
-    def pinned(self) -> set[bytes]:
-        held = {b for j in self.jobs if isinstance(j.handle, Pins) for b in j.handle.blocks}
-        held |= self.held_by_tiers()
-        held -= {self.where[key] for key in self.keys_that_are(PENDING)}
-        return {key for key, block in self.where.items() if block in held}
-
-    def orphaned(self) -> set[int]:
-        held = {b for j in self.jobs for b in j.handle.blocks} | self.held_by_tiers()
-        return held - set(self.where.values())
-
-    def held_by_tiers(self) -> set[int]:
-        return {block for job in self.tier_jobs for block in job.holds.values()}
-
-    def free(self) -> int:
-        return self.capacity - len(self.where) - len(self.orphaned())
-
-    # Steps
-
-    def offer(
-        self, keys: list[bytes], parts: dict[bytes, tuple[int, int]], keep: list[bytes]
-    ) -> None:
-        replaced = {key for key in keys if self.stored_again(key, parts)}
-        known = self.state.keys() - replaced
-        absent = [key for key in dict.fromkeys(keys) if key not in known]
-        self.offers.update(absent)
-        wanted = [key for key in absent if self.offers[key] >= self.threshold]
-        replaced &= set(wanted)
-        self.counts["stores_skipped"] += len(absent) - len(wanted)
-        movable = self.keys_that_are(READY) - self.pinned() - {*keys, *keep}
-        free, taken = self.free() + len(replaced), {*self.where.values(), *self.orphaned()}
-        answer = self.cache.prepare_store(keys, parts, keep)
-        if len(wanted) > free + len(movable) and wanted:
-            assert answer is None
-            self.counts["stores_skipped"] += len(wanted)
-            return
-        assert answer is not None
-        assert list(answer.keys) == wanted
-        assert answer.parts == {key: parts[key] for key in wanted if key in parts}
-        taken -= {self.where[key] for key in replaced}
-        for key in replaced:
-            self.policy.forget(key)
-            self.forget(key)
-        expected = self.policy.admit(wanted, free, lambda key: key in movable) if wanted else []
-        assert list(answer.evicted) == expected
-        assert len(set(answer.blocks)) == len(wanted)
-        assert set(answer.blocks) <= set(range(self.capacity))
-        assert not set(answer.blocks) & (taken - {self.where[key] for key in expected})
-        for key in expected:
-            self.forget(key)
-        self.counts["evictions"] += len(expected)
-        self.state.update(dict.fromkeys(wanted, PENDING))
-        self.where.update(zip(answer.keys, answer.blocks, strict=True))
-        self.jobs.append(ModelCacheJob(answer, self.epoch))
-
-    def ending(self, kind: type, which: int) -> Any:
-        """A job of this kind, off the books; None where there is none."""
-        jobs = [job for job in self.jobs if isinstance(job.handle, kind)]
-        if not jobs:
-            return None
-        job = jobs[which % len(jobs)]
-        self.jobs.remove(job)
-        self.ended.append(job)
-        return job
-
-    def end_store(self, which: int, success: bool) -> None:
-        job = self.ending(Reservation, which)
-        if job is None:
-            return
-        self.cache.complete_store(job.handle, success)
-        if job.epoch < self.epoch:
-            return
-        if success:
-            self.state.update(dict.fromkeys(job.handle.keys, READY))
-            self.parts.update(job.handle.parts)
-            self.counts["stored"] += len(job.handle.keys)
-        else:
-            for key in job.handle.keys:
-                self.policy.forget(key)
-                self.forget(key)
-
-    def promote(self, keys: list[bytes]) -> None:
-        absent = [key for key in dict.fromkeys(keys) if key not in self.state]
-        movable = self.keys_that_are(READY) - self.pinned() - {*keys}
-        free, taken = self.free(), {*self.where.values(), *self.orphaned()}
-        fitting = absent[: free + len(movable)]
-        blocks = self.cache.tier_access.prepare_promotion(absent, keys)
-        assert blocks.size == len(fitting)
-        if not fitting:
-            return
-        evicted = self.policy.admit(fitting, free, lambda key: key in movable)
-        assert not set(blocks.tolist()) & (taken - {self.where[key] for key in evicted})
-        for key in evicted:
-            self.forget(key)
-        self.counts["evictions"] += len(evicted)
-        self.state.update(dict.fromkeys(fitting, PENDING))
-        self.where.update(zip(fitting, blocks.tolist(), strict=True))
-        self.tier_jobs.append(TierJob(None, fitting, blocks, self.epoch))
-
-    def end_promotion(self, which: int, success: bool) -> None:
-        """The keys need not be written into one of the two tiers."""
-        jobs = [job for job in self.tier_jobs if job.promotes and not job.ended]
-        if not jobs:
-            return
-        job = jobs[which % len(jobs)]
-        job.ended = True
-        ok = np.array([success or place == which for place in range(len(job.keys))])
-        written_in = [which % 2]
-        stored = self.cache.tier_access.end_promotion(job.keys, job.blocks, ok, written_in)
-        today = job.epoch == self.epoch
-        assert stored.tolist() == [today and done for done in ok.tolist()]
-        for key, done in zip(job.keys, ok.tolist(), strict=True) if today else ():
-            if done:
-                self.state[key] = READY
-                self.in_tier[which % 2].add(key)
-            else:
-                self.policy.forget(key)
-                self.forget(key)
-
-    def release_promotion(self, which: int) -> None:
-        jobs = [job for job in self.tier_jobs if job.ended]
-        if jobs:
-            job = jobs[which % len(jobs)]
-            self.tier_jobs.remove(job)
-            self.cache.tier_access.release_promotion(job.blocks)
-
-    def take_writes(self, limit: int) -> None:
-        tier = limit % 2
-        writing = sum(len(job.keys) for job in self.tier_jobs if job.tier == tier)
-        room = min(limit, max(1, self.capacity // 4) - writing)
-        wanted = [key for key in self.policy.order() if key in self.hits() - self.in_tier[tier]]
-        self.cache.tier_access.mark_committed(self.cache.entries())
-        keys, blocks = self.cache.tier_access.take_writes(tier, limit, 1.0)
-        assert keys == wanted[: max(0, room)]
-        assert blocks.tolist() == [self.where[key] for key in keys]
-        if keys:
-            self.in_tier[tier].update(keys)
-            self.tier_jobs.append(TierJob(tier, keys, blocks, self.epoch))
-
-    def end_writes(self, which: int, success: bool) -> None:
-        jobs = [job for job in self.tier_jobs if not job.promotes]
-        if not jobs:
-            return
-        job = jobs[which % len(jobs)]
-        self.tier_jobs.remove(job)
-        done = np.array([success or place == which for place in range(len(job.keys))])
-        assert job.tier is not None
-        self.cache.tier_access.end_writes(job.tier, job.blocks, done)
-        for (key, block), one in zip(job.holds.items(), done.tolist(), strict=True):
-            if not one and job.epoch == self.epoch and self.where.get(key) == block:
-                self.in_tier[job.tier].discard(key)
-
-    def pin(self, keys: list[bytes]) -> None:
-        loadable = self.keys_that_are(READY) - self.unverified
-        missing = [key for key in keys if key not in loadable]
-        if missing:
-            with pytest.raises(Refused) as caught:
-                self.cache.prepare_load(keys)
-            assert caught.value.code == Code.KEY_ABSENT
-            assert caught.value.value == missing[0].hex()
-            return
-        pins = self.cache.prepare_load(keys)
-        assert list(pins.blocks) == [self.where[key] for key in keys]
-        self.jobs.append(ModelCacheJob(pins, self.epoch))
-
-    def unpin(self, which: int) -> None:
-        if job := self.ending(Pins, which):
-            self.cache.complete_load(job.handle)
-
-    def discard(self, keys: list[bytes]) -> None:
-        """Bytes were lost, also of keys that are in other blocks by now."""
-        self.cache.discard_keys([(key, self.where.get(key, 0)) for key in keys])
-        self.cache.discard_keys([(key, self.where.get(key, 0) + 1) for key in keys])
-        for key in set(keys) & self.keys_that_are(READY):
-            self.policy.forget(key)
-            self.forget(key)
-
-    def verify(self, keys: list[bytes]) -> None:
-        """Checksums agree, also of keys that are in other blocks by now."""
-        self.cache.mark_verified([(key, self.where.get(key, 0) + 1) for key in keys])
-        self.cache.mark_verified([(key, self.where.get(key, 0)) for key in keys])
-        self.unverified -= set(keys)
-
-    def end_again(self, which: int, success: bool) -> None:
-        if not self.ended:
-            return
-        match self.ended[which % len(self.ended)].handle:
-            case Reservation() as reservation:
-                self.cache.complete_store(reservation, success)
-            case pins:
-                with pytest.raises(Refused) as caught:
-                    self.cache.complete_load(pins)
-                assert caught.value.code == Code.NOT_PINNED
-
-    def lookup(self, keys: list[bytes]) -> None:
-        for key in keys:
-            expected = Lookup.HIT if key in self.hits() else Lookup.MISS
-            expected = Lookup.HIT_PENDING if key in self.told_pending() else expected
-            assert self.cache.lookup(key) is expected
-            self.counts[{Lookup.HIT: "hits", Lookup.MISS: "misses"}.get(expected, "")] += 1
-
-    def touch(self, keys: list[bytes]) -> None:
-        self.cache.touch(keys)
-        self.policy.touch(keys, self.keys_that_are(PENDING))
-
-    def reset(self) -> None:
-        self.cache.reset()
-        self.epoch += 1
-        self.policy = PLAIN[self.policy_name](self.capacity)
-        self.state, self.where = {}, {}
-        self.in_tier = [set(), set()]
-        self.parts, self.unverified = {}, set()
-        self.offers.clear()
-
-    def restart(self) -> None:
-        """What was ready is found by the next daemon; who had work under way is away."""
-        entries, parts = self.cache.entries(), self.parts
-        self.start()
-        self.cache.restore_keys(entries, parts)
-        self.policy.admit([key for key, _ in reversed(entries)], self.capacity, lambda key: False)
-        self.state = {key: READY for key, _ in entries}
-        self.where = dict(entries)
-        self.parts, self.unverified = parts, set(self.where)
-        self.mirror = dict.fromkeys(self.told_pending(), PENDING)
-
-    # Checks
-
-    def replay(self, events: Iterable[CacheEvent]) -> None:
-        for event in events:
-            gone = [self.mirror.pop(key, None) for key in event.keys]
-            match event.kind:
-                case EventKind.PENDING:
-                    assert set(gone) == {None}
-                    self.mirror.update(dict.fromkeys(event.keys, PENDING))
-                case EventKind.STORED:
-                    assert set(gone) == {PENDING}
-                    self.mirror.update(dict.fromkeys(event.keys, READY))
-                case EventKind.REMOVED:
-                    assert set(gone) == {READY}
-                case EventKind.ABANDONED:
-                    assert set(gone) == {PENDING}
-                case EventKind.CLEARED:
-                    assert event.keys == ()
-                    self.mirror.clear()
-
-    def drain(self) -> None:
-        self.replay(self.cache.events.take())
-        assert self.cache.events.take() == []
-        told = dict.fromkeys(self.hits(), READY) | dict.fromkeys(self.told_pending(), PENDING)
-        assert self.mirror == told
-
-    def check(self) -> None:
-        self.cache.check_integrity()
-        ready, pending = self.keys_that_are(READY), self.keys_that_are(PENDING)
-        assert sorted(self.cache.ready_keys()) == sorted(self.hits())
-        assert sorted(self.cache.pending_keys()) == sorted(self.told_pending())
-        assert {key: self.cache.stored_part(key) for key in self.parts} == self.parts
-        assert self.cache.has_parts == bool(self.parts)
-        where = np.array([self.where[key] for key in sorted(ready)], np.int64)
-        for tier, its in enumerate(self.in_tier):
-            is_missing = self.cache._blocks.marks.are_missing(where, tier).tolist()
-            assert is_missing == [key not in its for key in sorted(ready)]
-        order = [key for key in self.policy.order() if key in ready]
-        assert self.cache.entries() == [(key, self.where[key]) for key in order]
-        usage = self.cache.usage
-        assert (usage.free, usage.pending) == (self.free(), len(pending))
-        assert (usage.ready, usage.unverified) == (
-            len(ready - self.unverified),
-            len(self.unverified),
-        )
-        assert (usage.pinned, usage.orphaned) == (len(self.pinned()), len(self.orphaned()))
-        for name in ("hits", "misses", "stores_skipped", "stored", "evictions"):
-            assert getattr(usage, name) == self.counts[name], name
-
-
-# What may happen
+from support.cache_model import READY, CacheModel
+from support.plain_policies import PLAIN
 
 KEYS = st.sampled_from([bytes([letter]) for letter in b"abcdefghij"])
 OFTEN = ["offer", "store", "store", "store", "store", "store", "touch", "touch", "pin", "unpin"]
@@ -526,7 +33,7 @@ STEPS = st.lists(
 
 
 def take(
-    world: CacheModel,
+    model: CacheModel,
     name: str,
     keys: list[bytes],
     which: int,
@@ -536,37 +43,37 @@ def take(
     """One step. `which`: of the jobs under way, or of the ready keys."""
     match name:
         case "touch" | "lookup" | "discard" | "verify":
-            getattr(world, name)(keys)
+            getattr(model, name)(keys)
         case "offer":
-            world.offer(keys, parts, keep=list(parts))
+            model.offer(keys, parts, keep=list(parts))
         case "store":
-            world.offer(keys, {k: p for k, p in parts.items() if success}, keep=[])
-            world.end_store(-1, success=True)
+            model.offer(keys, {k: p for k, p in parts.items() if success}, keep=[])
+            model.end_store(-1, success=True)
         case "pin":
-            ready = sorted(world.keys_that_are(READY))
-            world.pin(ready[which : which + 2] + ready[which : which + 1] if success else keys)
+            ready = sorted(model.keys_that_are(READY))
+            model.pin(ready[which : which + 2] + ready[which : which + 1] if success else keys)
         case "end_store" | "end_again":
-            getattr(world, name)(which, success)
+            getattr(model, name)(which, success)
         case "promote":
-            world.promote(keys)
+            model.promote(keys)
         case "end_promotion" | "end_writes":
-            getattr(world, name)(which, success)
+            getattr(model, name)(which, success)
         case "unpin" | "release_promotion" | "take_writes":
-            getattr(world, name)(which)
+            getattr(model, name)(which)
         case _:
-            getattr(world, name)()
+            getattr(model, name)()
 
 
 @pytest.mark.parametrize("policy", PLAIN)
-@settings(PROFILE, max_examples=300)
+@settings(max_examples=300)
 @given(st.integers(1, 6), st.sampled_from([1, 1, 1, 2]), st.booleans(), STEPS)
 def test_every_answer_is_what_the_model_says(
     policy: str, capacity: int, threshold: int, patient: bool, steps: list[Step]
 ) -> None:
-    world = CacheModel(policy, capacity, threshold)
+    model = CacheModel(policy, capacity, threshold)
     for step in steps:
-        take(world, *step)
-        world.check()
+        take(model, *step)
+        model.check()
         if not patient:
-            world.drain()
-    world.drain()
+            model.drain()
+    model.drain()

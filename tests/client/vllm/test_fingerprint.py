@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,69 +13,25 @@ import pytest
 from kvferry.client import Fingerprint
 from kvferry.client.validation import check_fields
 from kvferry.client.vllm.engine_config import BlockSizes
-from kvferry.client.vllm.fingerprint import ENVIRONMENT, read_fingerprint
+from kvferry.client.vllm.fingerprint import ENVIRONMENT
 from kvferry.proto.messages import OpenNamespace
-from support.vllm_stand_ins import vllm_config
-
-TWO_MIB = 2 << 20
-BLOCKS = BlockSizes((16,), 16, 1)
-BF16 = SimpleNamespace(dtype="torch.bfloat16", kv_quant_mode=0)
-FP8 = SimpleNamespace(dtype="torch.uint8", kv_quant_mode=1)
-SPARSE = SimpleNamespace(dtype="torch.uint8", cache_dtype_str="fp8_ds_mla", kv_quant_mode=1)
-NVFP4 = SimpleNamespace(dtype="torch.uint8", kv_quant_mode=5)
+from support.fingerprint_helpers import (
+    BF16,
+    BLOCKS,
+    FP8,
+    NVFP4,
+    SPARSE,
+    TWO_MIB,
+    caches,
+    nothing,
+    one_buffer,
+    read,
+)
 
 
 @pytest.fixture(autouse=True)
 def seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-
-
-def caches(*specs: Any, num_blocks: int = 10, stride: int = 0, **fields: Any) -> Any:
-    """A KVCacheConfig of vLLM before 0.29: a tensor per layer, or packed ones with a stride."""
-    tensors = [
-        SimpleNamespace(size=TWO_MIB // 2 * num_blocks, shared_by=[], block_stride=stride)
-        for _ in range(2)
-    ]
-    groups = [
-        SimpleNamespace(layer_names=["a", "b"], kv_cache_spec=spec) for spec in specs or (BF16,)
-    ]
-    return SimpleNamespace(
-        num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups, **fields
-    )
-
-
-def one_buffer(layout: str, num_blocks: int = 10, page: int = 4096, offset: int = 0) -> Any:
-    """A KVCacheConfig of vLLM 0.29 and newer: all layers in one buffer."""
-    block_outermost = layout.startswith("B")
-    tensor = SimpleNamespace(
-        size=2 * page * num_blocks,
-        layers=["a", "b"],
-        layer_stride=page if block_outermost else page * num_blocks,
-        block_stride=2 * page if block_outermost else page,
-        offset=offset,
-    )
-    groups = [SimpleNamespace(layer_names=["a", "b"], kv_cache_spec=BF16)]
-    return SimpleNamespace(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[tensor],
-        kv_cache_groups=groups,
-        kv_cache_layout=layout,
-    )
-
-
-def nothing(config: Any) -> None:
-    pass
-
-
-def read(
-    kv_cache_config: Any = None,
-    blocks: BlockSizes = BLOCKS,
-    change: Callable[[Any], None] = nothing,
-    **extra: Any,
-) -> Fingerprint:
-    config = vllm_config("engine", extra)
-    change(config)
-    return read_fingerprint(config, kv_cache_config or caches(), blocks)
 
 
 # Blocks, pages and layouts
@@ -274,87 +229,6 @@ def test_how_context_parallel_ranks_interleave_tokens_is_in_the_fingerprint() ->
     kinds = [context(), context(cp=16), context(dcp=16, cp=32), context(size=4)]
     assert len({fingerprint.name for fingerprint in kinds}) == len(kinds)
     assert context(cp=16, size=1) == context(size=1) == read()
-
-
-# Seeds of block hashes
-
-
-def engines(count: int = 2) -> list[Fingerprint]:
-    return [
-        read_fingerprint(vllm_config(f"engine {number}", {}), caches(), BLOCKS)
-        for number in range(count)
-    ]
-
-
-def test_engines_of_another_id_share() -> None:
-    one, other = engines()
-    assert one == other
-
-
-@pytest.fixture
-def hashing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """hashing(seeds): vLLM resolves these seeds, in turn; None is a vLLM that resolves none."""
-
-    def install(seeds: list[str] | None) -> None:
-        functions, utils = ModuleType("vllm.utils.hashing"), ModuleType("kv_cache_utils")
-        vars(functions)["get_hash_fn_by_name"] = lambda name: lambda data: bytes(32)
-        if seeds is not None:
-            vars(utils)["resolve_none_hash_seed"] = lambda function: seeds.pop(0)
-        for name in ("vllm", "vllm.utils", "vllm.v1", "vllm.v1.core"):
-            monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        monkeypatch.setitem(sys.modules, "vllm.utils.hashing", functions)
-        monkeypatch.setitem(sys.modules, "vllm.v1.core.kv_cache_utils", utils)
-        monkeypatch.delenv("PYTHONHASHSEED")
-
-    return install
-
-
-@pytest.mark.parametrize("seeds", [None, ["a", "b", "c", "d"]])
-def test_engines_with_random_seeds_do_not_share_and_are_warned(
-    seeds: list[str] | None, hashing: Callable[..., None], caplog: pytest.LogCaptureFixture
-) -> None:
-    hashing(seeds)
-    one, other = engines()
-    assert one != other
-    assert "PYTHONHASHSEED=0" in caplog.text
-    assert {record.levelno for record in caplog.records} == {logging.WARNING}
-
-
-def test_engines_with_vllms_default_seed_share(
-    hashing: Callable[..., None], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Since 0.29 it is fixed for sha256."""
-    hashing(["fixed"] * 4)
-    one, other = engines()
-    assert one == other
-    assert one.hash_seed == "fixed"
-    assert not caplog.text
-
-
-def test_vllm_takes_an_empty_seed_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "")
-    one, other = engines()
-    assert one == other
-
-
-@pytest.mark.parametrize(("algorithm", "size"), [("sha256", 36), ("xxhash_cbor", 20)])
-def test_keys_are_as_long_as_the_hash_and_a_group(algorithm: str, size: int) -> None:
-    def change(config: Any) -> None:
-        config.cache_config.prefix_caching_hash_algo = algorithm
-
-    assert read(change=change).key_bytes == size
-
-
-def test_vllms_own_functions_resolve_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
-    monkeypatch.delenv("PYTHONHASHSEED")
-    default = getattr(utils, "DEFAULT_NONE_HASH_SEED", "of engine engine")
-    assert read().hash_seed == default
-
-    def xxhash(config: Any) -> None:
-        config.cache_config.prefix_caching_hash_algo = "xxhash"
-
-    assert read(change=xxhash).hash_seed == "of engine engine"
 
 
 # The model

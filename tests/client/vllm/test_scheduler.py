@@ -1,15 +1,12 @@
-"""The scheduler's side, without vLLM: over a fake daemon, and over a real one."""
+"""The scheduler's side over a fake daemon, without vLLM."""
 
 from __future__ import annotations
 
 import logging
-import mmap
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,29 +14,17 @@ from kvferry.client import Code
 from kvferry.client.vllm.scheduler import (
     MAX_LOADS,
     KeysSpec,
-    LookupCodes,
     SchedulerSide,
     StoreOutput,
 )
-from kvferry.client.vllm.worker import WorkerSide
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import ErrorInfo, Refused
 from kvferry.proto.keys import EventKind
-from kvferry.testing.plugin import StartKvferryd
-from support.pool_files import pool_files
-from support.vllm_stand_ins import engine_config_at, finished, gpu_blocks, kv_caches, request
+from support.vllm_stand_ins import engine_config_at, request
 
 if TYPE_CHECKING:
     from client.conftest import FakeDaemon
-
-A, B, C, D = b"a" * 8, b"b" * 8, b"c" * 8, b"d" * 8
-LOOKUP_CODES = LookupCodes("hit", "miss", "pending", "retry")
-Open: TypeAlias = Callable[..., SchedulerSide]
-
-
-def open_side(daemon: Any, **options: Any) -> SchedulerSide:
-    events = options.pop("events", False)
-    return SchedulerSide(engine_config_at(daemon.directory, **options), LOOKUP_CODES, events=events)
+from support.scheduler_helpers import LOOKUP_CODES, A, B, C, D, answers, open_side, until
 
 
 @pytest.fixture
@@ -50,11 +35,6 @@ def side(fake_daemon: FakeDaemon) -> SchedulerSide:
     opened = open_side(fake_daemon)
     fake_daemon.received.clear()
     return opened
-
-
-def answers(side: SchedulerSide, *keys: bytes, name: str = "request") -> list[str]:
-    side.begin_lookups(name)
-    return [side.lookup(key, request(name)) for key in keys]
 
 
 # Lookups
@@ -339,108 +319,3 @@ def test_what_a_daemon_says_to_nobodys_question_ends_the_connection_only(
         side.on_schedule_end()
         fake_daemon.closed = False
     assert answers(side, A) == ["hit"]
-
-
-# A real daemon
-
-
-def test_store_look_up_load_reset(start_kvferryd: StartKvferryd) -> None:
-    daemon = start_kvferryd()
-    side, worker = (
-        open_side(daemon, events=True),
-        WorkerSide(engine_config_at(daemon.directory), kv_caches()),
-    )
-    output = side.prepare_store([A, B], request())
-    worker.store(1, gpu_blocks(1, 2), output.store_spec)
-    assert finished(worker, 1)[1].success
-    side.complete_store({A, B}, request())
-    until(lambda: answers(side, A, B, C) == ["hit", "hit", "miss"], side)
-    assert [(set(e.keys), e.removed) for e in side.events() or ()] == [({A, B}, False)]
-    worker.load(2, side.prepare_load([A, B], request()), gpu_blocks(3, 4))
-    assert finished(worker, 1)[2].success
-    side.complete_load({A, B}, request())
-    stale = side.prepare_store([C], request())
-    side.reset_cache()
-    assert answers(side, A, B) == ["miss", "miss"]
-    until(lambda: refusal(worker, 3, stale.store_spec) == Code.STALE, side)
-    worker.load(4, KeysSpec((A,)), gpu_blocks(3))
-    assert not finished(worker, 1)[4].success
-    side.shutdown()
-    worker.shutdown()
-
-
-def test_a_daemon_killed_while_loads_are_pending(
-    start_kvferryd: StartKvferryd, tmp_path: Path
-) -> None:
-    daemon = start_kvferryd(runtime_dir=tmp_path / "run")
-    side, worker = open_side(daemon), WorkerSide(engine_config_at(daemon.directory), kv_caches())
-    store(side, worker, 1, A)
-    until(lambda: answers(side, A) == ["hit"], side)
-    daemon.process.send_signal(signal.SIGSTOP)  # what is submitted stays under way
-    spec = side.prepare_load([A], request())
-    worker.load(2, spec, gpu_blocks(3))
-    daemon.kill()
-    assert not finished(worker, 1)[2].success
-    side.complete_load({A}, request())
-    until(lambda: answers(side, A) == ["miss"], side)
-    assert not side.prepare_store([B], request()).keys_to_store
-    side.on_schedule_end()
-    start_kvferryd(runtime_dir=tmp_path / "run")
-    until(lambda: store(side, worker, 3, A), side)
-    until(lambda: answers(side, A) == ["hit"], side)
-    assert not side.has_pending_work()
-    side.shutdown()
-    worker.shutdown()
-
-
-def store(side: SchedulerSide, worker: WorkerSide, job_id: int, key: bytes) -> bool:
-    output = side.prepare_store([key], request())
-    if not output.keys_to_store:
-        return False
-    worker.store(job_id, gpu_blocks(1), output.store_spec)
-    success = finished(worker, 1)[job_id].success
-    side.complete_store({key}, request())
-    return success
-
-
-def refusal(worker: WorkerSide, job_id: int, spec: KeysSpec) -> str:
-    worker.store(job_id, gpu_blocks(5), spec)
-    error = finished(worker, 1)[job_id].error
-    return "" if error is None else error.code
-
-
-def until(condition: Callable[[], bool], side: SchedulerSide) -> None:
-    deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
-        side.on_schedule_end()
-        time.sleep(0.01)
-    assert time.monotonic() < deadline
-
-
-def test_a_block_that_the_scrub_found_corrupt_is_a_miss_and_can_be_stored_anew(
-    start_kvferryd: StartKvferryd,
-) -> None:
-    daemon = start_kvferryd(integrity_scrub_rate="1GiB")
-    caches = kv_caches()
-    (tensor,) = (one.tensor for one in caches.tensors)
-    side, worker = open_side(daemon), WorkerSide(engine_config_at(daemon.directory), caches)
-    tensor[1] = 7
-    assert store(side, worker, 1, A)
-    until(lambda: answers(side, A) == ["hit"], side)
-    first = pool_files(daemon.pid)[0]
-    with first.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-        at = memory.find(bytes([7]) * 64)
-
-        def changed_and_found() -> bool:  # what is not committed yet is not read: it is soon
-            memory[at] = (memory[at] + 1) % 256
-            return answers(side, A) == ["miss"]
-
-        until(changed_and_found, side)
-    until(lambda: answers(side, A) == ["miss"] and not side.has_pending_work(), side)
-    assert store(side, worker, 100, A)
-    until(lambda: answers(side, A) == ["hit"], side)
-    worker.load(101, side.prepare_load([A], request()), gpu_blocks(3))
-    assert finished(worker, 1)[101].success
-    assert (tensor[3] == 7).all()
-    side.shutdown()
-    worker.shutdown()

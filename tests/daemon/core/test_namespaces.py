@@ -1,4 +1,4 @@
-"""Namespaces: opening them, and how long they live."""
+"""Opening namespaces, and their status."""
 
 from __future__ import annotations
 
@@ -6,31 +6,21 @@ import msgspec
 import pytest
 
 from kvferry.daemon.core.actions import (
-    CancelTransfers,
-    CloseSession,
-    MapTensors,
-    PublishKVEvents,
     SendMessage,
     TensorsUnmapped,
-    UnmapTensors,
 )
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code
 from support.namespaces_fixture import (
-    CANCELLED,
-    DONE,
     FINGERPRINT,
-    LAYOUT,
     OTHER,
     PAGE,
     POOL,
     ROOM,
-    WIDE,
     NamespacesFixture,
     each,
-    key_events_of,
     load,
     offsets,
     store,
@@ -319,135 +309,6 @@ def test_another_quota_recreates_a_namespace_without_engines() -> None:
     assert (opened.reattached, opened.num_blocks) == (False, 8)
     assert fixture.usage("blocks", "ready", "free") == (8, 0, 8)
     assert fixture.core.status(101.0).pool.reserved_bytes == 2 * ROOM
-
-
-# Engines come and go
-
-
-def test_pending_stores_of_a_dead_engine_are_abandoned_and_no_others() -> None:
-    fixture = NamespacesFixture("a/worker", "b", "a/scheduler")
-    fixture.stored("a/worker", b"a")
-    fixture.stored("b", b"b")
-    mine, theirs = fixture.start("a/worker", store(b"c")), fixture.start("a/scheduler", store(b"d"))
-    left = fixture.core.close_session("a/worker")
-    assert left == [CloseSession("a/worker"), CancelTransfers(1, (mine.serial,)), UnmapTensors(1)]
-    assert fixture.usage("pending", "ready", "free") == (2, 2, 0)
-    assert fixture.refused("b", store(b"efg")) == Code.CACHE_FULL  # bytes may still arrive there
-    assert key_events_of(fixture.end(mine, CANCELLED), PublishKVEvents) == [("abandoned", b"c")]
-    finished, published = fixture.end(theirs, CANCELLED)
-    assert isinstance(finished, SendMessage)
-    assert isinstance(finished.message, wire.Finished)
-    error = finished.message.results[0].error
-    assert error is not None
-    assert error.code == Code.ENGINE_GONE
-    assert key_events_of([published], PublishKVEvents) == [("abandoned", b"d")]
-    assert fixture.report(TensorsUnmapped(1)) == []
-    assert fixture.usage("pending", "ready", "free") == (0, 2, 2)
-    assert fixture.loadable("b") == b"ab"
-    fixture.stored("b", b"cd")
-    assert fixture.loadable("b") == b"abcd"
-
-
-def test_a_store_that_completed_before_its_engine_died_is_resident() -> None:
-    fixture = NamespacesFixture("a", "b")
-    plan = fixture.start("a", store(b"a"))
-    fixture.core.close_session("a")
-    fixture.end(plan, DONE)
-    fixture.report(TensorsUnmapped(1))
-    assert fixture.loadable("b") == b"a"
-
-
-def test_a_namespace_outlives_its_engines() -> None:
-    fixture = NamespacesFixture("a/worker", "a/scheduler", "b")
-    plan = fixture.stored("a/worker", b"abc")
-    loading = fixture.start("b", load(b"a"))
-    for session in ("a/worker", "a/scheduler", "b"):
-        fixture.core.close_session(session)
-    fixture.end(loading, CANCELLED)
-    fixture.report(TensorsUnmapped(1))
-    fixture.report(TensorsUnmapped(2))
-    assert fixture.usage("engines", "ready", "pinned") == ((), 3, 0)
-    fixture.open_sessions("c")
-    assert fixture.open_namespace("c").reattached
-    fixture.register("c")
-    assert offsets(fixture.start("c", load(b"abc"))) == offsets(plan)
-
-
-@pytest.mark.parametrize("as_namespace", [True, False])
-def test_an_unused_namespace_is_freed_if_its_room_is_needed(as_namespace: bool) -> None:
-    fixture = NamespacesFixture("a", pool_bytes=2 * ROOM)
-    fixture.stored("a", b"abc")
-    fixture.open_sessions("n", "b")
-    if as_namespace:
-        request: wire.ClientMessage = wire.OpenNamespace(1, OTHER, 2 * ROOM)
-    else:
-        request = wire.AllocateKVCaches(1, LAYOUT, 2 * ROOM)
-    assert fixture.error("n", request)[0] == Code.POOL_FULL
-    fixture.core.close_session("a")
-    assert fixture.send("n", request) == []  # its bytes may still be on their way
-    answered = [type(action) for action in fixture.report(TensorsUnmapped(1))]
-    assert answered.count(SendMessage if as_namespace else MapTensors) == 1
-    assert [n.name for n in fixture.namespaces()] == ([OTHER.name] if as_namespace else [])
-    assert fixture.error("b", wire.OpenNamespace(1, FINGERPRINT, ROOM))[0] == Code.POOL_FULL
-    fixture.close_sessions("n")
-    assert not fixture.open_namespace("b").reattached
-    assert fixture.usage("ready", "free") == (0, 4)
-    fixture.register("b")
-    assert fixture.loadable("b") == b""
-
-
-@pytest.mark.parametrize("fingerprint", [OTHER, FINGERPRINT])
-def test_a_freed_namespace_publishes_cleared(
-    fingerprint: proto_status.Fingerprint,
-) -> None:
-    fixture = NamespacesFixture("a", pool_bytes=2 * ROOM)
-    fixture.stored("a", b"abc")
-    fixture.close_sessions("a")
-    fixture.open_sessions("n")
-    actions = fixture.send("n", wire.OpenNamespace(1, fingerprint, 2 * ROOM))
-    (publish,) = (action for action in actions if isinstance(action, PublishKVEvents))
-    assert (publish.namespace, key_events_of([publish], PublishKVEvents)) == (
-        FINGERPRINT.name,
-        [("cleared", b"")],
-    )
-
-
-def test_a_namespace_that_is_opened_again_keeps_its_region() -> None:
-    fixture = NamespacesFixture("a", pool_bytes=ROOM)
-    fixture.stored("a", b"abc")
-    fixture.close_sessions("a")
-    fixture.open_sessions("b", "n")
-    fixture.open_namespace("b")
-    assert fixture.error("n", wire.OpenNamespace(1, OTHER, ROOM))[0] == Code.POOL_FULL
-    fixture.register("b")
-    assert fixture.loadable("b") == b"abc"
-
-
-def test_a_successor_registers_after_its_predecessor_is_unmapped() -> None:
-    fixture = NamespacesFixture("a/old")
-    fixture.stored("a/old", b"a")
-    fixture.open_sessions("a/new")
-    fixture.open_namespace("a/new")
-    fixture.core.close_session("a/old")
-    assert fixture.send("a/new", wire.AllocateKVCaches(1, WIDE)) == []
-    (action,) = fixture.report(TensorsUnmapped(1))
-    assert isinstance(action, SendMessage)
-    assert isinstance(action.message, wire.Error)
-    assert action.message.error.code == Code.NAMESPACE_MISMATCH
-    fixture.register("a/new")
-    assert fixture.loadable("a/new") == b"a"
-
-
-def test_a_namespace_that_is_full_evicts_from_no_other() -> None:
-    fixture = NamespacesFixture("a")
-    fixture.open_sessions("b")
-    fixture.open_namespace("b", OTHER, 2 * PAGE)
-    fixture.register("b")
-    fixture.stored("a", b"abcd")
-    fixture.stored("b", b"ab")
-    assert fixture.refused("b", store(b"cde")) == Code.CACHE_FULL
-    fixture.stored("b", b"cd")
-    assert (fixture.loadable("a"), fixture.loadable("b")) == (b"abcd", b"cd")
 
 
 # Status

@@ -1,4 +1,4 @@
-"""The device worker: failures, unmapping, many transfers at once."""
+"""The device worker: failures and unmapping."""
 
 from __future__ import annotations
 
@@ -10,26 +10,23 @@ import pytest
 
 from kvferry.daemon.core.actions import (
     CancelTransfers,
-    CopyCalibrated,
     Report,
     TensorsMapped,
     TensorsUnmapped,
     TransferCompleted,
     UnmapTensors,
 )
-from kvferry.daemon.engine.base import ChunkBudget, ChunkRequest
+from kvferry.daemon.engine.base import ChunkBudget
 from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.proto.errors import Code, Failed, Refused
 from kvferry.proto.results import Outcome
-from kvferry.proto.specs import Direction
-from kvferry.proto.status import CalibrationPoint, CopyStatus
+from kvferry.proto.status import CopyStatus
 from kvferry.testing.engine import until
 from support.worker_fixture import (
     ERROR,
     LOAD,
     STORE,
     TIMEOUT,
-    UNKNOWN,
     FakeChunk,
     StubEngine,
     TimelineFixture,
@@ -285,205 +282,3 @@ def test_an_unsealed_timeline_is_refused(fixture: WorkerFixture) -> None:
     error = fixture.map(timeline=descriptor).error
     assert error is not None
     assert error.code == Code.NOT_SHAREABLE
-
-
-# Many
-
-
-def test_registrations_take_turns_chunk_by_chunk(fixture: WorkerFixture, stub: StubEngine) -> None:
-    stub.chunk, stub.most = ChunkBudget(64), 1
-    for number in (1, 2, 3):
-        fixture.map(number)
-    fixture.start(STORE, [60], number=3)
-    fixture.settle()  # there is no room until all plans stand behind it
-    plans = [fixture.start(STORE, range(4 - n), number=n) for n in (1, 2, 3)]
-    fixture.settle()
-    geometries = {geometry: number for number, geometry in fixture.geometries.items()}
-    order: list[tuple[int, int]] = []
-    reports: list[Report] = []
-    while stub.in_flight:
-        chunk = stub.in_flight[0]
-        order.append((geometries[chunk.mapping.layout], chunk.blocks[0]))
-        reports += finish(fixture, chunk)
-    assert order[0] == (3, 60)
-    turns = [number for number, _ in order[1:]]
-    assert sorted(turns[:3]) == [1, 2, 3]
-    assert sorted(turns[3:5]) == [1, 2]
-    assert turns[5:] == [1]
-    assert [block for number, block in order if number == 1] == [0, 1, 2]
-    assert sorted(serials(reports)[1:]) == plans
-
-
-def test_a_load_is_submitted_between_two_chunks_of_a_store(
-    fixture: WorkerFixture, stub: StubEngine
-) -> None:
-    """It arrives while the worker submits the first of many chunks of a store."""
-    stub.chunk, stub.most = ChunkBudget(64), 100
-    fixture.map()
-    load: list[int] = []
-
-    def once() -> None:
-        if not load:
-            load.append(fixture.start(LOAD, [40]))
-
-    stub.on_submit = once
-    fixture.start(STORE, range(8))
-    reports = run_out(fixture, stub)
-    order = [chunk.direction for chunk in taken(stub)]
-    assert order == [STORE, LOAD] + [STORE] * 7
-    assert sorted(serials(reports)) == [1, 2]
-
-
-def test_a_load_is_submitted_before_a_store_that_waits_longer(
-    fixture: WorkerFixture, stub: StubEngine
-) -> None:
-    fixture.map()
-    stub.crowded = True
-    fixture.start(STORE, [0])
-    fixture.settle()
-    fixture.start(LOAD, [1])
-    fixture.settle()
-    stub.crowded = False
-    run_out(fixture, stub)
-    assert [chunk.direction for chunk in taken(stub)] == [LOAD, STORE]
-
-
-def test_a_cancel_acts_between_two_chunks(fixture: WorkerFixture, stub: StubEngine) -> None:
-    """It arrives while the first is submitted, and there is room for all."""
-    stub.chunk, stub.most = ChunkBudget(64), 100
-    fixture.map()
-    stub.on_submit = lambda: fixture.worker.post_command(CancelTransfers(1, (1,)))
-    fixture.start(STORE, range(8))
-    assert run_out(fixture, stub) == [cancelled(1)]
-    assert len(taken(stub)) == 1
-
-
-def test_an_end_is_reported_before_the_next_chunk_is_submitted(
-    fixture: WorkerFixture, stub: StubEngine
-) -> None:
-    stub.most = 1
-    fixture.map()
-    first, second = fixture.start(STORE, [0]), fixture.start(STORE, [1])
-    fixture.settle()
-    reported: list[list[Report]] = []
-    stub.on_submit = lambda: reported.append(fixture.batches.get_nowait())
-    stub.in_flight[0].done = True
-    until(lambda: len(reported) == 1, TIMEOUT)
-    assert reported == [[done(first)]]
-    stub.on_submit = lambda: None
-    assert serials(run_out(fixture, stub)) == [second]
-
-
-def test_stores_continue_while_commands_arrive(fixture: WorkerFixture, stub: StubEngine) -> None:
-    """A chunk is submitted in each step of the worker."""
-    stub.chunk, stub.most = ChunkBudget(64), 100
-    fixture.map()
-    stub.on_submit = lambda: fixture.worker.post_command(UnmapTensors(UNKNOWN))
-    store = fixture.start(STORE, range(8))
-    until(lambda: len(stub.in_flight) == 8, TIMEOUT)
-    stub.on_submit = lambda: None
-    assert serials(run_out(fixture, stub)) == [store]
-
-
-def test_chunks_are_submitted_within_the_engines_budget(
-    fixture: WorkerFixture, stub: StubEngine
-) -> None:
-    stub.chunk, stub.most = ChunkBudget(1 << 20, blocks=2), 3
-    fixture.map()
-    plan = fixture.start(STORE, range(10))
-    small = [fixture.start(STORE, [block]) for block in range(20, 24)]
-    fixture.settle()
-    chunks: list[list[int]] = []
-    reports: list[Report] = []
-    while stub.in_flight:
-        assert len(stub.in_flight) == min(3, 9 - len(chunks))
-        chunks.append(stub.in_flight[0].blocks)
-        reports += finish(fixture, stub.in_flight[0])
-    assert chunks == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [20], [21], [22], [23]]
-    assert serials(reports) == [plan, *small]
-
-
-@pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize("large", [False, True])
-def test_room_that_one_direction_leaves_the_other_takes(
-    fixture: WorkerFixture, stub: StubEngine, direction: Direction, large: bool
-) -> None:
-    """Nothing else happens meanwhile that could have it tried again."""
-    if large:
-        fixture.map_large()
-    else:
-        fixture.map()
-    for number, way in enumerate((direction, direction.other)):
-        if large or way is direction:
-            fixture.start(way, [number])
-    fixture.settle()
-    first, *_ = [chunk for chunk in taken(stub) if chunk.direction is direction]
-    stub.crowded = True
-    refused = fixture.start(direction.other, [9])
-    fixture.settle()
-    stub.crowded = False
-    first.done = True
-    assert stub.submitted.get(timeout=TIMEOUT).blocks == [9]
-    assert refused in serials(run_out(fixture, stub))
-
-
-@pytest.mark.parametrize("how", ["cancel", "start"])
-def test_a_transfer_without_room_is_tried_again_after_a_cancel_or_start(
-    fixture: WorkerFixture, stub: StubEngine, how: str
-) -> None:
-    fixture.map()
-    stub.crowded = True
-    first, second = fixture.start(STORE, [0]), fixture.start(STORE, [1])
-    fixture.settle()
-    stub.crowded = False
-    if how == "cancel":
-        fixture.worker.post_command(CancelTransfers(1, (first,)))
-    else:
-        fixture.start(STORE, [2])
-    assert stub.submitted.get(timeout=TIMEOUT).blocks == [int(how == "cancel")]
-    assert second in serials(run_out(fixture, stub))
-
-
-def test_flush_is_called_after_each_round(fixture: WorkerFixture, stub: StubEngine) -> None:
-    stub.chunk, stub.most = ChunkBudget(1 << 20, blocks=2), 2
-    fixture.map()
-    fixture.settle()
-    assert not stub.flushes
-    fixture.start(STORE, range(6))
-    fixture.settle()
-    assert stub.flushes[-1] == (STORE, True)
-    finish(fixture, stub.in_flight[0])
-    assert stub.flushes[-1] == (STORE, False)
-    assert (LOAD, False) not in stub.flushes
-
-
-def test_chunk_requests_state_the_remaining_bytes_and_other_waiting_directions(
-    fixture: WorkerFixture, stub: StubEngine
-) -> None:
-    stub.chunk, stub.most = ChunkBudget(128), 1
-    fixture.map()
-    fixture.start(STORE, range(5))
-    fixture.settle()
-    assert set(stub.requests) == {
-        (STORE, ChunkRequest(0, 5 * 64, False)),
-        (STORE, ChunkRequest(0, 3 * 64, False)),
-    }
-    fixture.start(LOAD, [9])
-    fixture.start(LOAD, [10])
-    fixture.settle()
-    stub.requests.clear()
-    fixture.settle()
-    assert set(stub.requests) == {
-        (LOAD, ChunkRequest(0, 64, True)),
-        (STORE, ChunkRequest(0, 3 * 64, True)),
-    }
-
-
-def test_the_calibration_is_reported_first(
-    stub: StubEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = CopyStatus("auto", CalibrationPoint(1, 1.0, 1.0), (), 1, 1)
-    monkeypatch.setattr(stub, "attach", lambda *_: found)
-    fixture = WorkerFixture(stub)
-    assert fixture.settle() == [CopyCalibrated(found)]
-    fixture.close()

@@ -6,147 +6,36 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvferry.daemon.core.actions import Report
-from kvferry.daemon.core.layout import Bools, Int64s
-from kvferry.daemon.core.records import RegionOwner
 from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
-    BlocksWritten,
     DropStore,
-    FetchBlocks,
     FetchReleased,
-    FindKeys,
-    KeysFound,
     StoreDropped,
     WriteJob,
 )
 from kvferry.daemon.tiers import tier_client, tiering, write_out
 from kvferry.daemon.tiers.drop_markers import add_marker, marked_stores
 from kvferry.daemon.tiers.messages import MAX_KEYS
-from kvferry.daemon.tiers.read_rate import ASSUMED, KNOWN_FOR, LATENCY, ReadRate
 from kvferry.daemon.tiers.tier_process import TierSpec
-from kvferry.daemon.tiers.tiering import AttachedTier, Tiering
-from kvferry.daemon.tiers.write_out import WriteOptions, WriteOut
+from kvferry.daemon.tiers.write_out import WriteOptions
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
     PoolMemory,
     ProcessSubject,
     content_of,
-    key_of,
     open_subject,
 )
+from support.tiering_fixture import BLOCK, OWNER, TieringFixture
 
 from .setups import MEMORY, disk_setup, memory_setup
-
-BLOCK = 16 << 10
-OWNER = RegionOwner("namespace", "n")
-R = TypeVar("R", bound=Report)
-
-
-class FakeWriteSource:
-    """Blocks to write, and how each job ended."""
-
-    def __init__(self) -> None:
-        self.jobs: list[WriteJob] = []
-        self.ended: dict[int, list[bool]] = {}
-        self.asked: list[tuple[int, int, float]] = []
-
-    def take_writes(self, tier: int, limit: int, coldest: float) -> list[WriteJob]:
-        self.asked.append((tier, limit, coldest))
-        return [self.jobs.pop(0)] if self.jobs else []
-
-    def report(self, reports: list[Report]) -> None:
-        for each in reports:
-            assert isinstance(each, BlocksWritten)
-            self.ended[each.job] = list(each.done)
-
-
-class TieringFixture:
-    """A Tiering over tiers. Key n has `content_of(n)`."""
-
-    def __init__(self, pool: PoolMemory, tiers: list[ProcessSubject], markers: Path) -> None:
-        self.pool, self.tiers = pool, tiers
-        self.reports: list[Report] = []
-        self.promoted: list[tuple[str, float]] = []
-        self.core = FakeWriteSource()
-        self.no_checksum: set[int] = set()
-        self.rate = 0
-        self.markers = markers
-        self.attached = [
-            AttachedTier(tier.client, markers / str(n)) for n, tier in enumerate(tiers)
-        ]
-
-    def start(self, *options: WriteOptions, **seconds: float) -> None:
-        async def make() -> Tiering:
-            for each in options:
-                tier = self.attached[each.tier]
-                tier.write_out = WriteOut(
-                    self.core, self.checksums_of, tier.client, each, self.core.report
-                )
-            return Tiering(
-                self.attached,
-                self.reports.extend,
-                lambda *seen: self.promoted.append(seen),
-                **seconds,
-            )
-
-        self.tiering = self.tiers[0].runner.run(make())
-
-    def checksums_of(self, _: RegionOwner, blocks: Int64s) -> tuple[Any, Bools]:
-        sums = [self.pool.checksum(block, key_of(block)) for block in blocks.tolist()]
-        valid = [block not in self.no_checksum for block in blocks.tolist()]
-        return np.array(sums, np.uint64), np.array(valid)
-
-    def perform(self, action: Any) -> None:
-        async def act() -> None:
-            self.tiering.perform(action)
-
-        self.tiers[0].runner.run(act())
-
-    def wait_for(self, kind: type[R]) -> R:
-        def found() -> list[R]:
-            return [each for each in self.reports if isinstance(each, kind)]
-
-        self.tiers[0].wait_until(found)
-        return found()[0]
-
-    def find(self, *numbers: int) -> KeysFound:
-        self.reports.clear()
-        self.perform(FindKeys(7, NAMESPACE, tuple(map(key_of, numbers))))
-        return self.wait_for(KeysFound)
-
-    def fetch(self, tier: int, *numbers: int, seconds: float = 30.0) -> BlocksFetched:
-        self.reports.clear()
-        blocks = np.arange(32, 32 + len(numbers))
-        keys, offsets = tuple(map(key_of, numbers)), blocks * BLOCK + self.pool.start
-        self.perform(FetchBlocks(3, tier, NAMESPACE, keys, offsets, BLOCK, seconds, OWNER, blocks))
-        return self.wait_for(BlocksFetched)
-
-    def write_job(self, number: int, *blocks: int) -> WriteJob:
-        for block in blocks:
-            self.pool.block(block)[:] = content_of(block, BLOCK)
-        array = np.array(blocks, np.int64)
-        keys = tuple(map(key_of, blocks))
-        return WriteJob(number, OWNER, NAMESPACE, keys, array, array * BLOCK, BLOCK)
-
-    def write(self, *jobs: WriteJob) -> None:
-        self.core.jobs += jobs
-
-        async def wake_up() -> None:
-            self.tiering.wake_up()
-
-        self.tiers[0].runner.run(wake_up())
-
-
-Start = Callable[..., TieringFixture]
 
 
 @pytest.fixture
@@ -239,70 +128,6 @@ def test_a_tier_that_is_dead_finds_nothing_and_fetches_nothing(memory: TieringFi
     memory.wait_for(FetchReleased)
     assert memory.promoted == []
     assert memory.tiering.status({})[0].state == "off"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.rate = ReadRate(lambda: self.now)
-
-    def read(self, seconds: float, nbytes: int, read_bytes: int) -> None:
-        begun = self.rate.begin(nbytes)
-        self.now += seconds
-        self.rate.end(begun, nbytes, read_bytes)
-
-
-def test_the_rate_follows_reads() -> None:
-    clock = Clock()
-    assert clock.rate.bytes_per_second == ASSUMED
-    for _ in range(10):
-        clock.read(1 + LATENCY, 10**8, 10**8)
-    assert clock.rate.bytes_per_second == pytest.approx(1e8, rel=0.01)
-    clock.read(2.0, 10**9, 0)  # late
-    assert clock.rate.bytes_per_second < 5e7
-
-
-def test_reads_share_the_rate_and_their_bytes_are_queued() -> None:
-    clock = Clock()
-    for _ in range(10):
-        first, second = clock.rate.begin(10**8), clock.rate.begin(10**8)
-        assert clock.rate.queue_seconds == 2e8 / clock.rate.bytes_per_second
-        clock.now += 1.0
-        clock.rate.end(first, 10**8, 10**8)
-        clock.now += 1.0
-        clock.rate.end(second, 10**8, 10**8)
-    assert clock.rate.bytes_per_second == pytest.approx(1e8, rel=0.02)
-    assert clock.rate.queued_bytes == 0
-
-
-def test_short_reads_say_nothing_about_the_rate() -> None:
-    clock = Clock()
-    for _ in range(1000):
-        clock.read(LATENCY / 2, 4096, 4096)
-    assert clock.rate.bytes_per_second == ASSUMED
-    clock.read(10 * LATENCY, 4096, 4096)  # one hiccup does not turn the tier off
-    assert clock.rate.bytes_per_second > ASSUMED / 2
-
-
-@pytest.mark.parametrize("rate", [5e7, 5e9])
-def test_one_large_read_tells_the_rate_if_it_is_not_known(rate: float) -> None:
-    clock, nbytes = Clock(), 64 << 20
-    assert not clock.rate.is_known
-    for _ in range(2):
-        clock.read(nbytes / rate + LATENCY, nbytes, nbytes)
-        assert 0.5 * rate < clock.rate.bytes_per_second < 1.5 * rate
-        assert clock.rate.is_known
-        clock.now += KNOWN_FOR + 1
-        assert not clock.rate.is_known
-        rate = 1e9
-
-
-def test_a_read_that_was_not_answered_says_nothing_about_the_rate() -> None:
-    clock = Clock()
-    clock.rate.begin(10**8)
-    clock.now += 2
-    clock.rate.abandon(10**8)
-    assert (clock.rate.bytes_per_second, clock.rate.queue_seconds) == (ASSUMED, 0.0)
 
 
 # Drops

@@ -1,0 +1,154 @@
+"""OffloadingManager over the daemons of two ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from kvferry.client import (
+    Code,
+    OffloadingManager,
+    Refused,
+)
+from kvferry.proto import messages as wire
+from kvferry.proto.errors import ErrorInfo
+
+if TYPE_CHECKING:
+    from client.conftest import FakeDaemon
+from support.client_keys import (
+    FINGERPRINT,
+    HIT,
+    MISS,
+    PENDING,
+    RETRY,
+    A,
+    B,
+    C,
+    D,
+    Start,
+    answers,
+    offer,
+    open_manager,
+    removed,
+    stored,
+)
+
+
+@pytest.fixture
+def ranks(start_fake_daemon: Start) -> tuple[FakeDaemon, FakeDaemon]:
+    return start_fake_daemon(), start_fake_daemon(num_blocks=5)
+
+
+def test_each_rank_has_a_namespace_of_its_own(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
+    manager = OffloadingManager.connect(
+        [daemon.directory for daemon in ranks],
+        engine="engine",
+        fingerprint=FINGERPRINT,
+        cpu_bytes_to_use=1 << 20,
+        eviction_policy="arc",
+        store_threshold=2,
+    )
+    for rank, daemon in enumerate(ranks):
+        (opened,) = daemon.received_of(wire.OpenNamespace)
+        assert opened.fingerprint == msgspec.structs.replace(FINGERPRINT, rank=rank, world_size=2)
+        assert (opened.quota_bytes, opened.policy, opened.store_threshold) == (1 << 20, "arc", 2)
+        assert daemon.received_of(wire.Hello)[0].engine == "engine"
+    assert manager.num_blocks == 5
+    assert manager.usage.blocks == 13
+
+
+def test_one_rank_opens_the_fingerprint_as_it_is(fake_daemon: FakeDaemon) -> None:
+    own = msgspec.structs.replace(FINGERPRINT, rank=3, world_size=8)
+    OffloadingManager.connect([fake_daemon.directory], engine="engine", fingerprint=own)
+    assert fake_daemon.received_of(wire.OpenNamespace)[0].fingerprint == own
+
+
+def test_a_hit_is_one_at_all_ranks(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
+    one, two = ranks
+    one.store(A, C)
+    one.reserve(B)
+    two.store(A, B)
+    manager = open_manager(one, two)
+    assert answers(manager, A, B, C, D) == [HIT, PENDING, MISS, MISS]
+    one.store(B)
+    two.reserve(B)
+    assert answers(manager, B) == [PENDING]
+    assert offer(manager, A, B, C, D) == (C, D)
+    assert (manager.hits, manager.misses) == (1, 2)
+    manager.prepare_load([A])
+    manager.touch([A])
+    manager.flush()
+    manager.complete_load([A])
+    for daemon in ranks:
+        assert daemon.received == [
+            wire.Touch((), 1, 2),
+            wire.Pin((A,)),
+            wire.Touch((A,)),
+            wire.Unpin((A,)),
+        ]
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_a_rank_with_an_incomplete_mirror_returns_retry(
+    start_fake_daemon: Start, turn: int
+) -> None:
+    one, two = (start_fake_daemon(), start_fake_daemon())[::turn]
+    one.store(A)
+    one.reserve(B)
+    manager = open_manager(*(one, two)[::turn])
+    two.lossy = True
+    two.store(A)
+    two.lossy = False
+    two.silent = True
+    two.reserve(D)
+    assert answers(manager, A, B, C) == [RETRY, RETRY, MISS]
+    assert two.received == [wire.Subscribe()]
+    assert offer(manager, A, B, C) == (A, B, C)
+
+
+def test_events_are_those_of_all_ranks_together(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
+    one, two = ranks
+    one.store(A, B)
+    two.store(B)
+    manager = open_manager(one, two, events=True)
+    assert manager.take_events() == [stored(B)]
+    two.store(A, C)
+    assert manager.take_events() == [stored(A)]
+    one.evict(A)
+    two.evict(A, C)
+    assert manager.take_events() == [removed(A)]
+    one.evict(B)
+    one.store(B)
+    assert manager.take_events() == []
+
+
+def test_with_one_daemon_gone_offloading_is_off(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
+    for daemon in ranks:
+        daemon.store(A, B)
+    manager = open_manager(*ranks)
+    manager.prepare_load([A])
+    assert offer(manager, C) == (C,)
+    ranks[1].disconnected = True
+    assert answers(manager, A, C) == [MISS, MISS]
+    assert offer(manager, C, D) == ()
+    with pytest.raises(Refused) as refused:
+        manager.prepare_load([B])
+    assert refused.value.code == Code.KEY_ABSENT
+    manager.complete_load([A])
+    manager.complete_store([C], success=False)
+    manager.touch([A])
+    manager.reset_cache()
+    manager.take_events()
+    assert [type(message) for message in ranks[0].received[-2:]] == [wire.Unpin, wire.Reset]
+    assert manager.usage.ready == 0
+
+
+def test_connect_closes_all_ranks_if_one_is_refused(
+    ranks: tuple[FakeDaemon, FakeDaemon],
+) -> None:
+    ranks[1].refusal = ErrorInfo(Code.POOL_FULL, "no room")
+    with pytest.raises(Refused, match="no room"):
+        open_manager(*ranks)
+    assert [daemon.closed for daemon in ranks] == [True, True]

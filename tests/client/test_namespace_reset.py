@@ -1,0 +1,90 @@
+"""Resets that a client asks for, and what it answers until they are done."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvferry.client import (
+    Code,
+    Gone,
+    OffloadClient,
+    Refused,
+)
+from kvferry.proto import messages as wire
+from kvferry.proto.errors import ErrorInfo
+
+if TYPE_CHECKING:
+    from client.conftest import FakeDaemon
+from support.client_keys import FINGERPRINT, HIT, MISS, PENDING, A, B, C, answers
+
+
+def test_a_reset_returns_once_it_is_done(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+) -> None:
+    client_in_namespace.reset()
+    assert answers(client_in_namespace, A, B) == [MISS, MISS]
+    fake_daemon.store(C)
+    assert answers(client_in_namespace, A, C) == [MISS, HIT]
+
+
+def test_a_reset_that_is_late_holds_here_at_once(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+) -> None:
+    fake_daemon.slow = True
+    with pytest.raises(Gone) as gone:
+        client_in_namespace.reset(timeout=0.01)
+    assert gone.value.code == Code.TIMEOUT
+    client_in_namespace.reset_async()
+    fake_daemon.store(C)
+    assert answers(client_in_namespace, A, C) == [MISS, MISS]
+    fake_daemon.finish_resets()
+    fake_daemon.store(B)
+    assert answers(client_in_namespace, A, B, C) == [MISS, HIT, MISS]
+
+
+def test_between_two_resets_everything_is_absent(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+) -> None:
+    fake_daemon.slow = True
+    client_in_namespace.reset_async()
+    client_in_namespace.reset_async()
+    first = fake_daemon.received_of(wire.Reset)[0].request_id
+    fake_daemon.send_to_client(wire.Done(first))
+    fake_daemon.store(C)
+    assert client_in_namespace.lookup(C) is MISS
+    assert client_in_namespace.get_finished() == []
+
+
+def test_a_refused_reset_changes_nothing(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+) -> None:
+    fake_daemon.refusal = ErrorInfo(Code.FORBIDDEN, "not now")
+    with pytest.raises(Refused, match="not now"):
+        client_in_namespace.reset()
+    assert answers(client_in_namespace, A, B, C) == [HIT, PENDING, MISS]
+
+
+def test_a_refused_reset_async_is_raised_by_the_next_poll(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+) -> None:
+    fake_daemon.refusal = ErrorInfo(Code.FORBIDDEN, "not now")
+    client_in_namespace.reset_async()
+    with pytest.raises(Refused, match="not now"):
+        client_in_namespace.get_finished()
+    assert client_in_namespace.lookup(A) is MISS
+
+
+def test_a_mirror_made_during_a_reset_knows_of_it(
+    fake_daemon: FakeDaemon, client: OffloadClient
+) -> None:
+    fake_daemon.store(A)
+    fake_daemon.slow = True
+    client.open_namespace(FINGERPRINT, mirror=False)
+    client.reset_async()
+    client.open_namespace(FINGERPRINT)
+    assert client.lookup(A) is MISS
+    fake_daemon.finish_resets()
+    fake_daemon.store(B)
+    assert answers(client, A, B) == [MISS, HIT]

@@ -1,0 +1,258 @@
+"""ClientSession: a lost daemon and the one that follows it."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvferry.client import effects, operations
+from kvferry.client.session import ClientSession, ConnectionState
+from kvferry.client.session_state import RegistrationState, SessionState
+from kvferry.client.timeline import Timeline
+from kvferry.proto import memory
+from kvferry.proto import messages as wire
+from kvferry.proto import status as proto_status
+from kvferry.proto.codec import encode
+from kvferry.proto.errors import Code, Gone, Refused
+from kvferry.proto.keys import Lookup
+from kvferry.proto.results import JobResult, Outcome
+from kvferry.proto.specs import Direction
+from support.client_session import LOAD, STORE, WELCOME, outcomes, submit
+
+FINGERPRINT = proto_status.Fingerprint("llama", 4096, key_bytes=4)
+OPENED = wire.Opened(1, FINGERPRINT.name, 8, 4096, False, "lru", 1)
+REGION = memory.HostRegion(8, 64, False)
+LATER = msgspec.structs.replace(WELCOME, boot_id="later", session_id="s2")
+KILLED = Gone(Code.DAEMON_GONE, "killed")
+
+
+@pytest.fixture
+def reconnecting() -> ClientSession:
+    """CONNECTED, with a daemon that may be followed by another."""
+    session = ClientSession("engine", "client", reconnects=True)
+    session.receive_message(encode(WELCOME))
+    session.mark_connected()
+    return session
+
+
+def answer(session: ClientSession, operation: Any, effect: Any, message: Any) -> Any:
+    """Feed what a daemon answers to an effect, and go on to the next one."""
+    if isinstance(effect, effects.SendRequest):
+        with session.expect_reply(effect.message):
+            session.receive_message(encode(message))
+            return operation.send(session.reply(effect.message.request_id))
+    if message is not None:
+        session.receive_message(encode(message))
+    assert effect.until() is not None
+    return operation.send(effect.until())
+
+
+def reconnect(session: ClientSession, welcome: wire.Welcome = LATER) -> None:
+    """With nothing to be had again."""
+    session.socket_opened()
+    operation = operations.connect(session)
+    with pytest.raises(StopIteration):
+        answer(session, operation, next(operation), welcome)
+
+
+def test_the_states_of_a_session(reconnecting: ClientSession) -> None:
+    assert (reconnecting.state, reconnecting.gone, reconnecting.incarnation) == (
+        ConnectionState.CONNECTED,
+        None,
+        1,
+    )
+    reconnecting.connection_lost(KILLED)
+    assert (reconnecting.state, reconnecting.check_connected()) == (
+        ConnectionState.DISCONNECTED,
+        None,
+    )
+    assert "reconnecting" in str(reconnecting.gone)
+    reconnecting.socket_opened()
+    assert (reconnecting.state, reconnecting.check_connected()) == (
+        ConnectionState.CONNECTING,
+        None,
+    )
+    with pytest.raises(Gone, match="reconnecting"):
+        reconnecting.submit(1, STORE, 0)
+    reconnecting.connection_lost(KILLED)
+    reconnect(reconnecting)
+    assert (reconnecting.state, reconnecting.check_connected(), reconnecting.incarnation) == (
+        ConnectionState.CONNECTED,
+        True,
+        2,
+    )
+    reconnecting.connection_lost(KILLED)
+    reconnecting.stop_reconnecting()
+    assert reconnecting.closed
+    with pytest.raises(Gone):
+        reconnecting.check_connected()
+
+
+def test_reconnecting_restores_namespace_mirror_and_pins_in_order(
+    reconnecting: ClientSession,
+) -> None:
+    opening = wire.OpenNamespace(1, FINGERPRINT, 1 << 20, "arc", 2)
+    reconnecting.namespace_opened(opening, OPENED)
+    mirror = reconnecting.namespace.ensure_mirror()
+    reconnecting.receive_message(encode(wire.Snapshot(3, 0, False, (b"aaaa",), True)))
+    reconnecting.namespace.pin([b"aaaa", b"bbbb", b"aaaa"])
+    reconnecting.connection_lost(KILLED)
+    reconnecting.socket_opened()
+    operation = operations.connect(reconnecting)
+    effect: Any = next(operation)
+    assert effect.message == wire.Hello(1, 1, "client", "engine")
+    effect = answer(reconnecting, operation, effect, LATER)
+    again = effect.message
+    assert msgspec.structs.replace(again, request_id=1) == opening
+    effect = answer(
+        reconnecting,
+        operation,
+        effect,
+        msgspec.structs.replace(OPENED, request_id=again.request_id),
+    )
+    assert effect.message == wire.Subscribe()
+    assert effect.until() is None
+    reconnecting.receive_message(encode(wire.Snapshot(1, 0, False, (b"bbbb",), True)))
+    assert mirror.lookup(b"bbbb") is Lookup.MISS
+    effect = answer(reconnecting, operation, effect, None)
+    assert effect.message == wire.Pin((b"aaaa", b"aaaa", b"bbbb"))
+    with pytest.raises(StopIteration):
+        answer(reconnecting, operation, effect, None)
+    assert [mirror.lookup(key) for key in (b"aaaa", b"bbbb")] == [Lookup.MISS, Lookup.HIT]
+
+
+def test_pending_resets_are_done_before_the_mirror_is_shown(
+    reconnecting: ClientSession,
+) -> None:
+    reconnecting.namespace_opened(wire.OpenNamespace(1, FINGERPRINT), OPENED)
+    reconnecting.namespace.ensure_mirror()
+    reconnecting.reset()
+    reconnecting.connection_lost(KILLED)
+    reconnecting.reset()
+    reconnecting.socket_opened()
+    operation = operations.connect(reconnecting)
+    effect = answer(reconnecting, operation, next(operation), WELCOME)
+    opened = msgspec.structs.replace(OPENED, request_id=effect.message.request_id)
+    effect = answer(reconnecting, operation, effect, opened)
+    reconnecting.receive_message(encode(wire.Snapshot(1, 0, False, (b"aaaa",), True)))
+    effect = answer(reconnecting, operation, effect, None)
+    assert isinstance(effect.message, wire.Reset)
+    with pytest.raises(StopIteration):
+        answer(reconnecting, operation, effect, wire.Done(effect.message.request_id))
+    assert reconnecting.namespace.mirror.lookup(b"aaaa") is Lookup.MISS
+    assert reconnecting.namespace.pending_resets() == ()
+
+
+def test_a_host_block_whose_store_was_lost_loads_only_after_another_store(
+    reconnecting: ClientSession,
+) -> None:
+    """A daemon that has the blocks of the one before may have what was there before that store."""
+    submit(reconnecting, 1, STORE)
+    reconnecting.connection_lost(KILLED)
+    reconnect(reconnecting)
+    with pytest.raises(Refused) as caught:
+        reconnecting.submit(2, LOAD, 0)
+    assert (caught.value.code, caught.value.value) == (Code.STALE, "3")
+    submit(reconnecting, 3, STORE)
+    failed = JobResult(3, Direction.STORE, Outcome.FAILED)
+    reconnecting.receive_message(encode(wire.Finished((failed,))))
+    with pytest.raises(Refused):
+        reconnecting.submit(2, LOAD, 0)
+    submit(reconnecting, 4, STORE)
+    reconnecting.receive_message(
+        encode(wire.Finished((JobResult(4, Direction.STORE, Outcome.DONE),)))
+    )
+    reconnecting.submit(2, LOAD, 0)
+
+
+def test_a_lost_daemon_ends_pending_requests_once(reconnecting: ClientSession) -> None:
+    with reconnecting.expect_reply(wire.StatusRequest(5)):
+        reconnecting.connection_lost(KILLED)
+        reconnecting.socket_opened()
+        with pytest.raises(Gone, match="killed"):
+            reconnecting.reply(5)
+    with reconnecting.expect_reply(wire.StatusRequest(6)):
+        assert reconnecting.reply(6) is None
+
+
+def test_a_daemon_that_does_not_take_us_back(reconnecting: ClientSession) -> None:
+    full = Refused(Code.POOL_FULL, "no room", 5)
+    reconnecting.connection_lost(KILLED)
+    reconnecting.socket_opened()
+    reconnecting.reconnect_failed(full)
+    assert (reconnecting.state, reconnecting.refused) == (ConnectionState.DISCONNECTED, full)
+    with pytest.raises(Gone, match="no room") as caught:
+        reconnecting.check_connected()
+    assert caught.value.__cause__ is full
+    reconnecting.socket_opened()
+    reconnecting.reconnect_failed(Gone(Code.SHUTTING_DOWN, "stopping"))
+    assert reconnecting.refused is full
+    reconnect(reconnecting)
+    assert reconnecting.gone is None
+
+
+def test_the_traceback_of_gone_does_not_grow(reconnecting: ClientSession) -> None:
+    """An engine may ask at every effect, for hours."""
+    reconnecting.connection_lost(KILLED)
+    for _ in range(100):
+        with pytest.raises(Gone) as caught:
+            reconnecting.submit(1, STORE, 0)
+    assert len(traceback.extract_tb(caught.value.__traceback__)) < 10
+
+
+def test_a_session_that_is_abandoned_revokes_its_timeline_and_loses_its_jobs_once(
+    reconnecting: ClientSession,
+) -> None:
+    timeline = Timeline.create()
+    caches: Any = None
+    reconnecting.kv_caches_registered(RegistrationState(caches, None, timeline), REGION)
+    submit(reconnecting, 7)
+    reconnecting.abandon()
+    assert timeline.revoked
+    assert outcomes(reconnecting) == [(7, "lost")]
+    reconnecting.abandon()
+    assert outcomes(reconnecting) == []
+    assert (reconnecting.state, reconnecting.check_connected()) == (
+        ConnectionState.DISCONNECTED,
+        None,
+    )
+    revoked = timeline.descriptor
+    sending = operations._send_timeline(timeline)  # as registering again does
+    assert next(sending) == effects.PassFds((timeline.descriptor,))
+    assert timeline.descriptor != revoked
+    assert not timeline.revoked
+    sending.close()
+    timeline.close()
+
+
+def test_a_session_with_a_state_to_restore_begins_disconnected() -> None:
+    state = SessionState.of_namespace(FINGERPRINT, eviction_policy="arc")
+    session = ClientSession("engine", "client", reconnects=True, restore=state)
+    assert (session.state, session.check_connected()) == (ConnectionState.DISCONNECTED, None)
+    assert session.namespace.mirror.lookup(b"aaaa") is Lookup.MISS
+    with pytest.raises(Gone, match="not connected"):
+        submit(session, 1)
+    session.socket_opened()
+    connecting = operations.connect(session)
+    effect = answer(session, connecting, next(connecting), WELCOME)
+    assert isinstance(effect, effects.SendRequest)
+    opening = effect.message
+    assert isinstance(opening, wire.OpenNamespace)
+    assert (opening.fingerprint, opening.policy) == (FINGERPRINT, "arc")
+    opened = msgspec.structs.replace(OPENED, request_id=opening.request_id)
+    effect = answer(session, connecting, effect, opened)
+    assert isinstance(effect, effects.SendOneWay)
+    session.receive_message(encode(wire.Snapshot(0, 0, False, (b"aaaa",), True)))
+    with pytest.raises(StopIteration):
+        connecting.send(effect.until())
+    assert session.namespace.mirror.lookup(b"aaaa") is Lookup.HIT
+    assert session.namespace.opened.num_blocks == 8
+
+
+@pytest.mark.parametrize("wrong", [{"cpu_bytes_to_use": -1}, {"store_threshold": 0}])
+def test_a_state_that_no_daemon_could_restore_is_refused(wrong: Any) -> None:
+    with pytest.raises(Refused):
+        SessionState.of_namespace(FINGERPRINT, **wrong).check()

@@ -1,0 +1,112 @@
+"""The scheduler's side over a real daemon, without vLLM."""
+
+from __future__ import annotations
+
+import mmap
+import signal
+from pathlib import Path
+
+from kvferry.client import Code
+from kvferry.client.vllm.scheduler import (
+    KeysSpec,
+    SchedulerSide,
+)
+from kvferry.client.vllm.worker import WorkerSide
+from kvferry.testing.plugin import StartKvferryd
+from support.pool_files import pool_files
+from support.scheduler_helpers import A, B, C, answers, open_side, until
+from support.vllm_stand_ins import engine_config_at, finished, gpu_blocks, kv_caches, request
+
+
+def test_store_look_up_load_reset(start_kvferryd: StartKvferryd) -> None:
+    daemon = start_kvferryd()
+    side, worker = (
+        open_side(daemon, events=True),
+        WorkerSide(engine_config_at(daemon.directory), kv_caches()),
+    )
+    output = side.prepare_store([A, B], request())
+    worker.store(1, gpu_blocks(1, 2), output.store_spec)
+    assert finished(worker, 1)[1].success
+    side.complete_store({A, B}, request())
+    until(lambda: answers(side, A, B, C) == ["hit", "hit", "miss"], side)
+    assert [(set(e.keys), e.removed) for e in side.events() or ()] == [({A, B}, False)]
+    worker.load(2, side.prepare_load([A, B], request()), gpu_blocks(3, 4))
+    assert finished(worker, 1)[2].success
+    side.complete_load({A, B}, request())
+    stale = side.prepare_store([C], request())
+    side.reset_cache()
+    assert answers(side, A, B) == ["miss", "miss"]
+    until(lambda: refusal(worker, 3, stale.store_spec) == Code.STALE, side)
+    worker.load(4, KeysSpec((A,)), gpu_blocks(3))
+    assert not finished(worker, 1)[4].success
+    side.shutdown()
+    worker.shutdown()
+
+
+def test_a_daemon_killed_while_loads_are_pending(
+    start_kvferryd: StartKvferryd, tmp_path: Path
+) -> None:
+    daemon = start_kvferryd(runtime_dir=tmp_path / "run")
+    side, worker = open_side(daemon), WorkerSide(engine_config_at(daemon.directory), kv_caches())
+    store(side, worker, 1, A)
+    until(lambda: answers(side, A) == ["hit"], side)
+    daemon.process.send_signal(signal.SIGSTOP)  # what is submitted stays under way
+    spec = side.prepare_load([A], request())
+    worker.load(2, spec, gpu_blocks(3))
+    daemon.kill()
+    assert not finished(worker, 1)[2].success
+    side.complete_load({A}, request())
+    until(lambda: answers(side, A) == ["miss"], side)
+    assert not side.prepare_store([B], request()).keys_to_store
+    side.on_schedule_end()
+    start_kvferryd(runtime_dir=tmp_path / "run")
+    until(lambda: store(side, worker, 3, A), side)
+    until(lambda: answers(side, A) == ["hit"], side)
+    assert not side.has_pending_work()
+    side.shutdown()
+    worker.shutdown()
+
+
+def store(side: SchedulerSide, worker: WorkerSide, job_id: int, key: bytes) -> bool:
+    output = side.prepare_store([key], request())
+    if not output.keys_to_store:
+        return False
+    worker.store(job_id, gpu_blocks(1), output.store_spec)
+    success = finished(worker, 1)[job_id].success
+    side.complete_store({key}, request())
+    return success
+
+
+def refusal(worker: WorkerSide, job_id: int, spec: KeysSpec) -> str:
+    worker.store(job_id, gpu_blocks(5), spec)
+    error = finished(worker, 1)[job_id].error
+    return "" if error is None else error.code
+
+
+def test_a_block_that_the_scrub_found_corrupt_is_a_miss_and_can_be_stored_anew(
+    start_kvferryd: StartKvferryd,
+) -> None:
+    daemon = start_kvferryd(integrity_scrub_rate="1GiB")
+    caches = kv_caches()
+    (tensor,) = (one.tensor for one in caches.tensors)
+    side, worker = open_side(daemon), WorkerSide(engine_config_at(daemon.directory), caches)
+    tensor[1] = 7
+    assert store(side, worker, 1, A)
+    until(lambda: answers(side, A) == ["hit"], side)
+    first = pool_files(daemon.pid)[0]
+    with first.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        at = memory.find(bytes([7]) * 64)
+
+        def changed_and_found() -> bool:  # what is not committed yet is not read: it is soon
+            memory[at] = (memory[at] + 1) % 256
+            return answers(side, A) == ["miss"]
+
+        until(changed_and_found, side)
+    until(lambda: answers(side, A) == ["miss"] and not side.has_pending_work(), side)
+    assert store(side, worker, 100, A)
+    until(lambda: answers(side, A) == ["hit"], side)
+    worker.load(101, side.prepare_load([A], request()), gpu_blocks(3))
+    assert finished(worker, 1)[101].success
+    assert (tensor[3] == 7).all()
+    side.shutdown()
+    worker.shutdown()

@@ -1,0 +1,117 @@
+"""Resets of a namespace, also while transfers are in flight."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.daemon.core.actions import FreeDeferred, PublishKVEvents, SendMessage
+from kvferry.proto import messages as wire
+from kvferry.proto.errors import Code
+from kvferry.proto.keys import EventKind
+from kvferry.proto.results import Outcome
+from kvferry.proto.specs import KeyLoadStoreSpec
+from support.namespaces_fixture import (
+    CANCELLED,
+    DONE,
+    FAILED,
+    OF_THREE,
+    PAGE,
+    WIDE,
+    NamespacesFixture,
+    blocks,
+    gpu_blocks,
+    key_events_of,
+    load,
+    offsets,
+    store,
+    stored_in_part,
+)
+
+
+@pytest.fixture
+def partly() -> NamespacesFixture:
+    return stored_in_part()
+
+
+def test_a_reset_makes_every_key_absent_at_once() -> None:
+    fixture = NamespacesFixture("a", "b")
+    fixture.stored("a", b"abc")
+    fixture.start("a", store(b"d"))
+    fixture.send("b", wire.Subscribe())
+    *news, sweep, done = fixture.send("b", wire.Reset(5))
+    assert key_events_of(news, PublishKVEvents) == key_events_of(news) == [("cleared", b"")]
+    assert isinstance(sweep, FreeDeferred)
+    assert not sweep.deferred.free_some()
+    assert done == SendMessage("b", wire.Done(5))
+    assert fixture.loadable("a") == b""
+    assert fixture.snapshot("a") == (b"", b"")
+    (found,) = fixture.region_records.found()
+    assert (found.residents, found.record.generation) == ((), 2)
+
+
+@pytest.mark.parametrize("outcome", [DONE, FAILED, CANCELLED])
+def test_jobs_from_before_a_reset_keep_their_blocks_and_change_no_key(outcome: Outcome) -> None:
+    fixture = NamespacesFixture("a")
+    fixture.stored("a", b"ab")
+    loading = [fixture.start("a", load(b"a")), fixture.start("a", load(b"a"))]
+    storing = fixture.start("a", store(b"c"))
+    fixture.send("a", wire.Reset(5))
+    assert fixture.usage("free", "pending", "ready", "orphaned", "pinned") == (2, 0, 0, 2, 0)
+    assert fixture.refused("a", store(b"abc")) == Code.CACHE_FULL
+    anew = fixture.start("a", store(b"ac"))
+    assert not set(offsets(anew)) & {*offsets(loading[0]), *offsets(storing)}
+    assert key_events_of(fixture.end(storing, outcome), PublishKVEvents) is None
+    assert fixture.loadable("a") == b""
+    fixture.end(anew)
+    assert fixture.loadable("a") == b"ac"
+    fixture.end(loading[0], outcome)
+    assert fixture.usage("free", "orphaned") == (1, 1)
+    fixture.end(loading[1], outcome)
+    assert fixture.usage("free", "pending", "ready", "orphaned") == (2, 0, 2, 0)
+    assert fixture.loadable("a") == b"ac"
+
+
+def test_a_store_of_an_older_generation_is_refused() -> None:
+    fixture = NamespacesFixture("a", "b")
+    fixture.stored("a", b"a")
+    fixture.send("b", wire.Subscribe())
+    published, *_ = fixture.send("b", wire.Reset(5))
+    assert published.key_events == wire.KeyEvents(3, (wire.KeyEvent(EventKind("cleared"), ()),), 2)
+    before = fixture.namespaces()
+    gpu = blocks([0])
+    for generation in (1, 3):
+        spec = gpu, KeyLoadStoreSpec((b"a",), generation)
+        assert fixture.refused("a", spec) == Code.STALE
+    assert fixture.namespaces() == before
+    for letter, generation in ((b"a", 2), (b"b", 0)):
+        fixture.end(fixture.start("a", (gpu, KeyLoadStoreSpec((letter,), generation))))
+    fixture.start("a", (KeyLoadStoreSpec((b"a",), 1), gpu))  # a load finds its key, or does not
+
+
+def test_opened_and_snapshots_have_the_generation() -> None:
+    fixture = NamespacesFixture("a")
+    assert fixture.open_namespace("a").generation == 1
+    fixture.send("a", wire.Reset(5))
+    fixture.send("a", wire.Reset(6))
+    assert fixture.open_namespace("a").generation == 3
+    (stream,) = fixture.send("a", wire.Subscribe())
+    assert list(stream.messages) == [wire.Snapshot(2, 0, False, (), True, 3)]
+    fixture.close_sessions("a")
+    fixture.open_sessions("b")
+    assert fixture.open_namespace("b", policy="arc").generation == 3
+
+
+def test_a_reset_forgets_which_parts_were_stored(partly: NamespacesFixture) -> None:
+    whole = blocks(range(12))
+    partly.send("a", wire.Reset(5))
+    partly.stored("a", b"abcd", whole)
+    assert gpu_blocks(partly.start("a", load(b"abcd", whole))) == list(range(12))
+
+
+def test_a_partial_store_across_a_reset_does_not_limit_later_loads() -> None:
+    fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=3 * PAGE)
+    before = fixture.start("a", store(b"a", blocks([0])))
+    fixture.send("a", wire.Reset(5))
+    fixture.end(before)
+    fixture.stored("a", b"a", blocks([0, 1, 2]))
+    fixture.start("a", load(b"a", blocks([0, 1, 2])))

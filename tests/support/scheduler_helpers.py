@@ -1,0 +1,34 @@
+"""Scheduler sides of a vLLM connector, and the shorthand of their tests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvferry.client.vllm.scheduler import (
+    LookupCodes,
+    SchedulerSide,
+)
+from support.vllm_stand_ins import engine_config_at, request
+
+A, B, C, D = b"a" * 8, b"b" * 8, b"c" * 8, b"d" * 8
+LOOKUP_CODES = LookupCodes("hit", "miss", "pending", "retry")
+
+
+def open_side(daemon: Any, **options: Any) -> SchedulerSide:
+    events = options.pop("events", False)
+    return SchedulerSide(engine_config_at(daemon.directory, **options), LOOKUP_CODES, events=events)
+
+
+def answers(side: SchedulerSide, *keys: bytes, name: str = "request") -> list[str]:
+    side.begin_lookups(name)
+    return [side.lookup(key, request(name)) for key in keys]
+
+
+def until(condition: Callable[[], bool], side: SchedulerSide) -> None:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        side.on_schedule_end()
+        time.sleep(0.01)
+    assert time.monotonic() < deadline

@@ -1,0 +1,128 @@
+"""A Tiering over real tier processes, and a core that has blocks to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvferry.daemon.core.actions import Report
+from kvferry.daemon.core.layout import Bools, Int64s
+from kvferry.daemon.core.records import RegionOwner
+from kvferry.daemon.core.tier_actions import (
+    BlocksFetched,
+    BlocksWritten,
+    FetchBlocks,
+    FindKeys,
+    KeysFound,
+    WriteJob,
+)
+from kvferry.daemon.tiers.tiering import AttachedTier, Tiering
+from kvferry.daemon.tiers.write_out import WriteOptions, WriteOut
+from kvferry.testing.tier_subjects import (
+    NAMESPACE,
+    PoolMemory,
+    ProcessSubject,
+    content_of,
+    key_of,
+)
+
+BLOCK = 16 << 10
+OWNER = RegionOwner("namespace", "n")
+R = TypeVar("R", bound=Report)
+
+
+class FakeWriteSource:
+    """Blocks to write, and how each job ended."""
+
+    def __init__(self) -> None:
+        self.jobs: list[WriteJob] = []
+        self.ended: dict[int, list[bool]] = {}
+        self.asked: list[tuple[int, int, float]] = []
+
+    def take_writes(self, tier: int, limit: int, coldest: float) -> list[WriteJob]:
+        self.asked.append((tier, limit, coldest))
+        return [self.jobs.pop(0)] if self.jobs else []
+
+    def report(self, reports: list[Report]) -> None:
+        for each in reports:
+            assert isinstance(each, BlocksWritten)
+            self.ended[each.job] = list(each.done)
+
+
+class TieringFixture:
+    """A Tiering over tiers. Key n has `content_of(n)`."""
+
+    def __init__(self, pool: PoolMemory, tiers: list[ProcessSubject], markers: Path) -> None:
+        self.pool, self.tiers = pool, tiers
+        self.reports: list[Report] = []
+        self.promoted: list[tuple[str, float]] = []
+        self.core = FakeWriteSource()
+        self.no_checksum: set[int] = set()
+        self.rate = 0
+        self.markers = markers
+        self.attached = [
+            AttachedTier(tier.client, markers / str(n)) for n, tier in enumerate(tiers)
+        ]
+
+    def start(self, *options: WriteOptions, **seconds: float) -> None:
+        async def make() -> Tiering:
+            for each in options:
+                tier = self.attached[each.tier]
+                tier.write_out = WriteOut(
+                    self.core, self.checksums_of, tier.client, each, self.core.report
+                )
+            return Tiering(
+                self.attached,
+                self.reports.extend,
+                lambda *seen: self.promoted.append(seen),
+                **seconds,
+            )
+
+        self.tiering = self.tiers[0].runner.run(make())
+
+    def checksums_of(self, _: RegionOwner, blocks: Int64s) -> tuple[Any, Bools]:
+        sums = [self.pool.checksum(block, key_of(block)) for block in blocks.tolist()]
+        valid = [block not in self.no_checksum for block in blocks.tolist()]
+        return np.array(sums, np.uint64), np.array(valid)
+
+    def perform(self, action: Any) -> None:
+        async def act() -> None:
+            self.tiering.perform(action)
+
+        self.tiers[0].runner.run(act())
+
+    def wait_for(self, kind: type[R]) -> R:
+        def found() -> list[R]:
+            return [each for each in self.reports if isinstance(each, kind)]
+
+        self.tiers[0].wait_until(found)
+        return found()[0]
+
+    def find(self, *numbers: int) -> KeysFound:
+        self.reports.clear()
+        self.perform(FindKeys(7, NAMESPACE, tuple(map(key_of, numbers))))
+        return self.wait_for(KeysFound)
+
+    def fetch(self, tier: int, *numbers: int, seconds: float = 30.0) -> BlocksFetched:
+        self.reports.clear()
+        blocks = np.arange(32, 32 + len(numbers))
+        keys, offsets = tuple(map(key_of, numbers)), blocks * BLOCK + self.pool.start
+        self.perform(FetchBlocks(3, tier, NAMESPACE, keys, offsets, BLOCK, seconds, OWNER, blocks))
+        return self.wait_for(BlocksFetched)
+
+    def write_job(self, number: int, *blocks: int) -> WriteJob:
+        for block in blocks:
+            self.pool.block(block)[:] = content_of(block, BLOCK)
+        array = np.array(blocks, np.int64)
+        keys = tuple(map(key_of, blocks))
+        return WriteJob(number, OWNER, NAMESPACE, keys, array, array * BLOCK, BLOCK)
+
+    def write(self, *jobs: WriteJob) -> None:
+        self.core.jobs += jobs
+
+        async def wake_up() -> None:
+            self.tiering.wake_up()
+
+        self.tiers[0].runner.run(wake_up())
