@@ -49,7 +49,7 @@ class FakeTier:
 
 
 class CheckFixture:
-    def __init__(self, every: float = CHECK_EVERY) -> None:
+    def __init__(self, every: float) -> None:
         self.tier = FakeTier()
         self.loop = asyncio.new_event_loop()
 
@@ -73,8 +73,13 @@ class CheckFixture:
 
 
 @pytest.fixture
-def fixture() -> Iterator[CheckFixture]:
-    fixture = CheckFixture()
+def every() -> float:
+    return CHECK_EVERY
+
+
+@pytest.fixture
+def fixture(every: float) -> Iterator[CheckFixture]:
+    fixture = CheckFixture(every)
     yield fixture
     fixture.check.close()
     fixture.loop.close()
@@ -131,8 +136,8 @@ def test_a_tier_that_is_off_or_dies_is_not_believed(fixture: CheckFixture) -> No
     assert fixture.tier.reopened == []
 
 
-def test_a_closed_one_asks_nothing() -> None:
-    fixture = CheckFixture(every=0.0)
+@pytest.mark.parametrize("every", [0.0])
+def test_a_closed_one_asks_nothing(fixture: CheckFixture) -> None:
     fixture.add_round(b"ab")
     fixture.tier.usage = TierUsage()
     fixture.ask()
