@@ -1,4 +1,4 @@
-"""Jobs in flight, and the results of completed ones until they are fetched."""
+"""Jobs: checks of their arguments, those in flight, and results until they are fetched."""
 
 from __future__ import annotations
 
@@ -9,10 +9,20 @@ from typing import SupportsIndex
 
 import msgspec
 
+from kvferry.client.namespace import ClientNamespace
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
 from kvferry.proto.messages import MAX_JOB_IDS
 from kvferry.proto.results import JobResult, Outcome
-from kvferry.proto.specs import MAX_INT, Direction, GPULoadStoreSpec, TransferSpec
+from kvferry.proto.specs import (
+    MAX_INT,
+    CPULoadStoreSpec,
+    Direction,
+    GPULoadStoreSpec,
+    KeyLoadStoreSpec,
+    TransferSpec,
+)
+
+_SIDES = frozenset({GPULoadStoreSpec, CPULoadStoreSpec, KeyLoadStoreSpec})
 
 
 class TransferResult(msgspec.Struct, frozen=True):
@@ -101,6 +111,22 @@ def checked_ids(job_ids: Iterable[int]) -> tuple[int, ...]:
             Code.BAD_SPEC, f"{len(ids)} job ids were given; give at most {MAX_JOB_IDS}", len(ids)
         )
     return ids
+
+
+def checked_spec(spec: TransferSpec, namespace: ClientNamespace | None) -> TransferSpec:
+    """Check that a daemon can decode both specs. It checks whether they match each other.
+
+    namespace: that of the client, if it has opened one. Raises Refused (BAD_SPEC, BAD_KEY).
+    """
+    if len(spec) != 2 or type(spec[0]) not in _SIDES or type(spec[1]) not in _SIDES:
+        message = "spec must be a pair of a GPULoadStoreSpec and a host-side spec"
+        raise Refused(Code.BAD_SPEC, message, spec)
+    for side in spec:
+        if isinstance(side, KeyLoadStoreSpec) and namespace is not None:
+            namespace.checked_keys(side.keys)
+        else:
+            side.check()
+    return spec
 
 
 def _result(result: JobResult) -> TransferResult:

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager
 from enum import Enum
 from itertools import count
 
-from kvferry.client.jobs import JobTable, checked_id, checked_ids, direction_of
+from kvferry.client.jobs import JobTable, checked_id, checked_ids, checked_spec, direction_of
 from kvferry.client.lost_stores import LostStores
 from kvferry.client.namespace import ClientNamespace
 from kvferry.client.pending_requests import PendingRequests, Reply, RequestMessage
@@ -54,18 +54,11 @@ from kvferry.proto.messages import (
     Welcome,
 )
 from kvferry.proto.results import Outcome
-from kvferry.proto.specs import (
-    CPULoadStoreSpec,
-    GPULoadStoreSpec,
-    KeyLoadStoreSpec,
-    TransferSpec,
-)
+from kvferry.proto.specs import TransferSpec
 from kvferry.proto.status import Fingerprint
 
 # Seconds (11 days) that stand for math.inf, which timers do not accept.
 MAX_TIMEOUT = 1e6
-
-_SIDES = frozenset({GPULoadStoreSpec, CPULoadStoreSpec, KeyLoadStoreSpec})
 
 
 class ConnectionState(Enum):
@@ -137,7 +130,7 @@ class ClientSession:
         Raises Refused (DUPLICATE_JOB, BUSY, STALE, MESSAGE_TOO_LARGE) or Gone; nothing changes.
         """
         job_id, wait_for = checked_id("job_id", job_id), checked_id("wait_for", wait_for)
-        src, dst = self._checked_spec(spec)
+        src, dst = checked_spec(spec, self._namespace)
         if job_id in self.jobs:
             raise Refused(
                 Code.DUPLICATE_JOB, "a job with this id is in flight; use a new job id", job_id
@@ -356,18 +349,6 @@ class ClientSession:
     def in_flight(self, job_ids: Iterable[int]) -> list[int]:
         """Those of these jobs that are in flight."""
         return [job_id for job_id in job_ids if job_id in self.jobs]
-
-    def _checked_spec(self, spec: TransferSpec) -> TransferSpec:
-        """Check that a daemon can decode both specs. It checks whether they match each other."""
-        if len(spec) != 2 or type(spec[0]) not in _SIDES or type(spec[1]) not in _SIDES:
-            message = "spec must be a pair of a GPULoadStoreSpec and a host-side spec"
-            raise Refused(Code.BAD_SPEC, message, spec)
-        for side in spec:
-            if isinstance(side, KeyLoadStoreSpec) and self._namespace is not None:
-                self._namespace.checked_keys(side.keys)
-            else:
-                side.check()
-        return spec
 
     def _resetting(self, request_id: int) -> bool:
         return self._namespace is not None and self._namespace.is_resetting(request_id)

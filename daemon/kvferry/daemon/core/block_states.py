@@ -65,7 +65,7 @@ class BlockStates:
             self._sizes[hosts] = blocks.sizes
         if self._unverified:
             # The checksum is of a whole host block, and is void once a part of it is stored.
-            self._drop_unverified(hosts)
+            self._replace(hosts, (_UNVERIFIED,), _UNDEFINED)
         self._states[blocks.sub_blocks] = serial
 
     def end_store(self, serial: int, blocks: ResolvedBlocks, *, done: bool) -> None:
@@ -122,23 +122,17 @@ class BlockStates:
 
     def mark_verified(self, hosts: Int64s) -> None:
         """These host blocks match their checksums. Those stored over meanwhile are not changed."""
-        rows = self._by_block[hosts]
-        self._unverified -= int(np.count_nonzero(rows == _UNVERIFIED))
-        rows[rows == _UNVERIFIED] = _LOADABLE
-        self._by_block[hosts] = rows
+        self._replace(hosts, (_UNVERIFIED,), _LOADABLE)
 
     def discard_blocks(self, hosts: Int64s) -> None:
         """These host blocks lost their bytes."""
+        self._replace(hosts, (_LOADABLE, _UNVERIFIED), _UNDEFINED)
+
+    def _replace(self, hosts: Int64s, states: tuple[int, ...], state: int) -> None:
+        """Give the sub-blocks in these states another one. No sub-block stays unverified."""
         rows = self._by_block[hosts]
         self._unverified -= int(np.count_nonzero(rows == _UNVERIFIED))
-        rows[rows <= _UNDEFINED] = _UNDEFINED
-        self._by_block[hosts] = rows
-
-    def _drop_unverified(self, hosts: Int64s) -> None:
-        rows = self._by_block[hosts]
-        unverified = rows == _UNVERIFIED
-        self._unverified -= int(np.count_nonzero(unverified))
-        rows[unverified] = _UNDEFINED
+        rows[np.isin(rows, states)] = state
         self._by_block[hosts] = rows
 
     @staticmethod

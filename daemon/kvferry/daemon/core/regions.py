@@ -121,7 +121,7 @@ class Regions:
         for other in self._overlapping(owner, start, start + size):
             self.free_region(other.owner)
         self._regions[owner] = region
-        return self._regions[owner], False
+        return region, False
 
     def mark_present(self, owner: RegionOwner) -> None:
         """Do not free a region, until `mark_deserted`."""

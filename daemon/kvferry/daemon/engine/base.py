@@ -23,6 +23,8 @@ from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
 
 # A submitted chunk. Its type is the engine's own.
 Submission: TypeAlias = object
+# Bytes. Each tensor in an allocation begins at a multiple: as what cudaMalloc returns.
+ALIGNMENT = 256
 
 
 def _never() -> bool:
@@ -192,10 +194,10 @@ class CopyEngine(Protocol):
         """Release the device. No chunk may be in flight."""
 
 
-def packed_locations(layout: LayoutArrays, alignment: int = 256) -> tuple[list[int], int]:
+def packed_locations(layout: LayoutArrays) -> tuple[list[int], int]:
     """The byte offset of each tensor in one allocation that holds all of them, and its size."""
     offsets, at = [], 0
     for span in layout.span_bytes:
         offsets.append(at)
-        at = -(-(at + span) // alignment) * alignment
+        at = -(-(at + span) // ALIGNMENT) * ALIGNMENT
     return offsets, at

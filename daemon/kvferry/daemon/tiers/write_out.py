@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -79,7 +80,7 @@ class WriteOut:
         self._not_before = 0.0
         self._pause = FIRST_PAUSE
         # Namespaces that are being dropped: what is put now would be dropped, too.
-        self._held_stores: dict[str, int] = {}
+        self._held_stores = Counter[str]()
 
     @property
     def oldest(self) -> float | None:
@@ -93,12 +94,10 @@ class WriteOut:
 
     def hold_store(self, store: str) -> None:
         """Write nothing of a namespace until `resume_store`."""
-        self._held_stores[store] = self._held_stores.get(store, 0) + 1
+        self._held_stores[store] += 1
 
     def resume_store(self, store: str) -> None:
-        self._held_stores[store] -= 1
-        if not self._held_stores[store]:
-            del self._held_stores[store]
+        self._held_stores -= Counter((store,))  # drops stores that are not held
         self.wake_up()
 
     def close(self) -> None:

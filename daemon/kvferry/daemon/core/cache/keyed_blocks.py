@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kvferry.daemon.core.cache.block_allocator import BlockAllocator
-from kvferry.daemon.core.cache.block_contents import NO_PARTS, BlockContents, Parts
+from kvferry.daemon.core.cache.block_contents import BlockContents, Parts
 from kvferry.daemon.core.cache.events import CacheEvents
 from kvferry.daemon.core.cache.key_index import KeyIndex
 from kvferry.daemon.core.cache.policies import POLICIES
@@ -47,9 +47,7 @@ class KeyedBlocks:
             self._make_policy = POLICIES[policy]
             self._replace_policy(self.policy.blocks())
 
-    def reserve_blocks(
-        self, keys: tuple[bytes, ...], parts: Parts = NO_PARTS
-    ) -> tuple[Int64s, list[bytes]]:
+    def reserve_blocks(self, keys: tuple[bytes, ...]) -> tuple[Int64s, list[bytes]]:
         """Hold a block for each of these absent keys, which are pending from now on.
 
         There must be enough free and idle blocks. Returns the blocks, and the keys evicted for

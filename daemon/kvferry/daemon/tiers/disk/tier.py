@@ -65,7 +65,7 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def open_tier(options: Mapping[str, Any], _memory: HostMemory) -> DiskTier:
-    """Raises Refused (BAD_CONFIG, ENDPOINT_IN_USE) or OSError."""
+    """Raises Refused (BAD_CONFIG) or OSError."""
     return DiskTier(msgspec.convert(options, DiskOptions))
 
 
@@ -125,11 +125,11 @@ class DiskTier:
             if (store := self._stores.get(namespace)) is not None:
                 store.forget_keys(keys)
             return
-        for name in [each for each in self._stores if is_part_of(each, namespace)]:
-            store = self._stores[name]
-            store.stop()
-            move_to_trash(store.directory)
-            with self._lock:
+        with self._lock:
+            for name in [each for each in self._stores if is_part_of(each, namespace)]:
+                store = self._stores[name]
+                store.stop()
+                move_to_trash(store.directory)
                 del self._stores[name]
                 self._trash.append(store)
 
