@@ -145,7 +145,7 @@ def test_chunks_are_submitted_within_the_engines_budget(
 
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("large", [False, True])
-def test_room_that_one_direction_leaves_the_other_takes(
+def test_one_direction_takes_the_budget_that_the_other_leaves(
     fixture: WorkerFixture, stub: StubEngine, direction: Direction, large: bool
 ) -> None:
     """Nothing else happens meanwhile that could have it tried again."""
