@@ -77,7 +77,7 @@ def test_a_daemon_is_killed_and_restarted_under_a_client_that_submits(
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_client_works_on_while_its_daemon_is_killed(
+def test_a_client_without_a_daemon_raises_gone_and_reconnects(
     daemon_service: DaemonService, engine: ReconnectingFixture, how: str
 ) -> None:
     """Nothing waits meanwhile, and what is held ends as lost."""

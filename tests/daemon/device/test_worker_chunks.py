@@ -6,13 +6,11 @@ import pytest
 
 from kvferry.daemon.core.actions import (
     CancelTransfers,
-    CopyCalibrated,
     Report,
     UnmapTensors,
 )
 from kvferry.daemon.engine.base import ChunkBudget, ChunkRequest
 from kvferry.proto.specs import Direction
-from kvferry.proto.status import CalibrationPoint, CopyStatus
 from kvferry.testing.engine import until
 from support.worker_fixture import (
     LOAD,
@@ -217,13 +215,3 @@ def test_chunk_requests_state_the_remaining_bytes_and_other_waiting_directions(
         (LOAD, ChunkRequest(0, 64, True)),
         (STORE, ChunkRequest(0, 3 * 64, True)),
     }
-
-
-def test_the_calibration_is_reported_first(
-    stub: StubEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = CopyStatus("auto", CalibrationPoint(1, 1.0, 1.0), (), 1, 1)
-    monkeypatch.setattr(stub, "attach", lambda *_: found)
-    fixture = WorkerFixture(stub)
-    assert fixture.settle() == [CopyCalibrated(found)]
-    fixture.close()
