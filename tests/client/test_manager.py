@@ -233,7 +233,9 @@ def test_usage(manager: OffloadingManager) -> None:
 # Reset
 
 
-def test_a_reset_holds_at_once(fake_daemon: FakeDaemon, manager: OffloadingManager) -> None:
+def test_a_reset_hides_all_keys_at_once(
+    fake_daemon: FakeDaemon, manager: OffloadingManager
+) -> None:
     offer(manager, C)
     manager.touch([A])
     fake_daemon.slow = True
@@ -250,7 +252,7 @@ def test_a_reset_holds_at_once(fake_daemon: FakeDaemon, manager: OffloadingManag
     assert answers(manager, A, B, C) == [MISS, HIT, MISS]
 
 
-def test_a_load_of_before_a_reset_is_completed_after_it(manager: OffloadingManager) -> None:
+def test_a_load_from_before_a_reset_is_completed_after_it(manager: OffloadingManager) -> None:
     manager.prepare_load([A])
     manager.reset_cache()
     manager.complete_load([A])
@@ -260,7 +262,7 @@ def test_a_load_of_before_a_reset_is_completed_after_it(manager: OffloadingManag
 # Timeouts of pending keys
 
 
-def test_a_key_that_stays_pending_is_a_miss_in_the_end_and_may_be_offered(
+def test_a_key_that_is_pending_too_long_is_a_miss_and_may_be_offered(
     fake_daemon: FakeDaemon, client: OffloadClient
 ) -> None:
     now = 100.0
@@ -329,7 +331,9 @@ def test_shutdown_sends_pending_touches_and_closes(fake_daemon: FakeDaemon) -> N
     assert manager.lookup(A) is MISS
 
 
-def test_clients_of_others_stay_open(fake_daemon: FakeDaemon, client: OffloadClient) -> None:
+def test_shutdown_closes_no_client_that_it_was_given(
+    fake_daemon: FakeDaemon, client: OffloadClient
+) -> None:
     client.open_namespace(FINGERPRINT)
     manager = OffloadingManager(client)
     assert offer(manager, A) == (A,)
@@ -345,7 +349,7 @@ def test_a_manager_needs_a_mirror(client: OffloadClient) -> None:
         OffloadingManager([client])
 
 
-def test_offers_to_a_lost_daemon_are_empty(
+def test_nothing_is_offered_to_a_lost_daemon(
     fake_daemon: FakeDaemon, manager: OffloadingManager
 ) -> None:
     fake_daemon.disconnected = True

@@ -19,7 +19,7 @@ from support.client_keys import (
 )
 
 
-def test_events_are_what_became_a_hit_and_what_ceased_to_be_one(fake_daemon: FakeDaemon) -> None:
+def test_events_name_keys_that_became_hits_or_ceased_to_be_hits(fake_daemon: FakeDaemon) -> None:
     fake_daemon.store(A)
     fake_daemon.reserve(B)
     manager = open_manager(fake_daemon, events=True)

@@ -65,7 +65,7 @@ def test_one_rank_opens_the_fingerprint_as_it_is(fake_daemon: FakeDaemon) -> Non
     assert fake_daemon.received_of(wire.OpenNamespace)[0].fingerprint == own
 
 
-def test_a_hit_is_one_at_all_ranks(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
+def test_a_hit_is_a_hit_at_all_ranks(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
     one, two = ranks
     one.store(A, C)
     one.reserve(B)
@@ -91,9 +91,7 @@ def test_a_hit_is_one_at_all_ranks(ranks: tuple[FakeDaemon, FakeDaemon]) -> None
 
 
 @pytest.mark.parametrize("turn", [1, -1])
-def test_a_rank_with_an_incomplete_mirror_returns_retry(
-    start_fake_daemon: Start, turn: int
-) -> None:
+def test_an_incomplete_mirror_of_a_rank_returns_retry(start_fake_daemon: Start, turn: int) -> None:
     one, two = (start_fake_daemon(), start_fake_daemon())[::turn]
     one.store(A)
     one.reserve(B)
@@ -108,7 +106,9 @@ def test_a_rank_with_an_incomplete_mirror_returns_retry(
     assert offer(manager, A, B, C) == (A, B, C)
 
 
-def test_events_are_those_of_all_ranks_together(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
+def test_an_event_needs_a_change_of_all_ranks_together(
+    ranks: tuple[FakeDaemon, FakeDaemon],
+) -> None:
     one, two = ranks
     one.store(A, B)
     two.store(B)
@@ -124,7 +124,9 @@ def test_events_are_those_of_all_ranks_together(ranks: tuple[FakeDaemon, FakeDae
     assert manager.take_events() == []
 
 
-def test_with_one_daemon_gone_offloading_is_off(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
+def test_offloading_is_off_without_the_daemon_of_one_rank(
+    ranks: tuple[FakeDaemon, FakeDaemon],
+) -> None:
     for daemon in ranks:
         daemon.store(A, B)
     manager = open_manager(*ranks)

@@ -58,7 +58,7 @@ def test_a_worker_needs_no_mirror(fake_daemon: FakeDaemon, client: OffloadClient
     assert len(fake_daemon.received_of(wire.OpenNamespace)) == 1
 
 
-def test_opened_again_it_is_as_it_was(
+def test_opening_a_namespace_again_changes_nothing(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
     opened = client_in_namespace.open_namespace(FINGERPRINT, eviction_policy="arc")
@@ -84,7 +84,7 @@ def test_a_refused_namespace_is_not_open(fake_daemon: FakeDaemon, client: Offloa
         client.lookup(A)
 
 
-def test_a_mirror_that_is_late_fills_later(
+def test_a_late_snapshot_fills_the_mirror_later(
     fake_daemon: FakeDaemon, client: OffloadClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_daemon.store(A)
@@ -117,7 +117,7 @@ def test_a_daemon_that_disconnects_before_the_mirror_is_complete(
         lambda client: client.namespace,
     ],
 )
-def test_outside_of_a_namespace_its_verbs_are_refused(
+def test_methods_of_a_namespace_are_refused_outside_of_one(
     fake_daemon: FakeDaemon, client: OffloadClient, ask: Callable[[OffloadClient], object]
 ) -> None:
     with pytest.raises(Refused, match="open_namespace") as refused:
@@ -204,7 +204,7 @@ WRONG_KEYS: list[Any] = [
 
 @pytest.mark.parametrize("keys", WRONG_KEYS)
 @pytest.mark.parametrize("verb", ["pin", "unpin", "touch"])
-def test_keys_that_no_namespace_of_this_kind_has(
+def test_keys_of_another_type_or_length_are_refused(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, verb: str, keys: Any
 ) -> None:
     with pytest.raises(Refused) as refused:
@@ -238,7 +238,7 @@ def test_the_direction_of_a_job_follows_from_its_gpu_side(
 
 
 @pytest.mark.parametrize("keys", [(b"aaaaa",), ("aaaa",), (A, b""), (A,) * (MAX_KEYS + 1)])
-def test_a_transfer_of_other_keys_is_refused_here(
+def test_a_transfer_of_keys_of_another_length_is_refused_by_the_client(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, keys: Any
 ) -> None:
     for spec in ((GPU, KeyLoadStoreSpec(keys)), (KeyLoadStoreSpec(keys), GPU)):

@@ -29,7 +29,7 @@ def test_a_reset_returns_once_it_is_done(
     assert answers(client_in_namespace, A, C) == [MISS, HIT]
 
 
-def test_a_reset_that_is_late_holds_here_at_once(
+def test_an_unfinished_reset_hides_all_keys_at_once(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
     fake_daemon.slow = True
@@ -76,7 +76,7 @@ def test_a_refused_reset_async_is_raised_by_the_next_poll(
     assert client_in_namespace.lookup(A) is MISS
 
 
-def test_a_mirror_made_during_a_reset_knows_of_it(
+def test_a_mirror_that_is_opened_during_a_reset_is_cleared_by_it(
     fake_daemon: FakeDaemon, client: OffloadClient
 ) -> None:
     fake_daemon.store(A)

@@ -19,28 +19,27 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 TIER = proto_status.TierStatus("disk", "on")
 
 
+def daemon_status(
+    health: proto_status.HealthStatus,
+    engines: tuple[proto_status.EngineStatus, ...],
+    errors: dict[str, int],
+) -> proto_status.DaemonStatus:
+    """Of a daemon with a tier, and a session of each engine."""
+    device, pool = proto_status.DeviceInfo("cpu", "cpu", "host"), proto_status.PoolStatus(1, 1, 1)
+    sessions, totals = len(engines), proto_status.Totals()
+    return proto_status.DaemonStatus(
+        *("0", "b", 1, 1.0, device, pool, sessions, engines, totals, errors, None, health),
+        tiers=(TIER,),
+    )
+
+
 def metrics() -> dict[str, set[str]]:
     """The labels of every sample that a daemon which does everything shows."""
     whose = proto_status.Fingerprint("model", 4096)
     space = proto_status.NamespaceStatus("name", whose, "lru", ("e",), *[1] * 13)
     engine = proto_status.EngineStatus("e", True, 1, 1, 1)
     health = proto_status.HealthStatus(False, ("why",), 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
-    device, pool = proto_status.DeviceInfo("cpu", "cpu", "host"), proto_status.PoolStatus(1, 1, 1)
-    status = proto_status.DaemonStatus(
-        "0",
-        "b",
-        1,
-        1.0,
-        device,
-        pool,
-        1,
-        (engine,),
-        proto_status.Totals(),
-        {"busy": 1},
-        None,
-        health,
-        tiers=(TIER,),
-    )
+    status = daemon_status(health, (engine,), {"busy": 1})
     shown = Metrics()
     result = JobResult(1, Direction.STORE, Outcome.DONE, 1, 1.0)
     shown.jobs.count_job("cpu", result, TransferCompleted(1, Outcome.DONE, 1.0))
@@ -57,23 +56,7 @@ def metrics() -> dict[str, set[str]]:
 
 def test_series_of_alerts_exist_from_the_start() -> None:
     """The first sample of a series is no growth: a first failure would be told to nobody."""
-    device, pool = proto_status.DeviceInfo("cpu", "cpu", "host"), proto_status.PoolStatus(1, 1, 1)
-    health = proto_status.HealthStatus(True)
-    status = proto_status.DaemonStatus(
-        "0",
-        "b",
-        1,
-        1.0,
-        device,
-        pool,
-        0,
-        (),
-        proto_status.Totals(),
-        {},
-        None,
-        health,
-        tiers=(TIER,),
-    )
+    status = daemon_status(proto_status.HealthStatus(True), (), {})
     shown = Metrics()
     shown.update(status, ())
     samples = [s for family in shown.registry.collect() for s in family.samples]

@@ -83,17 +83,22 @@ def is_served(directory: Path) -> bool:
         return False
 
 
+def connect_many(crowd: ExitStack, kind: int, path: Path) -> None:
+    """Connect more sockets than the daemon may have descriptors."""
+    context = zmq.Context()
+    crowd.callback(context.term)
+    for _ in range(2 * DESCRIPTORS):
+        one = context.socket(kind)
+        crowd.callback(one.close, 0)
+        one.connect(f"ipc://{path}")
+
+
 def test_more_clients_than_descriptors(poor: LocalDaemon) -> None:
     """Those who are in are served; the others wait outside, and get in when somebody leaves."""
     with RawClient(poor.directory, "early") as early:
         early.register()
         with ExitStack() as crowd:
-            context = zmq.Context()
-            crowd.callback(context.term)
-            for _ in range(2 * DESCRIPTORS):
-                knocking = context.socket(zmq.DEALER)
-                crowd.callback(knocking.close, 0)
-                knocking.connect(f"ipc://{poor.directory / 'kvferry.sock'}")
+            connect_many(crowd, zmq.DEALER, poor.directory / "kvferry.sock")
             until(lambda: "not accepting clients" in poor.log(), 30)
             early.send(store(1, [0], [0]))
             assert early.result(1).outcome == "done"
@@ -104,12 +109,7 @@ def test_more_clients_than_descriptors(poor: LocalDaemon) -> None:
 def test_more_subscribers_than_descriptors(poor: LocalDaemon) -> None:
     """libzmq aborts without a descriptor: the process that publishes, and not the daemon."""
     with ExitStack() as crowd:
-        context = zmq.Context()
-        crowd.callback(context.term)
-        for _ in range(2 * DESCRIPTORS):
-            listening = context.socket(zmq.SUB)
-            crowd.callback(listening.close, 0)
-            listening.connect(f"ipc://{poor.directory / 'events.sock'}")
+        connect_many(crowd, zmq.SUB, poor.directory / "events.sock")
         until(lambda: "KV event publisher exited" in poor.log(), 30)
         assert ProcessUsage.of(poor.pid).descriptors < DESCRIPTORS // 2
         assert is_served(poor.directory)

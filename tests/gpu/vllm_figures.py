@@ -41,9 +41,9 @@ from support.vllm_process import (
     VLLM,
     GpuDaemon,
     PegaFlow,
-    Prompts,
     make_prompts,
 )
+from support.vllm_served import Prompts
 
 # GPU hits of one prompt. They vary more than all else here, and the floor is their median.
 GPU_HITS = 5

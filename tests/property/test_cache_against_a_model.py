@@ -67,7 +67,7 @@ def take(
 @pytest.mark.parametrize("policy", PLAIN)
 @settings(max_examples=300)
 @given(st.integers(1, 6), st.sampled_from([1, 1, 1, 2]), st.booleans(), STEPS)
-def test_every_answer_is_what_the_model_says(
+def test_every_answer_is_that_of_the_model(
     policy: str, capacity: int, threshold: int, patient: bool, steps: list[Step]
 ) -> None:
     model = CacheModel(policy, capacity, threshold)

@@ -314,7 +314,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(not c.mapped for c in self.claims.values()))
     @rule(data=st.data(), works=st.sampled_from([True, True, False]))
-    def lane_maps(self, data: st.DataObject, works: bool) -> None:
+    def worker_maps(self, data: st.DataObject, works: bool) -> None:
         claim = data.draw(st.sampled_from([c for c in self.claims.values() if not c.mapped]))
         claim.mapped, claim.failed = True, not works
         error = None if works else ErrorInfo(Code.MAP_FAILED, "no memory")
@@ -324,18 +324,18 @@ class CoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data(), outcome=st.sampled_from([Outcome.DONE, Outcome.DONE, Outcome.FAILED]))
-    def lane_ends(self, data: st.DataObject, outcome: Outcome) -> None:
+    def worker_ends(self, data: st.DataObject, outcome: Outcome) -> None:
         serial = data.draw(st.sampled_from(sorted(self.jobs)))
         self.end(serial, outcome)
 
     @precondition(lambda self: self.abandoned)
     @rule(data=st.data())
-    def lane_cancels(self, data: st.DataObject) -> None:
+    def worker_cancels(self, data: st.DataObject) -> None:
         self.end(data.draw(st.sampled_from(sorted(self.abandoned))), Outcome.CANCELLED)
 
     @precondition(lambda self: any(c.mapped and c.leaving for c in self.claims.values()))
     @rule(data=st.data())
-    def lane_unmaps(self, data: st.DataObject) -> None:
+    def worker_unmaps(self, data: st.DataObject) -> None:
         leaving = [c for c in self.claims.values() if c.mapped and c.leaving]
         self.unmap(data.draw(st.sampled_from(leaving)))
 
@@ -409,7 +409,7 @@ _SPEC_FAULTS = {Code.BLOCK_OUT_OF_RANGE, Code.SIZE_MISMATCH, Code.DUPLICATE_BLOC
 """Of a load also STALE, where its host blocks were never stored to."""
 
 
-def test_the_core_keeps_its_promises_whatever_happens() -> None:
+def test_every_reply_and_action_is_what_the_model_expects() -> None:
     run_state_machine_as_test(
         CoreMachine,
         settings=settings(max_examples=200, stateful_step_count=40),

@@ -73,13 +73,13 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
 
     def possible_steps(self) -> list[str]:
         """Names of methods, likely ones more than once."""
-        steps = ["come_or_go_newcomer"] * 3
+        steps = ["toggle_newcomer"] * 3
         if len(self.sessions) < MAX_SESSIONS:
-            steps += ["come"] * 4
+            steps += ["connect_one"] * 4
         if self.sessions:
-            steps += ["leave"] * 2
+            steps += ["disconnect_one"] * 2
         if self.ready_to_ask():
-            steps += ["open_again"]
+            steps += ["open_one"]
         if self.submitters():
             steps += ["store_one"] * 12 + ["load_one"] * 9
         if self.transfers():
@@ -89,7 +89,7 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
         if self.closing():
             steps += ["unmap_one"] * 3
         if self.namespaces:
-            steps += ["all_leave"] * 2
+            steps += ["disconnect_all"] * 2
         if self.in_namespaces():
             steps += ["pin_some"] * 3 + ["unpin_some"] * 3 + ["touch_some"]
             steps += ["reset_one"] * 3 + ["subscribe_one"] * 2
@@ -107,18 +107,18 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
     def ready_to_register(self) -> list[str]:
         return [session for session in self.ready_to_ask() if self.namespace_of(session)]
 
-    def come(self) -> None:
+    def connect_one(self) -> None:
         session = self.connect(self.one_of("abc"))
         self.open_namespace(session, self.one_of(LAYOUTS), self.one_of(POLICIES))
 
-    def open_again(self) -> None:
+    def open_one(self) -> None:
         session = self.one_of(self.ready_to_ask())
         self.open_namespace(session, self.one_of(LAYOUTS), self.one_of(POLICIES))
 
-    def leave(self) -> None:
+    def disconnect_one(self) -> None:
         self.disconnect(self.one_of(self.sessions))
 
-    def all_leave(self) -> None:
+    def disconnect_all(self) -> None:
         """All sessions of one namespace, and their tensors are unmapped."""
         namespace = self.namespaces[self.one_of(self.namespaces)]
         for session in self.draw(st.permutations(list(namespace.sessions))):
@@ -126,7 +126,7 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
             for registration in self.closing():
                 self.unmap_tensors(registration, self.one_of(OUTCOMES))
 
-    def come_or_go_newcomer(self) -> None:
+    def toggle_newcomer(self) -> None:
         if self.newcomer is None:
             self.connect_newcomer()
         else:
@@ -307,7 +307,7 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
         assert len(set(written)) == len(written)
 
     def teardown(self) -> None:
-        """When all have left, nothing is held, and all ready keys load."""
+        """After the last session, no block is held, and all ready keys load."""
         for mirror in self.unread():
             self.read_all(mirror)
         for transfer in self.transfers():

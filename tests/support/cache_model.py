@@ -1,7 +1,7 @@
 """The cache against semantics.md in its plainest words: lists, loops, and one key at a time.
 
-CacheModel is a cache and the model of it, which predicts every answer: who is stored, who goes,
-what is counted, which blocks may be handed out.
+CacheModel is a cache and the model of it. It predicts every answer: which keys are stored and
+evicted, what is counted, and which blocks may be used.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ PENDING, READY = "pending", "ready"
 
 
 class ModelCacheJob(NamedTuple):
+    """epoch: the number of resets before it."""
+
     handle: Reservation | Pins
     epoch: int
-    """How many resets there were before it."""
 
 
 class TierJob:
@@ -49,20 +50,20 @@ class CacheModelState:
         self.start()
 
     def start(self) -> None:
-        """A daemon starts."""
+        """Start a daemon."""
         self.cache = Cache(self.capacity, self.policy_name, self.threshold, (1, 1))
         self.cache.events.recording = True
         self.policy = PLAIN[self.policy_name](self.capacity)
         self.state: dict[bytes, str] = {}
         self.where: dict[bytes, int] = {}
+        # The sub-blocks of ready keys that are stored in part.
         self.parts: dict[bytes, tuple[int, int]] = {}
-        """Of ready keys that are stored in part."""
+        # Ready keys that an earlier daemon stored.
         self.unverified: set[bytes] = set()
-        """Ready keys that a daemon before this one stored."""
         self.jobs: list[ModelCacheJob] = []
         self.ended: list[ModelCacheJob] = []
         self.tier_jobs: list[TierJob] = []
-        # Of each tier the keys whose blocks are in it, or are being written.
+        # For each tier, the keys whose blocks are in it or are being written.
         self.in_tier: list[set[bytes]] = [set(), set()]
         self.offers: Counter[bytes] = Counter()
         self.counts: Counter[str] = Counter()
@@ -76,7 +77,7 @@ class CacheModelState:
     def hits(self) -> set[bytes]:
         return self.keys_that_are(READY) - self.parts.keys() - self.unverified
 
-    def told_pending(self) -> set[bytes]:
+    def hit_pending(self) -> set[bytes]:
         return self.keys_that_are(PENDING) | (self.unverified - self.parts.keys())
 
     def forget(self, key: bytes) -> None:
@@ -153,7 +154,7 @@ class CacheModel(CacheModelState):
         self.jobs.append(ModelCacheJob(answer, self.epoch))
 
     def ending(self, kind: type, which: int) -> Any:
-        """A job of this kind, off the books; None where there is none."""
+        """Remove a job of this kind from those in flight; None if there is none."""
         jobs = [job for job in self.jobs if isinstance(job.handle, kind)]
         if not jobs:
             return None
@@ -267,7 +268,7 @@ class CacheModel(CacheModelState):
             self.cache.complete_load(job.handle)
 
     def discard(self, keys: list[bytes]) -> None:
-        """Bytes were lost, also of keys that are in other blocks by now."""
+        """Report lost bytes, also for keys that are in other blocks now."""
         self.cache.discard_keys([(key, self.where.get(key, 0)) for key in keys])
         self.cache.discard_keys([(key, self.where.get(key, 0) + 1) for key in keys])
         for key in set(keys) & self.keys_that_are(READY):
@@ -275,7 +276,7 @@ class CacheModel(CacheModelState):
             self.forget(key)
 
     def verify(self, keys: list[bytes]) -> None:
-        """Checksums agree, also of keys that are in other blocks by now."""
+        """Report equal checksums, also for keys that are in other blocks now."""
         self.cache.mark_verified([(key, self.where.get(key, 0) + 1) for key in keys])
         self.cache.mark_verified([(key, self.where.get(key, 0)) for key in keys])
         self.unverified -= set(keys)
@@ -294,7 +295,7 @@ class CacheModel(CacheModelState):
     def lookup(self, keys: list[bytes]) -> None:
         for key in keys:
             expected = Lookup.HIT if key in self.hits() else Lookup.MISS
-            expected = Lookup.HIT_PENDING if key in self.told_pending() else expected
+            expected = Lookup.HIT_PENDING if key in self.hit_pending() else expected
             assert self.cache.lookup(key) is expected
             self.counts[{Lookup.HIT: "hits", Lookup.MISS: "misses"}.get(expected, "")] += 1
 
@@ -312,7 +313,7 @@ class CacheModel(CacheModelState):
         self.offers.clear()
 
     def restart(self) -> None:
-        """What was ready is found by the next daemon; who had work under way is away."""
+        """The next daemon finds the ready keys. It has no jobs."""
         entries, parts = self.cache.entries(), self.parts
         self.start()
         self.cache.restore_keys(entries, parts)
@@ -320,7 +321,7 @@ class CacheModel(CacheModelState):
         self.state = {key: READY for key, _ in entries}
         self.where = dict(entries)
         self.parts, self.unverified = parts, set(self.where)
-        self.mirror = dict.fromkeys(self.told_pending(), PENDING)
+        self.mirror = dict.fromkeys(self.hit_pending(), PENDING)
 
     # Checks
 
@@ -345,14 +346,14 @@ class CacheModel(CacheModelState):
     def drain(self) -> None:
         self.replay(self.cache.events.take())
         assert self.cache.events.take() == []
-        told = dict.fromkeys(self.hits(), READY) | dict.fromkeys(self.told_pending(), PENDING)
+        told = dict.fromkeys(self.hits(), READY) | dict.fromkeys(self.hit_pending(), PENDING)
         assert self.mirror == told
 
     def check(self) -> None:
         self.cache.check_integrity()
         ready, pending = self.keys_that_are(READY), self.keys_that_are(PENDING)
         assert sorted(self.cache.ready_keys()) == sorted(self.hits())
-        assert sorted(self.cache.pending_keys()) == sorted(self.told_pending())
+        assert sorted(self.cache.pending_keys()) == sorted(self.hit_pending())
         assert {key: self.cache.stored_part(key) for key in self.parts} == self.parts
         assert self.cache.has_parts == bool(self.parts)
         where = np.array([self.where[key] for key in sorted(ready)], np.int64)

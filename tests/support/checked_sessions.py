@@ -231,7 +231,7 @@ class CheckedSessions:
         namespace = self.namespace_of(session)
         assert namespace is not None
         namespace.layout = message.layout
-        namespace.registrations.add(
+        namespace.registrations.append(
             KeyedRegistration(
                 action.registration, self.sessions[session], session, namespace, message.layout
             )

@@ -179,7 +179,7 @@ class NamespacesFixture:
         return action.message.region
 
     def close_sessions(self, *sessions: str) -> None:
-        """Sessions leave, and the lane lets go of what they registered."""
+        """Close sessions, and unmap the tensors that they registered."""
         for session in sessions:
             for action in self.core.close_session(session):
                 if isinstance(action, UnmapTensors):

@@ -93,7 +93,7 @@ class NamespaceModel:
     generation: int = 1
     # The engine of each session.
     sessions: dict[str, str] = field(default_factory=dict)
-    registrations: set[KeyedRegistration] = field(default_factory=set)
+    registrations: list[KeyedRegistration] = field(default_factory=list)
     transfers: dict[int, KeyedTransfer] = field(default_factory=dict)
     ready: dict[bytes, KeyBlock] = field(default_factory=dict)
     pending: dict[bytes, KeyBlock] = field(default_factory=dict)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 class PlainLRU:
     def __init__(self, capacity: int) -> None:
+        # Least recent first.
         self.keys: list[bytes] = []
-        """Least recent first."""
 
     def order(self) -> list[bytes]:
         return self.keys
@@ -68,7 +68,7 @@ class PlainARC:
                     keys.remove(key)
                     ghosts.append(key)
                     return key
-        raise AssertionError("nobody may go")
+        raise AssertionError("no key may be evicted")
 
     def touch(self, keys: list[bytes], pending: set[bytes]) -> None:
         for key in reversed(keys):

@@ -221,7 +221,7 @@ def context(dcp: int = 1, cp: int = 1, size: int = 2) -> Fingerprint:
     return read(change=change)
 
 
-def test_an_option_that_vllm_copies_late_to_another_changes_nothing() -> None:
+def test_an_option_that_vllm_copies_to_another_later_changes_nothing() -> None:
     assert context(dcp=16) == context(dcp=16, cp=16)
 
 

@@ -32,7 +32,7 @@ def engines(count: int = 2) -> list[Fingerprint]:
     ]
 
 
-def test_engines_of_another_id_share() -> None:
+def test_engines_with_other_ids_share() -> None:
     one, other = engines()
     assert one == other
 
@@ -77,14 +77,14 @@ def test_engines_with_vllms_default_seed_share(
     assert not caplog.text
 
 
-def test_vllm_takes_an_empty_seed_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_seed_is_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "")
     one, other = engines()
     assert one == other
 
 
 @pytest.mark.parametrize(("algorithm", "size"), [("sha256", 36), ("xxhash_cbor", 20)])
-def test_keys_are_as_long_as_the_hash_and_a_group(algorithm: str, size: int) -> None:
+def test_a_key_has_the_bytes_of_a_hash_and_of_a_group_index(algorithm: str, size: int) -> None:
     def change(config: Any) -> None:
         config.cache_config.prefix_caching_hash_algo = algorithm
 

@@ -40,11 +40,11 @@ def side(fake_daemon: FakeDaemon) -> SchedulerSide:
 # Lookups
 
 
-def test_answers_are_in_the_words_of_vllm(fake_daemon: FakeDaemon, side: SchedulerSide) -> None:
+def test_lookups_return_the_codes_of_vllm(fake_daemon: FakeDaemon, side: SchedulerSide) -> None:
     assert answers(side, A, B, C, A) == ["hit", "pending", "miss", "hit"]
 
 
-def test_a_step_sees_what_came_before_its_first_lookup(
+def test_the_first_lookup_of_a_step_receives_events(
     fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
     assert answers(side, A) == ["hit"]
@@ -69,7 +69,7 @@ def test_a_request_waits_for_pending_stores_until_a_timeout(side: SchedulerSide)
     assert answers(side, B) == ["pending"]
 
 
-def test_a_request_whose_loads_fail_computes_in_the_end(side: SchedulerSide) -> None:
+def test_a_request_that_loaded_max_loads_times_computes(side: SchedulerSide) -> None:
     for _ in range(MAX_LOADS):
         assert answers(side, A) == ["hit"]
         side.prepare_load([A], request())
@@ -105,7 +105,7 @@ def test_a_waiting_request_touches_its_keys_once_per_interval(
 # Loads
 
 
-def test_keys_of_a_load_are_kept_until_the_step_after_it(
+def test_keys_of_a_load_are_pinned_until_the_step_after_it(
     fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
     fake_daemon.store(C)
@@ -113,7 +113,9 @@ def test_keys_of_a_load_are_kept_until_the_step_after_it(
     side.touch([A, C], request())
     assert side.prepare_load([A, C], request()) == KeysSpec((A, C))
     side.on_schedule_end()
-    assert fake_daemon.received == [wire.Pin((A, C))]  # what nobody waits for comes later
+    assert fake_daemon.received == [
+        wire.Pin((A, C))
+    ]  # touches are sent later: nobody waits for them
     side.on_schedule_end()
     assert fake_daemon.received[1:] == [wire.Touch((A, C), 2, 0)]
     side.complete_load({C, A}, request())
@@ -125,7 +127,7 @@ def test_keys_of_a_load_are_kept_until_the_step_after_it(
     assert not side.has_pending_work()
 
 
-def test_loads_in_every_step_do_not_put_the_rest_off(
+def test_keys_are_unpinned_although_every_step_loads(
     fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
     for number in range(6):
@@ -136,9 +138,7 @@ def test_loads_in_every_step_do_not_put_the_rest_off(
     assert len(fake_daemon.received_of(wire.Unpin)) >= 4
 
 
-def test_a_key_that_went_is_a_load_that_fails_and_is_not_kept(
-    fake_daemon: FakeDaemon, side: SchedulerSide
-) -> None:
+def test_a_load_of_an_absent_key_pins_nothing(fake_daemon: FakeDaemon, side: SchedulerSide) -> None:
     assert side.prepare_load([A, D], request()) == KeysSpec((A, D))
     side.complete_load({A, D}, request())
     side.on_schedule_end()
@@ -147,7 +147,7 @@ def test_a_key_that_went_is_a_load_that_fails_and_is_not_kept(
     assert not fake_daemon.received_of(wire.Unpin)
 
 
-def test_a_reset_lets_go_of_loads_that_nobody_completes(
+def test_a_reset_unpins_loads_that_are_not_completed(
     fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
     answers(side, A)
@@ -159,8 +159,8 @@ def test_a_reset_lets_go_of_loads_that_nobody_completes(
     assert fake_daemon.received_of(wire.Unpin) == [wire.Unpin((A,))]
 
 
-def come_back(fake_daemon: FakeDaemon, side: SchedulerSide) -> None:
-    """Let the side lose its daemon, and find it again with all its keys."""
+def reconnect(fake_daemon: FakeDaemon, side: SchedulerSide) -> None:
+    """Disconnect the daemon, and let it return with all its keys."""
     fake_daemon.disconnected = True
     assert answers(side, A) == ["miss"]
     side.on_schedule_end()
@@ -168,14 +168,14 @@ def come_back(fake_daemon: FakeDaemon, side: SchedulerSide) -> None:
     fake_daemon.received.clear()
 
 
-def test_a_reset_while_the_daemon_is_away_is_done_when_it_is_back(
+def test_a_reset_without_a_daemon_is_sent_after_reconnecting(
     fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
-    """What lies in its pool is of the weights before."""
+    """Its pool has blocks of the weights before the reset."""
     fake_daemon.disconnected = True
     assert answers(side, A) == ["miss"]
     side.reset_cache()
-    come_back(fake_daemon, side)
+    reconnect(fake_daemon, side)
     until(lambda: "hit" in answers(side, A) or bool(fake_daemon.received_of(wire.Reset)), side)
     assert answers(side, A) == ["miss"]
     until(lambda: not fake_daemon.ready, side)
@@ -184,7 +184,7 @@ def test_a_reset_while_the_daemon_is_away_is_done_when_it_is_back(
     assert len(fake_daemon.received_of(wire.Reset)) == 1
 
 
-def test_a_reset_that_a_daemon_died_with_is_done_by_the_next(
+def test_a_reset_without_a_reply_is_sent_to_the_next_daemon(
     fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
     fake_daemon.silent = True
@@ -192,11 +192,11 @@ def test_a_reset_that_a_daemon_died_with_is_done_by_the_next(
     fake_daemon.silent = False
     for _ in range(2):
         fake_daemon.slow = True
-        come_back(fake_daemon, side)
+        reconnect(fake_daemon, side)
         until(lambda: "hit" in answers(side, A) or bool(fake_daemon.received_of(wire.Reset)), side)
         assert answers(side, A) == ["miss"]
     fake_daemon.finish_resets()
-    come_back(fake_daemon, side)
+    reconnect(fake_daemon, side)
     fake_daemon.slow = False
     fake_daemon.store(A)
     until(lambda: answers(side, A) == ["hit"], side)
@@ -216,10 +216,10 @@ def test_stores_name_the_generation_of_each_rank(side: SchedulerSide) -> None:
     assert answers(side, C) == ["miss"]
 
 
-def test_what_cannot_be_stored_is_nothing_to_store(
+def test_a_store_without_room_or_daemon_is_an_empty_store(
     fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
-    """Of None vLLM makes a warning, and the same offer again in every step."""
+    """If the output is None, vLLM warns and offers the same keys in every step."""
     nothing = StoreOutput([], KeysSpec(()), [])
     assert side.prepare_store([bytes([n]) * 8 for n in range(9)], request()) == nothing
     assert side.prepare_store([C], request()).keys_to_store == [C]
@@ -233,7 +233,7 @@ def test_what_cannot_be_stored_is_nothing_to_store(
 # Ranks
 
 
-def test_a_key_is_a_hit_where_every_rank_has_it(
+def test_a_key_is_a_hit_if_every_rank_has_it(
     start_fake_daemon: Callable[..., FakeDaemon],
 ) -> None:
     one, two = start_fake_daemon(), start_fake_daemon()
@@ -258,36 +258,36 @@ def test_a_key_is_a_hit_where_every_rank_has_it(
 # Events
 
 
-def told(side: SchedulerSide) -> list[tuple[set[bytes], bool]]:
+def events_of(side: SchedulerSide) -> list[tuple[set[bytes], bool]]:
     return [(set(event.keys), event.removed) for event in side.events() or ()]
 
 
-def test_whoever_notices_that_the_daemon_went_its_keys_are_removed(fake_daemon: FakeDaemon) -> None:
+def test_all_keys_are_removed_once_the_daemon_is_lost(fake_daemon: FakeDaemon) -> None:
     fake_daemon.store(A, B)
     side = open_side(fake_daemon, events=True)
-    assert told(side) == [({A, B}, False)]
+    assert events_of(side) == [({A, B}, False)]
     fake_daemon.disconnected = True
     assert answers(side, A) == ["miss"]
     side.on_schedule_end()
     assert answers(side, A) == ["miss"]
-    assert told(side) == [({A, B}, True)]
-    assert told(side) == []
+    assert events_of(side) == [({A, B}, True)]
+    assert events_of(side) == []
 
 
-def test_events_of_the_next_manager_are_what_differs(fake_daemon: FakeDaemon) -> None:
+def test_after_reconnecting_events_are_the_differences(fake_daemon: FakeDaemon) -> None:
     fake_daemon.store(A, B)
     side = open_side(fake_daemon, events=True)
-    assert told(side) == [({A, B}, False)]
-    come_back(fake_daemon, side)
+    assert events_of(side) == [({A, B}, False)]
+    reconnect(fake_daemon, side)
     fake_daemon.evict(A)
     fake_daemon.store(C)
     until(lambda: answers(side, C) == ["hit"], side)
-    assert told(side) == [({A}, True), ({C}, False)]
+    assert events_of(side) == [({A}, True), ({C}, False)]
     fake_daemon.evict(B)
-    assert told(side) == [({B}, True)]
+    assert events_of(side) == [({B}, True)]
 
 
-# What must not reach vLLM
+# Errors
 
 
 @pytest.mark.parametrize("verb", ["prepare_store", "prepare_load", "touch"])
@@ -309,7 +309,7 @@ def test_keys_of_another_length_turn_offloading_off(
     side.shutdown()
 
 
-def test_what_a_daemon_says_to_nobodys_question_ends_the_connection_only(
+def test_an_unrequested_error_ends_only_the_connection(
     fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
     fake_daemon.send_to_client(wire.Error(None, ErrorInfo(Code.NO_SESSION, "who are you?")))

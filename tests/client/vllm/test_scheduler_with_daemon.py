@@ -83,7 +83,7 @@ def refusal(worker: WorkerSide, job_id: int, spec: KeysSpec) -> str:
     return "" if error is None else error.code
 
 
-def test_a_block_that_the_scrub_found_corrupt_is_a_miss_and_can_be_stored_anew(
+def test_a_block_that_the_scrub_found_corrupt_is_a_miss_and_can_be_stored_again(
     start_kvferryd: StartKvferryd,
 ) -> None:
     daemon = start_kvferryd(integrity_scrub_rate="1GiB")

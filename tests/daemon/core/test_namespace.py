@@ -29,14 +29,7 @@ from support.namespaces_fixture import (
     load,
     offsets,
     store,
-    stored_in_part,
 )
-
-
-@pytest.fixture
-def partly() -> NamespacesFixture:
-    return stored_in_part()
-
 
 # Stores
 

@@ -40,7 +40,6 @@ from support.namespaces_fixture import (
     load,
     offsets,
     store,
-    stored_in_part,
 )
 
 
@@ -106,8 +105,9 @@ def test_a_restored_namespace_without_the_layout_of_its_blocks_is_refused() -> N
     other.core.restore_region(RecoveredRegion(record))  # nothing is in it
 
 
-def test_a_restored_namespace_has_its_keys_and_parts_and_sends_no_events() -> None:
-    partly = stored_in_part()
+def test_a_restored_namespace_has_its_keys_and_parts_and_sends_no_events(
+    partly: NamespacesFixture,
+) -> None:
     partly.send("a", wire.Reset(5))
     partly.stored("a", b"x", blocks([0, 1, 2]))
     partly.stored("a", b"y", blocks([0, 1]))

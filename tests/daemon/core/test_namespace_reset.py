@@ -24,13 +24,7 @@ from support.namespaces_fixture import (
     load,
     offsets,
     store,
-    stored_in_part,
 )
-
-
-@pytest.fixture
-def partly() -> NamespacesFixture:
-    return stored_in_part()
 
 
 def test_a_reset_makes_every_key_absent_at_once() -> None:

@@ -165,7 +165,7 @@ def test_fingerprints_with_duplicate_extra_fields_are_compared_in_full() -> None
     assert error[0] == Code.NAMESPACE_MISMATCH
 
 
-def test_an_engine_may_change_its_fingerprint_once_all_its_sessions_have_gone() -> None:
+def test_an_engine_may_change_its_fingerprint_after_its_last_session() -> None:
     fixture = NamespacesFixture("a/worker", "a/scheduler")
     fixture.close_sessions("a/worker")
     fixture.open_sessions("a/new")
@@ -232,14 +232,6 @@ def test_opening_a_used_namespace_with_other_settings_keeps_its_settings() -> No
     opened = fixture.open_namespace("b", quota=2 * ROOM, policy="arc", threshold=3)
     assert opened == wire.Opened(7, FINGERPRINT.name, 4, PAGE, True, "lru", 1, ())
     assert fixture.loadable("a") == b"ab"
-
-
-def test_reopening_with_other_settings_keeps_them_for_running_jobs() -> None:
-    fixture = NamespacesFixture("a")
-    plan = fixture.start("a", store(b"a"))
-    assert fixture.open_namespace("a", quota=2 * ROOM, policy="arc").policy == "lru"
-    fixture.end(plan)
-    assert fixture.loadable("a") == b"a"
 
 
 def test_opening_while_an_engine_is_unmapped_keeps_the_settings() -> None:

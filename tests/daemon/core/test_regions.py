@@ -214,7 +214,7 @@ def largest_gap(pool: int, held: list[Region]) -> int:
 
 @settings(PROFILE)
 @given(st.integers(4, 12), st.lists(claims, max_size=25))
-def test_whatever_happens_regions_never_overlap_and_the_present_stay(
+def test_regions_never_overlap_and_regions_in_use_stay(
     pages: int, history: list[tuple[str, LayoutArrays, int | None]]
 ) -> None:
     pool = pages * ALIGNMENT

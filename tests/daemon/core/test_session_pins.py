@@ -33,6 +33,21 @@ def test_pins_are_counted() -> None:
     assert fixture.loadable("a", b"a") == b""
 
 
+def test_the_oldest_pin_of_a_key_is_released_first() -> None:
+    """Pins from before a reset hold blocks that are orphaned."""
+    fixture = NamespacesFixture("a")
+    for number in range(3):
+        fixture.stored("a", b"a")
+        fixture.send("a", wire.Pin(each(b"a")))
+        if number < 2:
+            fixture.send("a", wire.Reset(number))
+    held = [fixture.usage("orphaned", "pinned")]
+    for _ in range(3):
+        fixture.send("a", wire.Unpin(each(b"a")))
+        held.append(fixture.usage("orphaned", "pinned"))
+    assert held == [(2, 1), (1, 1), (0, 1), (0, 0)]
+
+
 def test_a_session_pins_a_bounded_number_of_keys() -> None:
     """Absent ones count: the daemon stores each pin."""
     fixture = NamespacesFixture("a", "b")

@@ -1,4 +1,4 @@
-"""The device worker: failures and unmapping."""
+"""The device worker: its start and its end, failures and unmapping."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.daemon.core.actions import (
     CancelTransfers,
+    CopyCalibrated,
     Report,
     TensorsMapped,
     TensorsUnmapped,
@@ -20,7 +21,7 @@ from kvferry.daemon.engine.base import ChunkBudget
 from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.proto.errors import Code, Failed, Refused
 from kvferry.proto.results import Outcome
-from kvferry.proto.status import CopyStatus
+from kvferry.proto.status import CalibrationPoint, CopyStatus
 from kvferry.testing.engine import until
 from support.worker_fixture import (
     ERROR,
@@ -208,6 +209,16 @@ def test_at_its_end_the_worker_releases_held_memory_and_the_device(
     fixture = WorkerFixture(stub, held=(held,))
     fixture.close()
     assert there == [False]
+
+
+def test_the_calibration_is_reported_first(
+    stub: StubEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = CopyStatus("auto", CalibrationPoint(1, 1.0, 1.0), (), 1, 1)
+    monkeypatch.setattr(stub, "attach", lambda *_: found)
+    fixture = WorkerFixture(stub)
+    assert fixture.settle() == [CopyCalibrated(found)]
+    fixture.close()
 
 
 # Unmapping

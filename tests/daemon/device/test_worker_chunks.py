@@ -6,13 +6,11 @@ import pytest
 
 from kvferry.daemon.core.actions import (
     CancelTransfers,
-    CopyCalibrated,
     Report,
     UnmapTensors,
 )
 from kvferry.daemon.engine.base import ChunkBudget, ChunkRequest
 from kvferry.proto.specs import Direction
-from kvferry.proto.status import CalibrationPoint, CopyStatus
 from kvferry.testing.engine import until
 from support.worker_fixture import (
     LOAD,
@@ -145,7 +143,7 @@ def test_chunks_are_submitted_within_the_engines_budget(
 
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("large", [False, True])
-def test_room_that_one_direction_leaves_the_other_takes(
+def test_one_direction_takes_the_budget_that_the_other_leaves(
     fixture: WorkerFixture, stub: StubEngine, direction: Direction, large: bool
 ) -> None:
     """Nothing else happens meanwhile that could have it tried again."""
@@ -217,13 +215,3 @@ def test_chunk_requests_state_the_remaining_bytes_and_other_waiting_directions(
         (LOAD, ChunkRequest(0, 64, True)),
         (STORE, ChunkRequest(0, 3 * 64, True)),
     }
-
-
-def test_the_calibration_is_reported_first(
-    stub: StubEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = CopyStatus("auto", CalibrationPoint(1, 1.0, 1.0), (), 1, 1)
-    monkeypatch.setattr(stub, "attach", lambda *_: found)
-    fixture = WorkerFixture(stub)
-    assert fixture.settle() == [CopyCalibrated(found)]
-    fixture.close()

@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.daemon.memory.fd_closer import MAX_THREADS, THREAD_NAME, Closer
 from kvferry.testing.engine import until
+from support.descriptors import is_open
 
 
 class Crowd:
@@ -38,14 +39,6 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 def closing_of(descriptor: int) -> Callable[[], None]:
     return lambda: os.close(descriptor)
-
-
-def is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
 
 
 def test_threads_end_when_there_is_nothing_to_close(hanging: Callable[[], None]) -> None:

@@ -11,14 +11,7 @@ import pytest
 from kvferry.daemon.memory.fd_closer import SMALL_BYTES, THREAD_NAME, close_memory
 from kvferry.daemon.memory.shared_memory import MappedFile
 from kvferry.testing.engine import until
-
-
-def is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
+from support.descriptors import is_open
 
 
 def memfd(nbytes: int) -> int:

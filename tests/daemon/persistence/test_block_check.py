@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -15,13 +14,6 @@ from kvferry.daemon.persistence.checksum_client import Purpose
 from support.eventually import eventually
 
 from .stored_pool import COUNT, KEYED, RAW, StoredPool, key, numbers
-
-
-@pytest.fixture
-async def pool() -> AsyncIterator[StoredPool]:
-    pool = StoredPool()
-    yield pool
-    pool.close()
 
 
 def table_of(pool: StoredPool, record: RegionRecord) -> BlockTable:

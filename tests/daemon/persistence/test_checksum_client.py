@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import os
 import signal
-import subprocess
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from kvferry.proto.errors import Code, Failed, KVFerryError
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from support.eventually import eventually
+from support.refused_starts import refuse_starts
 
 CHUNK, COUNT = 4 * PAGE, 16
 # Blocks lie across pages, and across chunks.
@@ -217,14 +217,7 @@ async def test_an_idle_process_is_replaced_when_it_dies(fixture: ClientFixture) 
 async def test_starting_the_process_is_retried(
     fixture: ClientFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, refusals = subprocess.Popen, [OSError("too many"), OSError("too many")]
-
-    def popen(*arguments: Any, **options: Any) -> Any:
-        if refusals:
-            raise refusals.pop()
-        return start(*arguments, **options)
-
-    monkeypatch.setattr(subprocess, "Popen", popen)
+    refusals = refuse_starts(monkeypatch, OSError("too many"), OSError("too many"))
     fixture.process.kill()
     fixture.read(some(1))
     await fixture.summed()

@@ -85,13 +85,6 @@ class StoreFixture:
 
 
 @pytest.fixture
-async def pool() -> AsyncIterator[StoredPool]:
-    pool = StoredPool()
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
 async def fixture(pool: StoredPool) -> AsyncIterator[StoreFixture]:
     fixture = StoreFixture(pool, KeptFds())
     fixture.store.apply_change(RegionCreated(KEYED))

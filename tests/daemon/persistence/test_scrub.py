@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,13 +17,6 @@ from support.eventually import eventually
 from .stored_pool import BLOCK, KEYED, RAW, StoredPool, numbers
 
 FAST = 1 << 30
-
-
-@pytest.fixture
-async def pool() -> AsyncIterator[StoredPool]:
-    pool = StoredPool()
-    yield pool
-    pool.close()
 
 
 class ScrubbedBlocks:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
-
-import pytest
 
 from kvferry.daemon.core.actions import BlocksCorrupted, BlocksVerified
 from kvferry.daemon.persistence.block_check import BlockCheck
@@ -15,13 +13,6 @@ from kvferry.proto.status import VerificationStatus
 from support.eventually import eventually
 
 from .stored_pool import BLOCK, COUNT, KEYED, RAW, StoredPool, numbers, of_large_blocks
-
-
-@pytest.fixture
-async def pool() -> AsyncIterator[StoredPool]:
-    pool = StoredPool()
-    yield pool
-    pool.close()
 
 
 class VerifiedBlocks:

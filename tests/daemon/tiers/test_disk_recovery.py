@@ -21,18 +21,15 @@ from kvferry.testing.tier_subjects import NAMESPACE, PoolMemory, key_of
 
 from .disk_fixtures import SIZE, KillableDisk
 
-BLOCK = 16 << 10
 OK, MISS, CORRUPT = Result.OK, Result.MISS, Result.CORRUPT
 MANY = range(40)
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[KillableDisk]:
-    pool = PoolMemory(BLOCK)
+def disk(pool: PoolMemory, tmp_path: Path) -> Iterator[KillableDisk]:
     disk = KillableDisk(pool, tmp_path / "tier")
     yield disk
     disk.close()
-    pool.files.close()
 
 
 def put_all(disk: KillableDisk, numbers: range = MANY) -> None:

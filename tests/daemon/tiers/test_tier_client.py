@@ -29,23 +29,17 @@ from kvferry.testing.tier_subjects import (
     content_of,
     key_of,
 )
+from support.refused_starts import refuse_starts
+from support.tiering_fixture import BLOCK
 
 from .setups import DISK
 
-BLOCK = 16 << 10
 SOON_KILLED = TierTimes(grace=0.3)
 OK, MISS, LATE, FULL, ERROR = Result.OK, Result.MISS, Result.LATE, Result.FULL, Result.ERROR
 
 
 class Start(Protocol):
     def __call__(self, spec: TierSpec, wait: bool = True) -> ProcessSubject: ...
-
-
-@pytest.fixture
-def pool() -> Iterator[PoolMemory]:
-    pool = PoolMemory(BLOCK)
-    yield pool
-    pool.files.close()
 
 
 @pytest.fixture
@@ -312,14 +306,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(
     disk: ProcessSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk.put([1])
-    popen, refusals = subprocess.Popen, [OSError("too many"), OSError("too many")]
-
-    def refuse(*arguments: Any, **options: Any) -> Any:
-        if refusals:
-            raise refusals.pop()
-        return popen(*arguments, **options)
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    refusals = refuse_starts(monkeypatch, OSError("too many"), OSError("too many"))
     before = disk.client.pid
     assert before is not None
     os.kill(before, signal.SIGKILL)

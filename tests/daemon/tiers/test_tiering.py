@@ -39,13 +39,6 @@ from .setups import MEMORY, disk_setup, memory_setup
 
 
 @pytest.fixture
-def pool() -> Iterator[PoolMemory]:
-    pool = PoolMemory(BLOCK)
-    yield pool
-    pool.files.close()
-
-
-@pytest.fixture
 def memory(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
     """Over one memory tier."""
     with open_subject(memory_setup(4 << 20), pool) as tier:

@@ -18,14 +18,11 @@ from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.fd_passing import SendFds
 from kvferry.proto.messages import Error
+from support.descriptors import is_open
 
 
 def memory() -> int:
     return os.memfd_create("kvferry-test")
-
-
-def is_open(descriptor: int) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{descriptor}")
 
 
 class FdServerFixture:

@@ -1,0 +1,103 @@
+"""A daemon that is killed and restarted, and an engine in this process that uses it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from kvferry.client import (
+    AsyncOffloadClient,
+    Fingerprint,
+    LocalDaemon,
+    OffloadClient,
+    Timeline,
+    TransferResult,
+    TransferSpec,
+    shared_empty,
+)
+from kvferry.testing.engine import until
+from support.block_specs import load, store
+
+BLOCKS, PAGE = 16, 4096
+POOL = 1 << 20
+NEVER = 1 << 40
+PATIENCE = 20.0
+FINGERPRINT = Fingerprint("llama", PAGE, key_bytes=4)
+A, B, C = b"aaaa", b"bbbb", b"cccc"
+
+
+class DaemonService:
+    """A daemon that is killed and started again in the same folder."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self._running, self._runtime_dir = ExitStack(), runtime_dir
+        self.start()
+
+    @property
+    def directory(self) -> Path:
+        return self.daemon.directory
+
+    def start(self, **options: Any) -> None:
+        chosen = {"pool_bytes": POOL, "runtime_dir": self._runtime_dir, **options}
+        self.daemon = self._running.enter_context(LocalDaemon(**chosen))
+
+    def restart(self, **options: Any) -> None:
+        self.daemon.kill()
+        self.start(**options)
+
+    def close(self) -> None:
+        self._running.close()
+
+
+class ReconnectingFixture:
+    """An engine in this process: numbered blocks, jobs, and a record of how they ended."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+        self.tensor = shared_empty((BLOCKS, PAGE))
+        for block in range(BLOCKS):
+            self.tensor[block] = block
+        self.timeline = Timeline.create()
+        self.job_ids = count(1)
+        self.accepted: list[int] = []
+        self.history: list[TransferResult] = []
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"num_blocks": BLOCKS, "timeline": self.timeline}
+
+    def submit(self, spec: TransferSpec, wait_for: int = 0) -> int:
+        job_id = next(self.job_ids)
+        self.client.transfer_async(job_id, spec, wait_for)
+        self.accepted.append(job_id)
+        return job_id
+
+    def poll(self) -> list[TransferResult]:
+        self.history += self.client.get_finished()
+        return self.history
+
+    def result(self, job_id: int) -> TransferResult:
+        until(lambda: any(one.job_id == job_id for one in self.poll()), PATIENCE)
+        return next(one for one in self.history if one.job_id == job_id)
+
+    def round_trip(self, gpu: int, host: int, to: int) -> None:
+        """Store a block and load it elsewhere."""
+        assert self.result(self.submit(store(gpu, host))).success
+        assert self.result(self.submit(load(host, to))).success
+        assert bool((self.tensor[to] == self.tensor[gpu]).all())
+
+    def check_each_ended_once(self) -> None:
+        until(lambda: len(self.poll()) >= len(self.accepted), PATIENCE)
+        assert sorted(one.job_id for one in self.history) == self.accepted
+
+
+def back(client: OffloadClient | AsyncOffloadClient, incarnation: int = 2) -> None:
+    """Poll until the client is back."""
+
+    def returned() -> bool:
+        client.get_finished()
+        return client.connected and client.incarnation == incarnation
+
+    until(returned, PATIENCE)
