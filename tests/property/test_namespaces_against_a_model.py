@@ -119,12 +119,17 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
         self.disconnect(self.one_of(self.sessions))
 
     def disconnect_all(self) -> None:
-        """All sessions of one namespace, and their tensors are unmapped."""
+        """All sessions of one namespace, whose tensors are unmapped. A successor may register."""
         namespace = self.namespaces[self.one_of(self.namespaces)]
         for session in self.draw(st.permutations(list(namespace.sessions))):
             self.disconnect(session)
             for registration in self.closing():
                 self.unmap_tensors(registration, self.one_of(OUTCOMES))
+        if len(self.sessions) < MAX_SESSIONS:
+            successor = self.connect("successor")
+            self.open_namespace(successor, namespace.fingerprint, self.one_of(POLICIES))
+            if self.namespace_of(successor):
+                self.register(successor, self.one_of([PLAIN, HYBRID, SHORT]))
 
     def toggle_newcomer(self) -> None:
         if self.newcomer is None:
@@ -165,9 +170,13 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
 
     def store_some(self, session: str, outcome: Outcome | None) -> None:
         registration = self.registrations()[self.sessions[session]]
-        request = self.draw(key_requests(registration.layout, LETTERS))
+        namespace = registration.namespace
+        in_part = namespace.ready.keys() - namespace.hits()
+        partial = [[key for key in letters if key in in_part] for letters in LETTERS]
+        keys = self.one_of([LETTERS, LETTERS, partial])
+        request = self.draw(key_requests(registration.layout, keys))
         keep = tuple(self.draw(st.lists(st.sampled_from([b"a", b"b", b"u"]), max_size=2)))
-        generation = self.one_of([0, registration.namespace.generation])
+        generation = self.one_of([0, namespace.generation])
         transfer = self.store(session, request, keep, generation)
         if transfer and outcome:
             self.end_transfer(transfer, outcome)
