@@ -48,6 +48,15 @@ def test_the_oldest_pin_of_a_key_is_released_first() -> None:
     assert held == [(2, 1), (1, 1), (0, 1), (0, 0)]
 
 
+def test_unpinning_more_often_than_pinned_unpins_nothing() -> None:
+    fixture = NamespacesFixture("a", "b")
+    fixture.stored("a", b"ab")
+    fixture.send("a", wire.Pin(each(b"ab")))
+    fixture.send("b", wire.Pin(each(b"b")))
+    assert fixture.error("a", wire.Unpin(each(b"abb"))) == (Code.NOT_PINNED, b"b".hex())
+    assert fixture.usage("pinned") == (2,)
+
+
 def test_a_session_pins_a_bounded_number_of_keys() -> None:
     """Absent ones count: the daemon stores each pin."""
     fixture = NamespacesFixture("a", "b")
