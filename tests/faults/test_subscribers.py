@@ -88,7 +88,7 @@ def publisher_bytes(daemon: LocalDaemon) -> int:
     for pid in publishers_of(daemon.pid):
         try:
             total += ProcessUsage.of(pid).private
-        except (FileNotFoundError, KeyError):  # it has just ended
+        except (FileNotFoundError, ProcessLookupError, KeyError):  # it has just ended
             continue
     return total
 
