@@ -93,7 +93,7 @@ def test_series_of_removed_engines_are_dropped() -> None:
 
 def test_a_tier_is_shown_and_its_promotions_are_counted() -> None:
     metrics = Metrics()
-    tier = proto_status.TierStatus("disk", "probing", used_bytes=7, hits=3, read_bytes=5, deaths=2)
+    tier = proto_status.TierStatus("disk", "on", used_bytes=7, hits=3, read_bytes=5, deaths=2)
     metrics.update(msgspec.structs.replace(status(), tiers=(tier,)), [])
     metrics.tiers.observe_promotion("disk", 0.003)
     expected: dict[str, tuple[dict[str, str], float]] = {
@@ -110,6 +110,7 @@ def test_a_tier_is_shown_and_its_promotions_are_counted() -> None:
             f"kvferry_tier_{name}", {"tier": "disk", **labels}
         )
         assert shown == value, name
-    off = msgspec.structs.replace(tier, state="off")
-    metrics.update(msgspec.structs.replace(status(), tiers=(off,)), [])
-    assert metrics.registry.get_sample_value("kvferry_tier_on", {"tier": "disk"}) == 0
+    for state in ("off", "probing", "starting"):
+        off = msgspec.structs.replace(tier, state=state)
+        metrics.update(msgspec.structs.replace(status(), tiers=(off,)), [])
+        assert metrics.registry.get_sample_value("kvferry_tier_on", {"tier": "disk"}) == 0

@@ -88,7 +88,7 @@ class TierMetrics:
     def update(self, tiers: Sequence[TierStatus]) -> None:
         for tier in tiers:
             name = tier.name
-            self._on.labels(name).set(tier.state in ("on", "probing"))
+            self._on.labels(name).set(tier.state == "on")
             self._capacity.labels(name).set(tier.capacity_bytes)
             self._used.labels(name).set(tier.used_bytes)
             self._stored.labels(name).set(tier.keys)

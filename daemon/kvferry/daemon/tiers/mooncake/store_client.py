@@ -29,7 +29,7 @@ DISTRIBUTIONS = (
 # Methods that older versions lack.
 NEEDED = ("batch_get_into_multi_buffers", "batch_put_from_multi_buffers", "batch_remove")
 # Codes of the library.
-NO_SPACE, TOO_LARGE, NOT_FOUND, TRANSFER_FAILED = -200, -600, -704, -800
+NO_SPACE, TOO_LARGE, NOT_FOUND, TRANSFER_FAILED, NO_ANSWER = -200, -600, -704, -800, -900
 # The object is being written, is being evicted, was evicted during the transfer, or has lost its
 # replicas.
 UNREADABLE = frozenset({-703, NOT_FOUND, -707, -710, -712})
@@ -48,6 +48,13 @@ ENVIRONMENT = {
 
 class StoreError(OSError):
     """The store, or the way to it, has failed."""
+
+    @classmethod
+    def of_call(cls, what: str, code: int) -> StoreError:
+        """what: could not be done. code: of the library."""
+        if code == NO_ANSWER:
+            return cls(f"{what}: the master does not answer; check that mooncake_master runs")
+        return cls(f"{what}: error {code}; see the logs of mooncake_master and the stores")
 
 
 class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,7 +102,7 @@ class StoreClient:
         """Which objects can be read. Raises StoreError."""
         codes = self._store.batch_is_exist(names)
         if (worst := min(codes, default=0)) < 0:
-            raise StoreError(f"the store cannot be asked for keys: error {worst}")
+            raise StoreError.of_call("the store cannot be asked for keys", worst)
         return [code == 1 for code in codes]
 
     def put(
@@ -113,7 +120,7 @@ class StoreClient:
         count = len(names)
         codes = self._store.batch_put_from(names, [address] * count, [nbytes] * count, self._pinned)
         if worst := min(codes):
-            raise StoreError(f"{names[codes.index(worst)]} cannot be put: error {worst}")
+            raise StoreError.of_call(f"{names[codes.index(worst)]} cannot be put", worst)
 
     def get(
         self,
@@ -134,7 +141,7 @@ class StoreClient:
         codes = self._store.batch_remove(names, True)
         failed = [code for code in codes if code not in (0, NOT_FOUND)]
         if failed:
-            raise StoreError(f"{len(failed)} keys cannot be removed: error {failed[0]}")
+            raise StoreError.of_call(f"{len(failed)} keys cannot be removed", failed[0])
 
     def remove_matching(self, pattern: str) -> int:
         """Remove the objects whose names match, also those in use; how many, or a code."""
