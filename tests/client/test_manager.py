@@ -306,20 +306,6 @@ def test_the_pending_timeout_restarts_for_a_key_that_was_not_pending(
     assert manager.lookup(B) is PENDING
 
 
-def test_only_max_pending_first_lookups_are_remembered(
-    fake_daemon: FakeDaemon, client: OffloadClient
-) -> None:
-    now = 0.0
-    client.open_namespace(FINGERPRINT)
-    manager = OffloadingManager(client, pending_timeout=5.0, clock=lambda: now, max_pending=2)
-    fake_daemon.reserve(A, B, C)
-    assert answers(manager, A, B, C) == [PENDING] * 3
-    assert len(manager._pending_since) == 2
-    now += 5.1
-    assert answers(manager, B, C) == [MISS, MISS]
-    assert manager.lookup(A) is PENDING
-
-
 # The end
 
 

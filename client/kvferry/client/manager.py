@@ -31,6 +31,7 @@ from kvferry.client.blocking import OffloadClient
 from kvferry.client.manager_outputs import PrepareStoreOutput, ResidencyUsage
 from kvferry.client.mirror import HIT, HIT_PENDING, MISS, RETRY, Mirror
 from kvferry.client.nonblocking import DaemonDirectory, NonBlockingClient
+from kvferry.client.pending_keys import PendingKeys
 from kvferry.client.residency_events import OffloadingEvent, ResidencyEvents
 from kvferry.client.session_state import SessionState
 from kvferry.client.tier_searches import Prefetch
@@ -44,8 +45,6 @@ MAX_TOUCHED = 4096
 # Seconds for which a key may be pending. After a restart a daemon verifies 64 GiB in about that
 # time; after it, computing a prefix is faster than waiting.
 PENDING_TIMEOUT = 5.0
-# Pending keys whose first lookup is remembered; beyond that, the oldest are forgotten.
-MAX_PENDING = 1 << 16
 
 
 class OffloadingManager:
@@ -55,7 +54,7 @@ class OffloadingManager:
     events: whether take_events returns any.
     pending_timeout: seconds after which a key that is still pending, and that this manager does not
         store, is a MISS: it is not verified yet, or another engine's store is stuck.
-    clock, max_pending: for tests.
+    clock: for tests.
     `hits` and `misses` count the lookups with these results.
     """
 
@@ -66,11 +65,8 @@ class OffloadingManager:
         events: bool = False,
         pending_timeout: float = PENDING_TIMEOUT,
         clock: Callable[[], float] = time.monotonic,
-        max_pending: int = MAX_PENDING,
     ) -> None:
-        self._pending_timeout, self._clock = pending_timeout, clock
-        self._max_pending = max_pending
-        self._pending_since: dict[OffloadKey, float] = {}
+        self._pending = PendingKeys(pending_timeout, clock)
         self._clients = (clients,) if isinstance(clients, NonBlockingClient) else tuple(clients)
         self._namespaces = tuple(client.namespace for client in self._clients)
         mirrors = [namespace.mirror for namespace in self._namespaces]
@@ -200,8 +196,7 @@ class OffloadingManager:
         missing = set(absent)
         keep = tuple([key for key in keys if key not in missing])[:MAX_KEYS] if wanted else ()
         self._offered.update(wanted)
-        for key in self._pending_since.keys() & set(wanted):
-            del self._pending_since[key]
+        self._pending.forget(wanted)
         return PrepareStoreOutput(
             wanted,
             tuple(KeyLoadStoreSpec(wanted, space.generation, keep) for space in self._namespaces),
@@ -297,7 +292,7 @@ class OffloadingManager:
     def reset_cache(self) -> None:
         """Remove all keys, without waiting. Until it is done, every lookup is a MISS."""
         self._offered.clear()
-        self._pending_since.clear()
+        self._pending.since.clear()
         self._touched.clear()
         for client in self._clients:
             if client.gone is None or client.connecting:
@@ -333,22 +328,15 @@ class OffloadingManager:
         for client in self._clients:
             here = client.lookup(key)
             if here is MISS:
-                self._pending_since.pop(key, None)
+                self._pending.since.pop(key, None)
                 return HIT_PENDING if key in self._offered and not self.gone else MISS
             if here is not HIT and found is not RETRY:
                 found = here
         if found is HIT_PENDING and key not in self._offered:
-            return HIT_PENDING if self._is_pending_recently(key) else MISS
-        if self._pending_since:
-            self._pending_since.pop(key, None)
+            return HIT_PENDING if self._pending.is_recent(key) else MISS
+        if self._pending.since:
+            self._pending.since.pop(key, None)
         return found
-
-    def _is_pending_recently(self, key: OffloadKey) -> bool:
-        """Whether a pending key is pending for less than `pending_timeout`."""
-        now, pending = self._clock(), self._pending_since
-        if key not in pending and len(pending) >= self._max_pending:
-            del pending[next(iter(pending))]
-        return now - pending.setdefault(key, now) <= self._pending_timeout
 
     def _fresh_mirrors(self) -> list[Mirror]:
         self.poll()
