@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.testing.engine import until
 from support.lossy_network import LossyNetwork, NetworkHost, NetworkUnavailable, missing
 
 PATIENCE = 60.0
@@ -131,7 +132,10 @@ def test_processes_of_a_host_end_with_the_network(network: LossyNetwork) -> None
     one, other = network.hosts
     with one.entered():
         processes = [subprocess.Popen(["sleep", "1000"])]
-    processes.append(subprocess.Popen([*other.command, "sleep", "1000"]))
+    inside = subprocess.Popen([*other.command, "sleep", "1000"])
+    processes.append(inside)
+    name = Path(f"/proc/{inside.pid}/comm")
+    until(lambda: name.read_text() == "sleep\n", PATIENCE)  # it has entered
     shown = ["cat", "/proc/net/fib_trie"]
     assert other.address in subprocess.check_output([*other.command, *shown], text=True)
     network.close()
