@@ -107,7 +107,6 @@ def bench_core(count: int, policy: str) -> None:
     before = memory_bytes()
     cache, steps = Cache(count, policy), list[float]()
     tune_gc()
-    cache.events.recording = True
     random = np.random.default_rng(0)
     for at in range(0, 4 * count, BATCH):
         keys = keys_from(at, BATCH)

@@ -52,7 +52,6 @@ class CacheModelState:
     def start(self) -> None:
         """Start a daemon."""
         self.cache = Cache(self.capacity, self.policy_name, self.threshold, (1, 1))
-        self.cache.events.recording = True
         self.policy = PLAIN[self.policy_name](self.capacity)
         self.state: dict[bytes, str] = {}
         self.where: dict[bytes, int] = {}

@@ -3,8 +3,7 @@
 Messages are datagrams of NAME=value lines to $NOTIFY_SOCKET; stored descriptors are passed to the
 next daemon at its start, after the standard three. So their memory outlives the daemon, whatever
 ended it. The store accepts a second descriptor of a name and then returns both, the newer first
-(the older first if the manager itself was restarted). So to replace a stored descriptor, store the
-new one under a new name, call `wait_processed`, and remove the old name.
+(the older first if the manager itself was restarted).
 
 Sending never blocks. If the manager's socket is full, messages are queued in order, and sent with
 the next message or by `send_queued`. Main thread.
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import socket
 import time
 from collections import deque
@@ -60,7 +58,7 @@ class _Message:
 class Supervisor:
     """The connection to the service manager; without one, its methods do nothing.
 
-    No method raises if a message cannot be sent. Only `send_queued` and `wait_processed` wait.
+    No method raises if a message cannot be sent. Only `send_queued` waits.
 
     environ: contains the manager's variables; they are removed, so that children do not use them.
     watchdog_seconds: `keep_alive` must be called more often than this; None: there is no watchdog.
@@ -121,23 +119,6 @@ class Supervisor:
         while self._unsent and (left := deadline - time.monotonic()) > 0:
             self._send(left)
         return not self._unsent
-
-    def wait_processed(self, seconds: float) -> bool:
-        """Wait until the manager has processed all messages. Return False on timeout."""
-        deadline = time.monotonic() + seconds
-        if not self._address or not self.send_queued(seconds):
-            return False
-        ours, theirs = os.pipe2(os.O_CLOEXEC)
-        try:
-            values = self._sent(_Message(("BARRIER=1",), theirs), deadline - time.monotonic())
-        finally:
-            os.close(theirs)
-        try:
-            poller = select.poll()
-            poller.register(ours, 0)  # POLLHUP needs no request: the manager closed its end
-            return bool(values) and bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
-        finally:
-            os.close(ours)
 
     def _notify(self, *lines: str, descriptor: int | None = None) -> None:
         """Queue a message, and send what the manager's socket accepts."""

@@ -31,11 +31,6 @@ class Quota:
     per_second: float
     burst: int
 
-    @property
-    def days_to_collision(self) -> float:
-        """Days until a collision, on average, if an attacker uses the whole quota."""
-        return float(2**32 / (2 * self.live * self.per_second) / 86_400)
-
 
 # One user, including root and the daemon's own: an attacker may be root in a container. A collision
 # takes 97 days. This is enough for 64 engines with their schedulers, workers and tools, which all

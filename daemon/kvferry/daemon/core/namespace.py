@@ -72,7 +72,6 @@ class Namespace:
         self.generation = 1
         self.policy, self.threshold = policy, threshold
         self.cache = Cache(region.num_blocks, policy, threshold, min_uses)
-        self.cache.events.recording = True
         self.cache.events.on_event = partial(changed, self)
         self._pages: tuple[tuple[int, ...], ...] | None = None
         # GPU blocks in a host block.

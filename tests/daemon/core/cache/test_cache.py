@@ -83,7 +83,7 @@ def test_without_enough_room_nothing_is_reserved_and_nothing_changes(
 ) -> None:
     store(cache, "abcd")
     prepare(cache)
-    cache.events.recording = True
+    cache.events.take()
     before, order = cache.usage, cache.entries()
     assert cache.prepare_store(keys("xy")) is None
     assert cache.entries() == order
@@ -255,7 +255,6 @@ def test_usage_tells_where_all_blocks_are(policy: str) -> None:
 
 
 def test_events_tell_what_happened_once_and_in_order(cache: Cache) -> None:
-    cache.events.recording = True
     store(cache, "abcd")
     failed = reserve(cache, "xy")
     cache.complete_store(failed, success=False)
@@ -275,18 +274,9 @@ def test_events_tell_what_happened_once_and_in_order(cache: Cache) -> None:
 def test_what_is_of_the_past_tells_nothing(cache: Cache) -> None:
     past = reserve(cache, "a")
     cache.reset()
-    cache.events.recording = True
+    cache.events.take()
     cache.complete_store(past, success=True)
     cache.prepare_store([])
-    assert cache.events.take() == []
-
-
-def test_events_are_kept_only_while_somebody_wants_them(cache: Cache) -> None:
-    store(cache, "a")
-    assert cache.events.take() == []
-    cache.events.recording = True
-    store(cache, "b")
-    cache.events.recording = False
     assert cache.events.take() == []
 
 

@@ -18,7 +18,6 @@ def stored(cache: Cache, *keys: bytes) -> None:
 
 def test_a_promoted_key_is_pending_and_then_loadable_or_absent() -> None:
     cache = Cache(4)
-    cache.events.recording = True
     blocks = cache.tier_access.prepare_promotion([A, B])
     assert cache.count_prefix([A, B, C]) == 2
     stored_now = cache.tier_access.end_promotion([A, B], blocks, np.array([True, False]), [0])

@@ -92,7 +92,6 @@ def test_a_cache_that_was_restored_is_the_one_it_was(policy: str) -> None:
     failed = reserve(old, "x")
     old.complete_store(failed, success=False)
     reserve(old, "y")
-    new.events.recording = True
     new.restore_keys(old.entries())
     assert new.entries() == old.entries()
     assert new.events.take() == []
@@ -120,7 +119,6 @@ def test_restored_keys_are_where_they_were(cache: Cache) -> None:
 
 
 def test_a_restored_key_is_pending_until_it_is_verified(cache: Cache) -> None:
-    cache.events.recording = True
     cache.restore_keys([(b"a", 0), (b"b", 1), (b"c", 2)], {b"c": (0, 1)})
     assert (cache.ready_keys(), cache.pending_keys()) == ([], [b"a", b"b"])
     assert [cache.lookup(key) for key in keys("abc")] == [HIT_PENDING, HIT_PENDING, MISS]
@@ -134,7 +132,6 @@ def test_a_restored_key_is_pending_until_it_is_verified(cache: Cache) -> None:
 
 
 def test_a_store_replaces_a_key_that_is_not_verified(cache: Cache) -> None:
-    cache.events.recording = True
     cache.restore_keys([(b"a", 0), (b"b", 1)])
     reservation = reserve(cache, "a")
     assert cache.events.take() == [

@@ -16,25 +16,13 @@ class CacheEvent:
 
 class CacheEvents:
     def __init__(self) -> None:
-        self._recording = False
         self._events: list[CacheEvent] = []
         # Called when there is an event to take.
         self.on_event: Callable[[], None] = _ignore
 
-    @property
-    def recording(self) -> bool:
-        """Whether events are kept. Turning it off drops those kept so far."""
-        return self._recording
-
-    @recording.setter
-    def recording(self, on: bool) -> None:
-        self._recording = on
-        if not on:
-            self._events = []
-
     def add(self, kind: EventKind, keys: Sequence[bytes]) -> None:
         """Add an event, unless it has no keys and is not CLEARED."""
-        if self._recording and (keys or kind is EventKind.CLEARED):
+        if keys or kind is EventKind.CLEARED:
             self._events.append(CacheEvent(kind, tuple(keys)))
             self.on_event()
 
