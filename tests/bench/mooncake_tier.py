@@ -61,7 +61,7 @@ class Setup:
 
 
 def serve_bare_loop(setup: Setup, peer: Connection) -> None:
-    """Answer rounds with the seconds of puts and of gets, until there are no more."""
+    """Run each round that the peer asks for, and send it the seconds of the puts and the gets."""
     os.nice(NICER)
     pool = setup.make_pool()
     store = StoreClient(MooncakeOptions(setup.master), pool)

@@ -189,7 +189,7 @@ def client(fake_daemon: FakeDaemon) -> OffloadClient:
 
 @pytest.fixture
 def client_in_namespace(fake_daemon: FakeDaemon, client: OffloadClient) -> OffloadClient:
-    """In a namespace where A is ready and B pending; what was said to get there is forgotten."""
+    """`client` in a namespace. Key A is ready, key B is pending. `received` is empty."""
     fake_daemon.store(A)
     fake_daemon.reserve(B)
     client.open_namespace(FINGERPRINT)

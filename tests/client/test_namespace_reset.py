@@ -1,4 +1,4 @@
-"""Resets that a client asks for, and what it answers until they are done."""
+"""Resets of a namespace by a client, and its lookups until they are done."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def reconnecting() -> ClientSession:
 
 
 def answer(session: ClientSession, operation: Any, effect: Any, message: Any) -> Any:
-    """Feed what a daemon answers to an effect, and go on to the next one."""
+    """Give the operation the daemon's answer to an effect. Returns the next effect."""
     if isinstance(effect, effects.SendRequest):
         with session.expect_reply(effect.message):
             session.receive_message(encode(message))
@@ -51,7 +51,7 @@ def answer(session: ClientSession, operation: Any, effect: Any, message: Any) ->
 
 
 def reconnect(session: ClientSession, welcome: wire.Welcome = LATER) -> None:
-    """With nothing to be had again."""
+    """Reconnect a session that has no namespace and no tensors to restore."""
     session.socket_opened()
     operation = operations.connect(session)
     with pytest.raises(StopIteration):
@@ -149,7 +149,7 @@ def test_pending_resets_are_done_before_the_mirror_is_shown(
 def test_a_host_block_whose_store_was_lost_loads_only_after_another_store(
     reconnecting: ClientSession,
 ) -> None:
-    """A daemon that has the blocks of the one before may have what was there before that store."""
+    """The next daemon may have the bytes of an older store in that block."""
     submit(reconnecting, 1, STORE)
     reconnecting.connection_lost(KILLED)
     reconnect(reconnecting)

@@ -22,7 +22,7 @@ def test_what_one_daemon_stores_the_other_finds(capsys: pytest.CaptureFixture[st
 
 
 def test_the_demo_sees_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What engine A computes is not what is compared."""
+    """Engine A computes other bytes than those that engine B expects."""
 
     def fill(engine: demo_cluster.ClusterEngine) -> None:
         engine._pages.fill_(7)

@@ -1,4 +1,4 @@
-"""A restarted daemon has what was stored, and nothing else."""
+"""A restarted daemon has the blocks that were stored, and no others."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ class TiersMachine(TiersModel, RuleBasedStateMachine):
         self.perform(self.core.report(TransferCompleted(job.serial, outcome, error=error)))
 
     def commit(self) -> None:
-        """Checksums of a store are computed, of what was not overwritten since."""
+        """Compute the checksums of a store, except for blocks that were overwritten since."""
         self.commit_one(self.take(self.commits))
 
     def commit_one(self, commit: Commit) -> None:
@@ -291,7 +291,7 @@ class TiersMachine(TiersModel, RuleBasedStateMachine):
             self.writes.append(Write(tier, job, cells))
 
     def end_write(self) -> None:
-        """What the tier read is what was there when it got the blocks."""
+        """The tier read the bytes that the blocks had when it got them."""
         write = self.take(self.writes)
         assert write.cells == {offset: self.cells[offset] for offset in write.cells}
         done = [not write.dropped and self.one_of([True, True, False]) for _ in write.job.keys]
@@ -359,7 +359,7 @@ class TiersMachine(TiersModel, RuleBasedStateMachine):
                 assert self.is_dropping(store) or content == (name, key, resets[name])
 
     def teardown(self) -> None:
-        """Everything ends; then nothing is held."""
+        """End everything. Then no block is held."""
         for fetch in self.fetches:
             self.core.report(FetchReleased(fetch.action.fetch))
         for write in self.writes:

@@ -212,7 +212,7 @@ class CheckedCore:
         self.perform(self.core.report(TensorsUnmapped(registration.number)))
 
     def finish(self) -> None:
-        """Have the device worker do all that it was asked for. Then nothing is due."""
+        """End all mappings and transfers. Then no reply is due."""
         while self.jobs or any(
             not each.mapped or each.leaving for each in self.registrations.values()
         ):

@@ -56,7 +56,7 @@ class Fetch:
 
 @dataclass(eq=False)
 class Write:
-    """cells: what was in the blocks when they were handed out. dropped: its namespace was reset."""
+    """cells: those of the blocks when the tier got them. dropped: its namespace was reset."""
 
     tier: int
     job: WriteJob
@@ -66,7 +66,7 @@ class Write:
 
 @dataclass(eq=False)
 class Commit:
-    """cells: what was in the blocks when their store ended."""
+    """cells: those of the blocks when their store ended."""
 
     block_set: BlockSet
     cells: dict[int, Content]
@@ -78,7 +78,7 @@ class TierModel:
 
 
 class TiersModel:
-    """`perform` carries out the core's actions, or notes what is to be done for them."""
+    """`perform` carries out the core's actions, or notes them for later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class TiersModel:
         return self.core.handle(session, message, now=101.0)
 
     def perform(self, actions: list[Any]) -> list[Any]:
-        """Take in what the tiers and the device have to do. Returns the messages."""
+        """Keep the requests to the tiers and to the device. Returns the messages."""
         replies = []
         for action in actions:
             match action:

@@ -26,7 +26,7 @@ for _ in range(8):
     rates.append(host.numel() / (time.perf_counter() - began) / 1e9)
 print(statistics.median(rates[2:]))
 """
-# Seconds to wait for a tier to write what is in the pool.
+# Seconds to wait for a tier to write the blocks of the pool.
 WRITE_SECONDS = 120.0
 Record: TypeAlias = dict[str, Any]
 

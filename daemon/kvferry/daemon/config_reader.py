@@ -140,7 +140,7 @@ def _check_mooncake_tier(mooncake: MooncakeTierConfig) -> None:
 
 
 def _wrong_value(key: str, value: Any, problem: str) -> Refused:
-    """problem: what is wrong with the value, and what to change."""
+    """The error for a key's value. problem: names the mistake and the remedy."""
     return Refused(Code.BAD_CONFIG, f"{key} = {value!r} {problem}", str(value))
 
 

@@ -20,7 +20,7 @@ from kvferry.proto.sizes import parse_bytes
 
 DISK_MODULE = "kvferry.daemon.tiers.disk"
 MOONCAKE_MODULE = "kvferry.daemon.tiers.mooncake"
-# Whether other hosts can load what a tier has. A custom tier is anybody's.
+# Whether other hosts can load the blocks of a tier. That of a custom tier is not known.
 LOCALITIES = {"disk": "LOCAL", "mooncake": "REMOTE"}
 
 TierConfig: TypeAlias = DiskTierConfig | CustomTierConfig | MooncakeTierConfig

@@ -50,7 +50,7 @@ def test_a_daemon_killed_while_loads_are_pending(
     side, worker = open_side(daemon), WorkerSide(engine_config_at(daemon.directory), kv_caches())
     store(side, worker, 1, A)
     until(lambda: answers(side, A) == ["hit"], side)
-    daemon.process.send_signal(signal.SIGSTOP)  # what is submitted stays under way
+    daemon.process.send_signal(signal.SIGSTOP)  # the daemon completes no job
     spec = side.prepare_load([A], request())
     worker.load(2, spec, gpu_blocks(3))
     daemon.kill()
@@ -97,7 +97,8 @@ def test_a_block_that_the_scrub_found_corrupt_is_a_miss_and_can_be_stored_again(
     with first.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         at = memory.find(bytes([7]) * 64)
 
-        def changed_and_found() -> bool:  # what is not committed yet is not read: it is soon
+        def changed_and_found() -> bool:
+            """The scrub reads the block once the daemon has committed it."""
             memory[at] = (memory[at] + 1) % 256
             return answers(side, A) == ["miss"]
 

@@ -233,7 +233,7 @@ def test_a_root_that_others_may_write_into_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_directory_that_is_no_tier_is_refused(tmp_path: Path, files: list[str]) -> None:
-    """For example somebody's home: nothing in it is changed, also not by `kvferry tier clear`."""
+    """For example a home directory. `kvferry tier clear` does not change it either."""
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("Dear")

@@ -188,7 +188,7 @@ def _resolved_layout(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def _capability(vllm_config: Any, kv_cache_config: Any) -> str:
-    """The GPU's compute capability, if vLLM may choose by it what KV is.
+    """The GPU's compute capability, if vLLM may choose the KV's layout or precision by it.
 
     It chooses the layout by it, if it has not resolved one (before 0.29), and the precision at
     which a quantized model computes. Otherwise GPUs of all kinds share.

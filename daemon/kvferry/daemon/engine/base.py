@@ -23,7 +23,7 @@ from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
 
 # A submitted chunk. Its type is the engine's own.
 Submission: TypeAlias = object
-# Bytes. Each tensor in an allocation begins at a multiple: as what cudaMalloc returns.
+# Bytes. Each tensor in an allocation begins at a multiple, as memory from cudaMalloc does.
 ALIGNMENT = 256
 
 

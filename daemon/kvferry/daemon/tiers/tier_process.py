@@ -41,7 +41,7 @@ class TierTimes:
     start: float = 60.0
     # After a deadline, until a process that has not answered is killed. A busy or throttled device
     # takes a second for the reads that have begun; a process that is killed costs more than
-    # waiting, as nothing is asked of it meanwhile.
+    # waiting, because its tier gets no requests meanwhile.
     grace: float = 2.0
     # Until a process that has ended is started again: at first, and at most.
     first_restart: float = 0.2

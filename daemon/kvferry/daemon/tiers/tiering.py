@@ -127,7 +127,7 @@ class Tiering:
         return tuple(self._status_of(tier, counted) for tier in self._tiers)
 
     def stop(self) -> None:
-        """Begin no more writes, and report nothing: the core's sessions are about to be closed."""
+        """Stop writing and reporting. The server closes the core's sessions next."""
         self._report = nothing
         for tier in self._tiers:
             for writer in (tier.write_out, tier.write_check):

@@ -101,7 +101,7 @@ class WriteOut:
         self.wake_up()
 
     def close(self) -> None:
-        """Begin no more writes, and report nothing."""
+        """Stop writing and reporting."""
         self._closed, self._report = True, nothing
         if self._timer is not None:
             self._timer.cancel()

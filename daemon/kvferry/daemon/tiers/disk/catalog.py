@@ -1,6 +1,6 @@
 """Which block of a namespace is in which slot: the index and the slot table, changed together.
 
-Also what keeps them from being changed. The caller holds the lock of the store.
+It also notes the errors that prevent changes. The caller holds the lock of the store.
 """
 
 from __future__ import annotations
