@@ -39,7 +39,7 @@ doctor.run_checks(Path("/nowhere"))  # nor may modules, later
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
-sys.stdout.buffer.write(msgspec.json.encode(doctor.run_checks(Path(sys.argv[1]), 2.0)))
+sys.stdout.buffer.write(msgspec.json.encode(doctor.run_checks(Path(sys.argv[1]), 20.0)))
 """
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 
@@ -57,7 +57,7 @@ def the_failure(findings: list[Finding]) -> Finding:
 
 def examine_as_nobody(directory: Path) -> list[Finding]:
     command = [sys.executable, "-c", AS_NOBODY, str(directory)]
-    done = subprocess.run(command, capture_output=True, timeout=30, check=True)
+    done = subprocess.run(command, capture_output=True, timeout=60, check=True)
     return msgspec.json.decode(done.stdout, type=list[Finding])
 
 
