@@ -1,4 +1,4 @@
-"""What the suites of faults share: their length, their dice, daemons that come again."""
+"""Fixtures of the tests with faults: length, random numbers, daemons and engines."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ POOL_BYTES = 32 << 20
 
 @pytest.fixture
 def long(request: pytest.FixtureRequest) -> bool:
-    """Whether to take the time that it takes."""
+    """Whether to run the long form."""
     return bool(request.config.option.long)
 
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     number = int(request.config.option.seed)
-    print(f"--seed {number}")  # with whatever fails
+    print(f"--seed {number}")  # pytest shows it if the test fails
     return number
 
 
 @pytest.fixture
-def dice(seed: int) -> random.Random:
+def rng(seed: int) -> random.Random:
     return random.Random(seed)
 
 
 @pytest.fixture
 def start_daemon(device: str, short_path: Path) -> Iterator[Callable[..., LocalDaemon]]:
-    """start_daemon(**options) -> a daemon of the device, at the same place each time."""
+    """start_daemon(**options) -> a daemon of the device, always in the same directory."""
     name = "0" if device.startswith("cuda") else device
     with ExitStack() as running:
 
@@ -52,6 +52,6 @@ def start_daemon(device: str, short_path: Path) -> Iterator[Callable[..., LocalD
 
 
 @pytest.fixture
-def start_crew() -> Iterator[Callable[[Path], TrafficProcesses]]:
+def start_traffic() -> Iterator[Callable[[Path], TrafficProcesses]]:
     with ExitStack() as running:
         yield lambda directory: running.enter_context(TrafficProcesses(directory))

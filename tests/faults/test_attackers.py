@@ -1,4 +1,4 @@
-"""Attackers of the event loop and of the sockets: an honest client beside them is served."""
+"""Attacks on the event loop and the sockets. An honest client beside them is served."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from support.traffic_statistics import percentile
 pytestmark = pytest.mark.timeout(300)
 
 BLOCKS = 8
-# What a daemon's process may grow by while it is attacked.
-GROWTH = 100 << 20
+# Limit of the daemon's growth during an attack.
+MAX_GROWTH = 100 << 20
 
 
 def serve_one(raw: RawClient, number: int) -> float:
-    """Seconds of one store of one block."""
+    """Store one block. Returns the seconds it took."""
     began = time.perf_counter()
     raw.send(store(number, [number % BLOCKS], [number % BLOCKS]))
     assert raw.result(number).outcome == "done"
@@ -55,7 +55,7 @@ def test_an_honest_client_beside_attackers(
             number += 1
             beside.append(serve_one(raw, number))
             grown = ProcessUsage.of(daemon.pid).since(before).private
-            assert grown < GROWTH
+            assert grown < MAX_GROWTH
         sent = sum(int(attacker.communicate()[0] or 0) for attacker in running)
         assert sent > 0
         print(

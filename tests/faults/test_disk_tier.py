@@ -1,6 +1,6 @@
-"""The disk tier with torn slots, kills, power cuts, and file systems that fail: never wrong bytes.
+"""The disk tier with torn slots, kills, power cuts, and failing file systems: never wrong bytes.
 
-Fetches compare the bytes with those that were put (daemon/tiers/subjects.py).
+Fetches compare the bytes with those that were put (kvferry.testing.tier_subjects).
 """
 
 from __future__ import annotations
@@ -95,25 +95,25 @@ def small_file_system(folder: Path, mebibytes: int = 16) -> Iterator[Path]:
 def test_torn_slots_and_flipped_bits(
     pool: PoolMemory, tmp_path: Path, long: bool, seed: int
 ) -> None:
-    """10,000 of them (500 in the short form), with the index trusted and rebuilt."""
+    """10,000 damaged slots (500 in the short form), with the index kept or rebuilt."""
     wanted = 10_000 if long else 500
-    dice = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     disk = KillableDisk(pool, tmp_path / "tier", 16 << 20)
     numbers = range(900)
     outcomes, damaged = Counter[Result](), 0
     while damaged < wanted:
         put_all(disk, numbers)
-        if dice.integers(2):
+        if rng.integers(2):
             disk.cut_power()
         else:
             disk.kill()
         for path in disk.slabs():
             slots = np.memmap(path, np.uint8, "r+").reshape(-1, 2 * BLOCK)
-            for slot in dice.choice(len(slots), len(slots) // 3, replace=False).tolist():
-                at, other = int(dice.integers(slots.shape[1])), slots[dice.integers(len(slots))]
-                match int(dice.integers(4)):
+            for slot in rng.choice(len(slots), len(slots) // 3, replace=False).tolist():
+                at, other = int(rng.integers(slots.shape[1])), slots[rng.integers(len(slots))]
+                match int(rng.integers(4)):
                     case 0:
-                        slots[slot, at] ^= 1 << int(dice.integers(8))
+                        slots[slot, at] ^= 1 << int(rng.integers(8))
                     case 1:
                         slots[slot, at:] = other[at:]
                     case 2:
@@ -150,7 +150,7 @@ def start_puts(tier: ProcessSubject, numbers: range) -> list[Result]:
 
 
 def fetch_when_loaded(tier: ProcessSubject, numbers: range) -> list[Result]:
-    """Fetch once the index is rebuilt, which happens beside lookups."""
+    """Fetch once the index is rebuilt, which happens in the background."""
     for _ in range(1000):
         if tier.usage().keys >= len(numbers):
             break
@@ -158,11 +158,12 @@ def fetch_when_loaded(tier: ProcessSubject, numbers: range) -> list[Result]:
 
 
 def test_kills_under_load(tmp_path: Path, long: bool, seed: int) -> None:
-    """kill -9 of the tier's process, 100 times (6 in the short form), with puts in flight. Every
-    other time the pool is lost, too, and the system has booted since.
+    """SIGKILL of the tier's process, 100 times (6 in the short form), with puts in flight.
+
+    After every second kill the pool is lost and the boot id is another one.
     """
-    rounds, dice = 100 if long else 6, random.Random(seed)
-    root, put, found, loose = tmp_path / "tier", 0, 0, Counter[Result]()
+    rounds, rng = 100 if long else 6, random.Random(seed)
+    root, put, found, unfinished = tmp_path / "tier", 0, 0, Counter[Result]()
     for number in range(rounds):
         whole = range(number * 1000, number * 1000 + 256)
         in_flight = range(whole.stop, whole.stop + 32)
@@ -171,7 +172,7 @@ def test_kills_under_load(tmp_path: Path, long: bool, seed: int) -> None:
             opened.callback(pool.files.close)
             tier = opened.enter_context(disk_process(root, pool))
             assert put_all(tier, whole) == [OK] * 256
-            ended, few = start_puts(tier, in_flight), dice.randrange(0, 28, 4)
+            ended, few = start_puts(tier, in_flight), rng.randrange(0, 28, 4)
             tier.wait_until(lambda ended=ended, few=few: len(ended) >= few)  # type: ignore[misc]
             if number % 2:
                 assert tier.client.pid is not None
@@ -185,11 +186,11 @@ def test_kills_under_load(tmp_path: Path, long: bool, seed: int) -> None:
                 kill(tier)
             results = fetch_when_loaded(tier, whole)
             put, found = put + len(results), found + results.count(OK)
-            loose.update(fetch_all(tier, in_flight))
+            unfinished.update(fetch_all(tier, in_flight))
             tier.drop()
-    print(f"{rounds} kills: {found} of {put} blocks found; in flight: {dict(loose)}; 0 wrong bytes")
+    print(f"{rounds} kills: {found} of {put} blocks found; puts in flight: {dict(unfinished)}")
     assert found >= 0.99 * put
-    assert set(loose) <= {OK, MISS, Result.CORRUPT}
+    assert set(unfinished) <= {OK, MISS, Result.CORRUPT}
 
 
 @pytest.mark.parametrize("damage", ["garbage", "middle", "truncated"])
@@ -223,29 +224,29 @@ def test_an_index_that_is_damaged_while_it_is_used(
         assert set(put_all(tier, range(2000, 2064))) == {OK}
 
 
-# The bound
+# The size limit
 
 
-def test_the_bound_is_kept_at_every_moment(
+def test_the_size_limit_is_kept_at_every_moment(
     pool: PoolMemory, tmp_path: Path, long: bool, seed: int
 ) -> None:
-    """Of what the file system has allocated below the root, by its own account."""
+    """Compare the size with what the file system has allocated below the root."""
     size, largest, root, ended = 8 << 20, 0, tmp_path / "tier", threading.Event()
-    dice = random.Random(seed)
+    rng = random.Random(seed)
 
-    def watch() -> None:
+    def measure() -> None:
         nonlocal largest
         while not ended.is_set():
             largest = max(largest, allocated_bytes(root))
 
     disk = KillableDisk(pool, root, size)
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    thread = threading.Thread(target=measure)
+    thread.start()
     try:
         for step in range(4000 if long else 400):
-            name = f"namespace{dice.randrange(3)}"
+            name = f"namespace{rng.randrange(3)}"
             disk.put(range(step * BATCH, step * BATCH + BATCH), name)
-            match dice.randrange(100):
+            match rng.randrange(100):
                 case 0:
                     disk.drop(None, name)
                 case 1:
@@ -256,17 +257,17 @@ def test_the_bound_is_kept_at_every_moment(
                     disk.fetch(range(step * BATCH, step * BATCH + 4), name)
     finally:
         ended.set()
-        watcher.join()
+        thread.join()
         disk.close()
-    print(f"bound {size}, at most {largest} allocated")
+    print(f"size {size}, at most {largest} allocated")
     assert 0.5 * size < largest <= size
 
 
-# File systems that fail
+# Failing file systems
 
 
 def test_a_file_system_that_becomes_full(pool: PoolMemory, tmp_path: Path) -> None:
-    """Writes stop, reads go on, also after a kill; with room again, writes go on."""
+    """Writes stop and reads continue, also after a kill. When there is room, writes resume."""
     with (
         small_file_system(tmp_path / "small") as folder,
         disk_process(folder / "tier", pool) as tier,

@@ -1,7 +1,7 @@
-"""A flood of hostile bytes: the daemon answers, keeps its memory, and serves whoever is honest.
+"""Hostile bytes: the daemon replies, does not grow, and serves honest clients.
 
-An engine works beside the attackers all the time, and finds what it stored. Its latency, alone and
-under attack, is printed, and recorded in the long form.
+An honest engine stores and loads beside the attackers, and compares what it loads. The tests print
+its latency, alone and under attack.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from kvferry.proto.messages import (
 from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.proto.status import Fingerprint
 from kvferry.testing.engine import until
-from support.daemon_invariants import check_all_gone
-from support.fuzz import USELESS, Attacker, Forge, fuzz_fd_socket, strange_descriptors
+from support.daemon_invariants import check_released
+from support.fuzz import USELESS, Attacker, HostileFrames, fuzz_fd_socket, strange_descriptors
 from support.process_usage import ProcessUsage
 from support.raw_client import RawClient, load, one_tensor, store
 from support.traffic_processes import TrafficProcesses
@@ -52,6 +52,7 @@ pytestmark = pytest.mark.timeout(1200)
 MAX_GROWTH = 50 << 20
 GOLDEN = json.loads((Path(__file__).parents[1] / "proto" / "golden.json").read_text())
 KEYS = tuple(bytes([number]) * 36 for number in range(4))
+# Messages that fit the pool of a test and the tensor that attackers register.
 SMALL: list[ClientMessage] = [
     Hello(PROTOCOL, PROTOCOL, "fuzz", "fuzz"),
     store(1, [0, 1, 2], [3, 4, 5]),
@@ -69,103 +70,102 @@ SMALL: list[ClientMessage] = [
     Submit(8, GPULoadStoreSpec([0, 1, 2, 3]), KeyLoadStoreSpec(KEYS)),
     Submit(9, KeyLoadStoreSpec(KEYS[:2]), GPULoadStoreSpec([4, 5])),
 ]
-"""What fits into the pool of a test, and the tensor that attackers register."""
 HONEST = [bytes.fromhex(GOLDEN[name]) for name in GOLDEN if name.startswith("client/")]
 HONEST += [encode(message) for message in SMALL] * 2
 
 
-def told_of(tally: TrafficStatistics) -> dict[float, float]:
-    """Seconds that jobs took: half of them, 99 of 100, the longest of a sample."""
-    return {share: percentile(tally.seconds, share) for share in (0.5, 0.99, 1.0)}
+def latencies_of(statistics: TrafficStatistics) -> dict[float, float]:
+    """Seconds from submission to result, by percentile of a sample."""
+    return {share: percentile(statistics.latencies, share) for share in (0.5, 0.99, 1.0)}
 
 
-def attack(directory: Path, forge: Forge, messages: int, each: int) -> Counter[str]:
-    """Attackers one after another, most of them in a session; what they were told."""
-    told: Counter[str] = Counter()
+def attack(directory: Path, frames: HostileFrames, messages: int, each: int) -> Counter[str]:
+    """Run attackers one after another, most of them in a session. Counts the error codes."""
+    codes: Counter[str] = Counter()
     for number in range(0, messages, each):
-        name = forge.random.choice((None, f"fuzz-{number % 7}", f"fuzz-{number % 50}"))
-        attacker = Attacker(directory, forge, name)
+        name = frames.random.choice((None, f"fuzz-{number % 7}", f"fuzz-{number % 50}"))
+        attacker = Attacker(directory, frames, name)
         attacker.send(min(each, messages - number))
         attacker.close()
-        told += attacker.told
-    return told
+        codes += attacker.codes
+    return codes
 
 
 @pytest.fixture
 def beside(
     start_daemon: Callable[..., LocalDaemon],
-    start_crew: Callable[[Path], TrafficProcesses],
+    start_traffic: Callable[[Path], TrafficProcesses],
     device: str,
     long: bool,
 ) -> Iterator[LocalDaemon]:
-    """A daemon with an honest engine at work, which in the end has nothing to complain of.
+    """A daemon with an honest engine, which must not have recorded an error at the end.
 
-    What its jobs take is printed: of a while without attackers, and of all the time.
+    Prints the latency of its jobs: before the attack, and of the whole time.
     """
     daemon = start_daemon(log_level="warning")
-    crew = start_crew(daemon.directory)
-    options = TrafficOptions("honest", 1, device=device, depth=4, pause=0.002, patience=20)
-    crew.start(options)
-    until(lambda: crew.report().counts["opened"] > 0, 60)  # before attackers take all the room
+    traffic = start_traffic(daemon.directory)
+    options = TrafficOptions("honest", 1, device=device, depth=4, step_pause=0.002, job_timeout=20)
+    traffic.start(options)
+    until(lambda: traffic.report().counts["opened"] > 0, 60)  # before attackers use up the pool
     time.sleep(10 if long else 0.5)
-    print("alone:", told_of(crew.report()))
+    print("alone:", latencies_of(traffic.report()))
     yield daemon
-    before = crew.report().counts["compared"]
-    until(lambda: crew.report().counts["compared"] > before + 100, 30)
-    tally = crew.dismiss()
-    print("beside:", told_of(tally))
-    assert not tally.complaints, "\n".join(tally.complaints)
+    before = traffic.report().counts["compared"]
+    until(lambda: traffic.report().counts["compared"] > before + 100, 30)
+    statistics = traffic.stop()
+    print("beside:", latencies_of(statistics))
+    assert not statistics.errors, "\n".join(statistics.errors)
     assert daemon.process.poll() is None, daemon.log()
-    trouble = "".join(daemon.log().partition("Traceback")[1:])
-    assert not trouble, trouble[:4000]
-    check_all_gone(daemon.directory)
+    traceback = "".join(daemon.log().partition("Traceback")[1:])
+    assert not traceback, traceback[:4000]
+    check_released(daemon.directory)
 
 
 def test_frames(beside: LocalDaemon, seed: int, long: bool) -> None:
-    forge = Forge(seed, HONEST)
-    attack(beside.directory, forge, 5_000, 500)
+    frames = HostileFrames(seed, HONEST)
+    attack(beside.directory, frames, 5_000, 500)
     before = ProcessUsage.of(beside.pid)
-    told = attack(beside.directory, forge, 1_000_000 if long else 50_000, 1000)
+    codes = attack(beside.directory, frames, 1_000_000 if long else 50_000, 1000)
     more = ProcessUsage.of(beside.pid).since(before)
-    print(dict(told), more)
+    print(dict(codes), more)
     assert more.private < MAX_GROWTH
     assert more.shared < MAX_GROWTH
-    assert sum(told.values()) > 10_000
+    assert sum(codes.values()) > 10_000
 
 
 def test_identities(beside: LocalDaemon, seed: int, long: bool) -> None:
-    """As many connections as a user may open at once (PER_USER.burst), with a frame or two each."""
-    forge = Forge(seed, HONEST)
-    attack(beside.directory, forge, 200, 2)
-    ledgers, before = ledgers_of(beside), ProcessUsage.of(beside.pid)
-    attack(beside.directory, forge, 3_500 if long else 2_000, 2)
+    """As many connections as a user may open at once (PER_USER.burst), with two frames each."""
+    frames = HostileFrames(seed, HONEST)
+    attack(beside.directory, frames, 200, 2)
+    tables, before = count_table_fds(beside), ProcessUsage.of(beside.pid)
+    attack(beside.directory, frames, 3_500 if long else 2_000, 2)
     more = ProcessUsage.of(beside.pid).since(before)
     print(more)
     assert more.private < MAX_GROWTH
-    assert more.descriptors - (ledgers_of(beside) - ledgers) < 20
+    assert more.descriptors - (count_table_fds(beside) - tables) < 20
 
 
-def ledgers_of(daemon: LocalDaemon) -> int:
-    """Descriptors of ledgers: two for each region, as long as there is one."""
-    with OffloadClient(daemon.directory, engine="onlooker") as onlooker:
-        return 2 * (len(onlooker.status().engines) + len(onlooker.namespaces()))
+def count_table_fds(daemon: LocalDaemon) -> int:
+    """Descriptors of block tables: two per region and namespace."""
+    with OffloadClient(daemon.directory, engine="observer") as observer:
+        return 2 * (len(observer.status().engines) + len(observer.namespaces()))
 
 
 def test_descriptor_socket(beside: LocalDaemon, seed: int, long: bool) -> None:
-    """Junk in packets, descriptors of every wrong kind, as a stranger and in an open session."""
-    forge = Forge(seed, HONEST)
+    """Random packets, and descriptors of every wrong kind, with and without a session."""
+    frames = HostileFrames(seed, HONEST)
     with RawClient(beside.directory, "fuzz") as raw:
         packets = [encode(SendFds(raw.session)), encode(FetchFd(raw.session, 1))]
-        fuzz_fd_socket(beside.directory, forge, packets, 200)
+        fuzz_fd_socket(beside.directory, frames, packets, 200)
         before = ProcessUsage.of(beside.pid)
-        fuzz_fd_socket(beside.directory, forge, packets, 10_000 if long else 1_000)
+        fuzz_fd_socket(beside.directory, frames, packets, 10_000 if long else 1_000)
     more = ProcessUsage.of(beside.pid).since(before)
     print(more)
     assert more.private < MAX_GROWTH
 
 
 def test_strange_descriptors_in_use(beside: LocalDaemon) -> None:
-    """What was deposited is named as a tensor or timeline: refused, each time."""
+    """Registrations whose tensor or timeline is a wrong descriptor are refused."""
     with strange_descriptors() as strange:
         for name, descriptor in strange.items():
             with RawClient(beside.directory, "fuzz") as raw:

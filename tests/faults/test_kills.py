@@ -1,7 +1,7 @@
-"""kill -9 at random moments, of daemons and of engines, while all of them have their hands full.
+"""SIGKILL of daemons and engines at random moments under load.
 
-The engines (support.traffic) keep account themselves: each job has one outcome in time,
-and what is loaded is what was stored. Here the daemon's books are looked into, and what it holds.
+The engines (support.traffic) check that each job has one result in time, and that loaded bytes are
+those that were stored. These tests check the daemon's invariants and its memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.daemon.memory import fd_closer
 from kvferry.testing.engine import until
-from support.daemon_invariants import broken_invariants, check_all_gone
+from support.daemon_invariants import broken_invariants, check_released
 from support.process_usage import ProcessUsage, device_bytes
 from support.restarting_daemons import RestartingDaemons
 from support.traffic_processes import TrafficProcesses, mixed_engines
@@ -25,149 +25,152 @@ from support.traffic_statistics import TrafficOptions, summary
 
 pytestmark = pytest.mark.timeout(1200)
 
+# Slows chunks on the CPU, so that some are in flight when a process is killed.
 STALLS = {"reference_stall": 0.002}
-"""On the CPU pieces take their time, so that kills meet some under way."""
 MAX_GROWTH = 16 << 20
-PATIENCE = 5.0
+TIMEOUT = 5.0
 POOL_BYTES = 32 << 20
 
 
-def moment(dice: random.Random) -> float:
-    """Seconds until something happens: some right behind the last, some in the middle of work."""
-    return dice.choice((0.0, 0.02, 0.1, 0.5, 1.0)) * dice.random()
+def delay(rng: random.Random) -> float:
+    """Seconds until the next fault: often none, at most one."""
+    return rng.choice((0.0, 0.02, 0.1, 0.5, 1.0)) * rng.random()
 
 
-def opened(crew: TrafficProcesses) -> dict[str, int]:
-    return {name: member.report().counts["opened"] for name, member in crew.members.items()}
+def count_registrations(traffic: TrafficProcesses) -> dict[str, int]:
+    return {name: process.report().counts["opened"] for name, process in traffic.processes.items()}
 
 
-def all_come_back(crew: TrafficProcesses, before: dict[str, int]) -> None:
-    until(lambda: all(now > before[name] for name, now in opened(crew).items()), 30)
+def wait_reconnected(traffic: TrafficProcesses, before: dict[str, int]) -> None:
+    until(lambda: all(now > before[name] for name, now in count_registrations(traffic).items()), 30)
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["empty", "kept"])
 def test_daemons(
-    start_crew: Callable[[Path], TrafficProcesses],
+    start_traffic: Callable[[Path], TrafficProcesses],
     short_path: Path,
     device: str,
-    dice: random.Random,
+    rng: random.Random,
     long: bool,
     kept: bool,
 ) -> None:
-    """A daemon is killed and another one started, which is empty, or has what that one stored.
+    """Daemons are killed and replaced, without or with the pool of the killed one.
 
-    Engines lose their jobs and come back; some of them leave that to their client.
+    Engines lose their jobs and connect again; the clients of some reconnect by themselves.
     """
     with RestartingDaemons(
         device, short_path, kept=kept, pool_bytes=POOL_BYTES, **STALLS
     ) as daemons:
-        crew = start_crew(daemons.directory)
-        crew.start(*mixed_engines(device, dice, patience=PATIENCE))
-        until(lambda: all(opened(crew).values()), 60)
+        traffic = start_traffic(daemons.directory)
+        traffic.start(*mixed_engines(device, rng, job_timeout=TIMEOUT))
+        until(lambda: all(count_registrations(traffic).values()), 60)
         for _ in range(200 if long else 15):
-            time.sleep(moment(dice))
-            before = opened(crew) if dice.random() < 0.3 else None
+            time.sleep(delay(rng))
+            before = count_registrations(traffic) if rng.random() < 0.3 else None
             daemons.replace()
             if before is not None:
-                all_come_back(crew, before)
-        before = opened(crew)
+                wait_reconnected(traffic, before)
+        before = count_registrations(traffic)
         daemons.replace()
-        all_come_back(crew, before)
-        total = crew.dismiss()
+        wait_reconnected(traffic, before)
+        total = traffic.stop()
         print(summary(total))
-        assert not total.complaints, "\n".join(total.complaints)
+        assert not total.errors, "\n".join(total.errors)
         assert total.counts["lost"] > 0
         assert total.counts["compared"] > 0
         assert not kept or total.counts["reattached"] > 0
-        check_all_gone(daemons.directory)
+        check_released(daemons.directory)
 
 
 def test_engines(
     start_daemon: Callable[..., LocalDaemon],
-    start_crew: Callable[[Path], TrafficProcesses],
+    start_traffic: Callable[[Path], TrafficProcesses],
     device: str,
-    dice: random.Random,
+    rng: random.Random,
     long: bool,
 ) -> None:
-    """Engines are killed, stopped for a while, and replaced; the daemon holds no more for it."""
+    """Engines are killed and replaced. The daemon's memory and descriptors do not grow."""
     daemon = start_daemon(**STALLS)
-    crew = start_crew(daemon.directory)
-    engines = mixed_engines(device, dice, patience=PATIENCE)
-    before = at_rest(daemon, crew, engines, dice)
+    traffic = start_traffic(daemon.directory)
+    engines = mixed_engines(device, rng, job_timeout=TIMEOUT)
+    before = measure_idle(daemon, traffic, engines, rng)
     on_device = device_bytes(device)
-    crew.start(*engines)
+    traffic.start(*engines)
     with OffloadClient(daemon.directory, engine="observer") as observer:
         done = 0
         for _ in range(200 if long else 15):
-            time.sleep(moment(dice))
-            done += kill_one(crew, dice)
+            time.sleep(delay(rng))
+            done += kill_one(traffic, rng)
             assert not broken_invariants(observer)
-        print(f"{done} jobs done by those who were killed")
+        print(f"{done} jobs done by engines that were killed")
         assert done > 0
-    total = crew.dismiss()
+    total = traffic.stop()
     print(summary(total))
-    assert not total.complaints, "\n".join(total.complaints)
+    assert not total.errors, "\n".join(total.errors)
     assert total.counts["compared"] > 0
-    check_all_gone(daemon.directory)
-    check_flat(daemon, before)
+    check_released(daemon.directory)
+    check_not_grown(daemon, before)
     assert device_bytes(device) <= on_device + MAX_GROWTH
 
 
-def test_an_engine_that_stands_still(
+def test_a_stopped_engine(
     start_daemon: Callable[..., LocalDaemon],
-    start_crew: Callable[[Path], TrafficProcesses],
+    start_traffic: Callable[[Path], TrafficProcesses],
     device: str,
-    dice: random.Random,
+    rng: random.Random,
 ) -> None:
-    """SIGSTOP, while the others do hundreds of jobs; then it goes on as if nothing was."""
+    """Two engines are stopped while others do hundreds of jobs; then they continue."""
     daemon = start_daemon(**STALLS)
-    crew = start_crew(daemon.directory)
-    engines = mixed_engines(device, dice, patience=PATIENCE)
-    before = at_rest(daemon, crew, engines, dice)
-    crew.start(*engines)
-    until(lambda: all(opened(crew).values()), 60)
-    frozen = [crew.members["engine-1"], crew.members["engine-4"]]
-    for member in frozen:
-        member.freeze()
-    others = [member for member in crew.members.values() if member not in frozen]
-    done = [member.report().counts["done"] for member in others]
+    traffic = start_traffic(daemon.directory)
+    engines = mixed_engines(device, rng, job_timeout=TIMEOUT)
+    before = measure_idle(daemon, traffic, engines, rng)
+    traffic.start(*engines)
+    until(lambda: all(count_registrations(traffic).values()), 60)
+    stopped = [traffic.processes["engine-1"], traffic.processes["engine-4"]]
+    for process in stopped:
+        process.pause()
+    others = [process for process in traffic.processes.values() if process not in stopped]
+    done = [process.report().counts["done"] for process in others]
     until(
         lambda: all(
-            member.report().counts["done"] > had + 300
-            for member, had in zip(others, done, strict=True)
+            process.report().counts["done"] > had + 300
+            for process, had in zip(others, done, strict=True)
         ),
         60,
     )
-    for member in frozen:
-        member.thaw()
-    total = crew.dismiss()
+    for process in stopped:
+        process.resume()
+    total = traffic.stop()
     print(summary(total))
-    assert not total.complaints, "\n".join(total.complaints)
-    check_all_gone(daemon.directory)
-    check_flat(daemon, before)
+    assert not total.errors, "\n".join(total.errors)
+    check_released(daemon.directory)
+    check_not_grown(daemon, before)
 
 
-def at_rest(
-    daemon: LocalDaemon, crew: TrafficProcesses, engines: list[TrafficOptions], dice: random.Random
+def measure_idle(
+    daemon: LocalDaemon,
+    traffic: TrafficProcesses,
+    engines: list[TrafficOptions],
+    rng: random.Random,
 ) -> ProcessUsage:
-    """What a daemon holds that has seen these engines, when they have gone again."""
-    crew.start(*engines)
-    until(lambda: all(opened(crew).values()), 60)
-    until(lambda: crew.report().counts["done"] > 500, 60)
-    kill_one(crew, dice)
-    total = crew.dismiss()
-    assert not total.complaints, "\n".join(total.complaints)
-    check_all_gone(daemon.directory)
+    """The usage of a daemon after these engines have run and disconnected."""
+    traffic.start(*engines)
+    until(lambda: all(count_registrations(traffic).values()), 60)
+    until(lambda: traffic.report().counts["done"] > 500, 60)
+    kill_one(traffic, rng)
+    total = traffic.stop()
+    assert not total.errors, "\n".join(total.errors)
+    check_released(daemon.directory)
     time.sleep(1.5 * fd_closer.IDLE_SECONDS)
     return ProcessUsage.of(daemon.pid)
 
 
-def check_flat(daemon: LocalDaemon, before: ProcessUsage) -> None:
-    """Raise AssertionError where the daemon holds more than it did.
+def check_not_grown(daemon: LocalDaemon, before: ProcessUsage) -> None:
+    """Raise AssertionError if the daemon uses more than before.
 
-    It may still be letting go of the session that asked it last.
+    It may still be releasing the last session.
     """
-    until(lambda: _holds_no_more(ProcessUsage.of(daemon.pid).since(before)), 10)
+    until(lambda: _has_released(ProcessUsage.of(daemon.pid).since(before)), 10)
     more = ProcessUsage.of(daemon.pid).since(before)
     print(more)
     assert more.mappings <= 30
@@ -175,17 +178,17 @@ def check_flat(daemon: LocalDaemon, before: ProcessUsage) -> None:
     assert more.shared <= MAX_GROWTH
 
 
-def _holds_no_more(more: ProcessUsage) -> bool:
+def _has_released(more: ProcessUsage) -> bool:
     return more.descriptors <= 0 and more.threads <= 0
 
 
-def kill_one(crew: TrafficProcesses, dice: random.Random) -> int:
-    """Most are killed at work, some while they begin; returns how many jobs it had done."""
-    name = dice.choice(list(crew.members))
-    member, done = crew.members[name], 0
-    if dice.random() < 0.8:
-        until(lambda: member.report().counts["done"] > 20, 60)
-        done = member.report().counts["done"]
-    crew.kill(name)
-    crew.start(replace(member.options, seed=dice.getrandbits(32)))
+def kill_one(traffic: TrafficProcesses, rng: random.Random) -> int:
+    """Kill and replace an engine, mostly one at work. Returns how many jobs it had done."""
+    name = rng.choice(list(traffic.processes))
+    process, done = traffic.processes[name], 0
+    if rng.random() < 0.8:
+        until(lambda: process.report().counts["done"] > 20, 60)
+        done = process.report().counts["done"]
+    traffic.kill(name)
+    traffic.start(replace(process.options, seed=rng.getrandbits(32)))
     return done

@@ -1,6 +1,6 @@
-"""kill -9 of daemons with a disk tier, under load; half of them lose their pool, as a reboot does.
+"""SIGKILL of daemons with a disk tier, under load. Half of them lose their pool, as after a reboot.
 
-What the tier had written is found again, with its bytes, and nothing from before a reset is.
+Written blocks are found again with their bytes. Blocks from before a reset are not found.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.daemon_invariants import check_all_gone
+from support.daemon_invariants import check_released
 from support.disk_tier_files import pretend_reboot
 from support.restarting_daemons import RestartingDaemons
 from support.tier_ledger import BATCH, TierLedger
@@ -22,35 +22,36 @@ from support.traffic_statistics import summary
 pytestmark = pytest.mark.timeout(3600)
 
 POOL_BYTES = 32 << 20
-# Rounds after which the namespace is reset at the latest, so that all that is written fits.
-MOST_ROUNDS = 5
+# Maximum of rounds between two resets, so that all written blocks fit into the tier.
+MAX_ROUNDS = 5
 
 
-def work(ledger: TierLedger, dice: random.Random) -> None:
-    """Store and promote, so that the kill meets some of it in progress.
+def work(ledger: TierLedger, rng: random.Random) -> None:
+    """Store and promote, so that some of it is in progress at the kill.
 
     A checksum follows a store within 0.2 s, and the write follows the checksum.
     """
-    for _ in range(dice.randrange(1, 10)):
+    for _ in range(rng.randrange(1, 10)):
         ledger.store(BATCH)
-        start = dice.randrange(len(ledger.stored))
+        start = rng.randrange(len(ledger.stored))
         ledger.prefetch(ledger.stored[start : start + BATCH])
-        time.sleep(dice.choice((0.0, 0.0, 0.3)) * dice.random())
-    time.sleep(0.3 * dice.random())
+        time.sleep(rng.choice((0.0, 0.0, 0.3)) * rng.random())
+    time.sleep(0.3 * rng.random())
 
 
 def test_daemons(
-    start_crew: Callable[[Path], TrafficProcesses],
+    start_traffic: Callable[[Path], TrafficProcesses],
     short_path: Path,
     tmp_path: Path,
     device: str,
-    dice: random.Random,
+    rng: random.Random,
     long: bool,
 ) -> None:
-    """100 kills (6 in the short form), while four other engines work as well."""
+    """100 kills (6 in the short form), while four other engines store and load."""
     root, rounds = tmp_path / "tier", 100 if long else 6
     ledger = TierLedger(root)
-    written = found = resets = loose = loose_found = since_reset = 0
+    written = found = resets = since_reset = 0
+    others_count = others_found_count = 0
     with RestartingDaemons(
         device,
         short_path,
@@ -61,17 +62,17 @@ def test_daemons(
         tier_disk_write="write_through",
         reference_stall=0.002,
     ) as daemons:
-        crew = start_crew(daemons.directory)
-        engines = mixed_engines(device, dice, patience=20.0, prefetches=0.3, resets=0.0005)
-        crew.start(*engines)
+        traffic = start_traffic(daemons.directory)
+        engines = mixed_engines(device, rng, job_timeout=20.0, prefetches=0.3, resets=0.0005)
+        traffic.start(*engines)
         for number in range(rounds):
             ledger.connect(daemons.directory)
             ledger.store_and_write(4 * BATCH)
-            work(ledger, dice)
+            work(ledger, rng)
             known = ledger.written()
             others = [n for n in ledger.stored if n not in known]
             since_reset += 1
-            reset = since_reset == MOST_ROUNDS or dice.random() < 0.2
+            reset = since_reset == MAX_ROUNDS or rng.random() < 0.2
             if reset:
                 old = list(ledger.stored)
                 ledger.reset()
@@ -91,21 +92,22 @@ def test_daemons(
             lost = known - ledger.search_until_found(sorted(known))
             others_found |= ledger.search(others)
             written, found = written + len(known), found + len(known) - len(lost)
-            loose, loose_found = loose + len(others), loose_found + len(others_found)
-            assert not ledger.complaints, "\n".join(ledger.complaints)
+            others_count += len(others)
+            others_found_count += len(others_found)
+            assert not ledger.errors, "\n".join(ledger.errors)
             assert ledger.tier().checksum_failures == 0
             if lost:
                 print(f"round {number}: not found: {sorted(lost)}; {ledger.tier()}")
         ledger.close()
-        total = crew.dismiss()
-        check_all_gone(daemons.directory)
+        total = traffic.stop()
+        check_released(daemons.directory)
         print(
             f"{rounds} kills, {resets} right after a reset: {found} of {written} written blocks "
-            f"found, and {loose_found} of {loose} that were on their way; {ledger.compared} blocks "
-            "compared, 0 wrong"
+            f"found, and {others_found_count} of {others_count} that were not written yet; "
+            f"{ledger.compared} blocks compared, 0 wrong"
         )
         print(summary(total))
-        assert not total.complaints, "\n".join(total.complaints)
+        assert not total.errors, "\n".join(total.errors)
         assert total.counts["prefetches"] > 0
         _, traceback, text = daemons.log().partition("Traceback")
         assert not traceback, text[:3000]

@@ -1,4 +1,4 @@
-"""What the machine does not give: descriptors, locked memory, a place that is free."""
+"""Limits of the machine: descriptors, addresses, locked memory, a directory in use."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ pytestmark = pytest.mark.timeout(120)
 DESCRIPTORS = 280
 
 
-class PoorDaemon(LocalDaemon):
-    """A daemon that may have so many descriptors, and no more."""
+class LimitedDaemon(LocalDaemon):
+    """A daemon with a limit of descriptors."""
 
     descriptors = DESCRIPTORS
 
     @property
     def limit(self) -> str:
-        """What ulimit is given."""
+        """Arguments of ulimit."""
         return f"-n {self.descriptors}"
 
     def _start(self, timeout: float) -> None:
@@ -52,25 +52,25 @@ class PoorDaemon(LocalDaemon):
         super()._start(timeout)
 
 
-class NarrowDaemon(PoorDaemon):
-    """A daemon that has some 2 GiB of addresses for tensors, beside what it needs itself."""
+class SmallAddressSpaceDaemon(LimitedDaemon):
+    """A daemon with about 2 GiB of addresses for tensors."""
 
     limit = f"-v {4 << 20}"
 
 
 @pytest.fixture
-def poor() -> Iterator[LocalDaemon]:
-    with PoorDaemon(pool_bytes=16 << 20) as daemon:
+def limited() -> Iterator[LocalDaemon]:
+    with LimitedDaemon(pool_bytes=16 << 20) as daemon:
         yield daemon
         assert daemon.process.poll() is None, daemon.log()
 
 
 def test_too_few_descriptors_to_start() -> None:
-    class Destitute(PoorDaemon):
+    class TooFew(LimitedDaemon):
         descriptors = 40
 
     with pytest.raises(Exception, match="LimitNOFILE"):
-        Destitute(pool_bytes=16 << 20)
+        TooFew(pool_bytes=16 << 20)
 
 
 def is_served(directory: Path) -> bool:
@@ -83,81 +83,81 @@ def is_served(directory: Path) -> bool:
         return False
 
 
-def connect_many(crowd: ExitStack, kind: int, path: Path) -> None:
+def connect_many(sockets: ExitStack, kind: int, path: Path) -> None:
     """Connect more sockets than the daemon may have descriptors."""
     context = zmq.Context()
-    crowd.callback(context.term)
+    sockets.callback(context.term)
     for _ in range(2 * DESCRIPTORS):
         one = context.socket(kind)
-        crowd.callback(one.close, 0)
+        sockets.callback(one.close, 0)
         one.connect(f"ipc://{path}")
 
 
-def test_more_clients_than_descriptors(poor: LocalDaemon) -> None:
-    """Those who are in are served; the others wait outside, and get in when somebody leaves."""
-    with RawClient(poor.directory, "early") as early:
+def test_more_clients_than_descriptors(limited: LocalDaemon) -> None:
+    """Connected clients are served. The others wait, and connect when some have disconnected."""
+    with RawClient(limited.directory, "early") as early:
         early.register()
-        with ExitStack() as crowd:
-            connect_many(crowd, zmq.DEALER, poor.directory / "kvferry.sock")
-            until(lambda: "not accepting clients" in poor.log(), 30)
+        with ExitStack() as sockets:
+            connect_many(sockets, zmq.DEALER, limited.directory / "kvferry.sock")
+            until(lambda: "not accepting clients" in limited.log(), 30)
             early.send(store(1, [0], [0]))
             assert early.result(1).outcome == "done"
-            assert ProcessUsage.of(poor.pid).descriptors < DESCRIPTORS - 20
-        until(lambda: is_served(poor.directory), 30)
+            assert ProcessUsage.of(limited.pid).descriptors < DESCRIPTORS - 20
+        until(lambda: is_served(limited.directory), 30)
 
 
-def test_more_subscribers_than_descriptors(poor: LocalDaemon) -> None:
-    """libzmq aborts without a descriptor: the process that publishes, and not the daemon."""
-    with ExitStack() as crowd:
-        connect_many(crowd, zmq.SUB, poor.directory / "events.sock")
-        until(lambda: "KV event publisher exited" in poor.log(), 30)
-        assert ProcessUsage.of(poor.pid).descriptors < DESCRIPTORS // 2
-        assert is_served(poor.directory)
+def test_more_subscribers_than_descriptors(limited: LocalDaemon) -> None:
+    """libzmq aborts without a descriptor: in the publisher's process, not in the daemon."""
+    with ExitStack() as sockets:
+        connect_many(sockets, zmq.SUB, limited.directory / "events.sock")
+        until(lambda: "KV event publisher exited" in limited.log(), 30)
+        assert ProcessUsage.of(limited.pid).descriptors < DESCRIPTORS // 2
+        assert is_served(limited.directory)
 
 
-def hoard(raw: RawClient, descriptor: int) -> None:
+def send_many_fds(raw: RawClient, descriptor: int) -> None:
     for _ in range(20):
         raw.deposit(*[descriptor] * 20)
 
 
-def test_more_deposits_than_descriptors(poor: LocalDaemon) -> None:
-    """What would be the last of them is refused, and not kept."""
-    with RawClient(poor.directory, "hoarder") as raw:
+def test_more_deposits_than_descriptors(limited: LocalDaemon) -> None:
+    """The descriptors beyond the limit are refused and closed."""
+    with RawClient(limited.directory, "many-fds") as raw:
         descriptor = memfd(4096)
         with pytest.raises(Refused) as refused:
-            hoard(raw, descriptor)
+            send_many_fds(raw, descriptor)
         os.close(descriptor)
         assert refused.value.code == Code.BUSY
         assert "LimitNOFILE" in refused.value.message
-    until(lambda: is_served(poor.directory), 30)
+    until(lambda: is_served(limited.directory), 30)
 
 
-def test_more_namespaces_than_descriptors(poor: LocalDaemon) -> None:
-    """Each takes some, also when nobody is in it: the longest deserted give way."""
+def test_more_namespaces_than_descriptors(limited: LocalDaemon) -> None:
+    """Each needs some, also without sessions. The ones unused for longest are removed."""
     for number in range(2 * DESCRIPTORS):
-        with RawClient(poor.directory, f"engine-{number}") as raw:
+        with RawClient(limited.directory, f"engine-{number}") as raw:
             raw.ask(OpenNamespace(1, Fingerprint(f"model-{number}", 4096), 4096), Opened)
-    assert is_served(poor.directory)
-    assert "not kept" not in poor.log()
+    assert is_served(limited.directory)
+    assert "not kept" not in limited.log()
 
 
-def test_more_http_connections_than_descriptors(poor: LocalDaemon) -> None:
-    """They say nothing, and are shown out; the daemon neither ends nor spins."""
-    with RawClient(poor.directory, "early"), ExitStack() as visits:
+def test_more_silent_connections_than_descriptors(limited: LocalDaemon) -> None:
+    """Silent connections are closed. The daemon continues."""
+    with RawClient(limited.directory, "early"), ExitStack() as connections:
         for _ in range(2 * DESCRIPTORS):
-            visitor = visits.enter_context(
+            client = connections.enter_context(
                 closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             )
-            visitor.setblocking(False)
+            client.setblocking(False)
             try:
-                visitor.connect(str(poor.directory / "fds.sock"))
-            except BlockingIOError:  # as many as the kernel lets wait
+                client.connect(str(limited.directory / "fds.sock"))
+            except BlockingIOError:  # the kernel's queue is full
                 break
-        until(lambda: is_served(poor.directory), 60)
+        until(lambda: is_served(limited.directory), 60)
 
 
 def allocate(raw: RawClient, nbytes: int) -> Allocated | Error:
-    """Have the daemon allocate one tensor, of which nothing is ever touched."""
+    """Let the daemon allocate one tensor, which is never touched."""
     raw.send(AllocateKVCaches(1, one_tensor(64, 64, nbytes // 64), 64 * 64))
     answer = raw.recv(Message)
     assert isinstance(answer, Allocated | Error)
@@ -165,7 +165,7 @@ def allocate(raw: RawClient, nbytes: int) -> Allocated | Error:
 
 
 def test_sparse_tensors_larger_than_memory(kvferryd: LocalDaemon) -> None:
-    """Registered or allocated: twelve of 10 TiB left no address to anybody else."""
+    """Registered or allocated, they are refused: twelve of 10 TiB would use all addresses."""
     size = 10 << 40
     with RawClient(kvferryd.directory, "allocates") as raw:
         answer = allocate(raw, size)
@@ -183,26 +183,26 @@ def test_sparse_tensors_larger_than_memory(kvferryd: LocalDaemon) -> None:
 
 
 def test_more_tensors_than_addresses() -> None:
-    """The last is refused while others have all they need, and fits when one has left."""
-    with NarrowDaemon(pool_bytes=16 << 20) as daemon, ExitStack() as hogs:
-        first = hogs.enter_context(RawClient(daemon.directory, "hog"))
+    """A tensor without addresses is refused, and accepted when another one is gone."""
+    with SmallAddressSpaceDaemon(pool_bytes=16 << 20) as daemon, ExitStack() as clients:
+        first = clients.enter_context(RawClient(daemon.directory, "large"))
         assert isinstance(allocate(first, 1 << 30), Allocated)
         answer: Allocated | Error | None = None
         for number in range(8):
-            hog = hogs.enter_context(RawClient(daemon.directory, f"hog-{number}"))
-            if isinstance(answer := allocate(hog, 1 << 30), Error):
+            client = clients.enter_context(RawClient(daemon.directory, f"large-{number}"))
+            if isinstance(answer := allocate(client, 1 << 30), Error):
                 break
         assert isinstance(answer, Error)
         assert answer.error.code == Code.MAP_FAILED
         assert "LimitAS" in answer.error.message
         assert is_served(daemon.directory)
         first.close()
-        until(lambda: isinstance(allocate(hog, 1 << 30), Allocated), 30)
+        until(lambda: isinstance(allocate(client, 1 << 30), Allocated), 30)
         assert daemon.process.poll() is None
 
 
-def test_a_second_daemon_beside_one_that_stands_still(kvferryd: LocalDaemon) -> None:
-    """A daemon that was stopped holds its place all the same, and goes on in it."""
+def test_a_second_daemon_beside_a_stopped_one(kvferryd: LocalDaemon) -> None:
+    """A stopped daemon keeps its directory, and continues there."""
     with OffloadClient(kvferryd.directory) as client:
         os.kill(kvferryd.pid, signal.SIGSTOP)
         try:
@@ -218,7 +218,7 @@ def test_a_second_daemon_beside_one_that_stands_still(kvferryd: LocalDaemon) -> 
 
 
 def test_a_lock_file_with_the_pid_of_another_process(tmp_path: Path) -> None:
-    """The file of a dead daemon, whose pid is somebody's again, is no obstacle."""
+    """A dead daemon's file does not prevent a start, though another process has its pid."""
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "lock").write_text(f"{os.getpid()}\n")
     with LocalDaemon(runtime_dir=tmp_path, pool_bytes=1 << 20) as daemon:
@@ -236,9 +236,9 @@ check_fits(2 << 20, locked=True)
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_little_memory_may_be_locked() -> None:
-    """A real user with a real limit: the pool that fits is taken, the next one is refused."""
+    """A user with a limit of locked memory: a pool that fits is accepted, a larger one is not."""
     command = [sys.executable, "-c", LOCKS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1, done.stderr

@@ -1,7 +1,7 @@
-"""Two hosts share a Mooncake Store, and whatever happens to it costs misses only.
+"""Two hosts share a Mooncake Store. Its faults cost misses, and nothing else.
 
 Three network namespaces: a host with a mooncake_master and a store process, and two hosts with a
-kvferryd and engines each. Links lose, delay and swallow packets.
+kvferryd and engines each. Links lose, delay and drop packets.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ import pytest
 from kvferry.client import LocalDaemon, Lookup, OffloadClient
 from kvferry.testing.engine import until
 from kvferry.testing.mooncake_store import MooncakeStore, is_installed
-from support.daemon_invariants import broken_invariants, check_all_gone
+from support.daemon_invariants import broken_invariants, check_released
 from support.lossy_network import LossyNetwork, missing
 from support.tiered_engine import TieredEngine, keys
 from support.traffic_processes import TrafficProcesses
-from support.traffic_statistics import TrafficOptions
+from support.traffic_statistics import TrafficOptions, merge_statistics
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="Mooncake: pip install 'kvferry[mooncake]'"),
     pytest.mark.skipif(bool(missing()), reason=missing()),
 ]
-# No call of a client takes longer, also on a busy machine: those with a deadline have 0.25 s.
+# Limit of every call of a client, also on a busy machine; calls with a deadline have 0.25 s.
 CALL_SECONDS = 5.0
 # Until a tier is used again after a fault: the breaker's pause, and the store's own recovery.
 RECOVERY_SECONDS = 90.0
 RESIDENT = range(16)
-# What A and B have of the pools; the rest is for the engines of `start_load`.
+# The part of a pool for A and for B; the rest is for the engines of `start_load`.
 ENGINE_BYTES, POOL_BYTES = 1 << 20, 4 << 20
-# Another program puts megabytes into the store, after removing those it had put before. Prints how
-# many found no room.
+# Another program removes what it put before, then puts megabytes into the store. Prints how many
+# the store refused for lack of room.
 FILL = """
 import sys, time
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
@@ -94,7 +94,7 @@ class Cluster:
         self._new = count(1000, 4)
 
     def share(self) -> None:
-        """What A stores now, B finds and loads, byte for byte."""
+        """Store blocks at A. B must find and load them, with the same bytes."""
         numbers = range(first := next(self._new), first + 4)
         self.a.store(numbers)
 
@@ -109,7 +109,7 @@ class Cluster:
         self.b.load(numbers)
 
     def work(self, seconds: float) -> tuple[float, float]:
-        """Store at A, search and load at B, all the time.
+        """Store at A, search and load at B, for some seconds.
 
         Returns the seconds of the longest call, and of the median load from the pool.
         """
@@ -128,14 +128,14 @@ class Cluster:
         return longest, statistics.median(loads[2::3])
 
     def fill(self, megabytes: int, kind: str) -> int:
-        """Have another program fill the store. Returns how many megabytes found no room."""
+        """Let another program fill the store. Returns how many megabytes were refused."""
         arguments = [self.store_host.address, self.store.address, str(megabytes), kind]
         command = [*self.store_host.command, sys.executable, "-c", FILL, *arguments]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         return int(output.split()[-1])
 
     def drop_writes(self) -> int:
-        """Store more at A. Returns how many keys were evicted there before they were written."""
+        """Store more at A. Returns how many of its keys were evicted before they were written."""
         self.a.store(range(first := 10_000_000 + 32 * next(self._new), first + 128))
         return self.a.tier().dropped_writes
 
@@ -156,7 +156,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def test_what_one_host_stores_another_loads_until_it_is_reset(stack: ExitStack) -> None:
+def test_another_host_loads_stored_blocks_until_a_reset(stack: ExitStack) -> None:
     cluster = Cluster(stack, 64 << 20)
     a, b = cluster.a, cluster.b
     a.store(range(64))
@@ -164,46 +164,46 @@ def test_what_one_host_stores_another_loads_until_it_is_reset(stack: ExitStack) 
     b.promote(range(32))
     b.load(range(32))
     a.manager.reset_cache()
-    until(lambda: cluster.store.key_count() < 64)  # a marker is left
+    until(lambda: cluster.store.key_count() < 64)  # the reset leaves a marker
     assert b.find(range(32, 64)).prefix == 0
     cluster.share()
 
 
 def start_load(
-    cluster: Cluster, start: Callable[[Path], TrafficProcesses], dice: random.Random
+    cluster: Cluster, start: Callable[[Path], TrafficProcesses], rng: random.Random
 ) -> list[TrafficProcesses]:
-    """An engine at each daemon. Both use the same keys, more than a daemon has room for."""
-    crews = []
+    """Start an engine at each daemon. Both use the same keys, more than fit into a pool."""
+    groups = []
     for number, daemon in enumerate(cluster.daemons, 1):
-        crews.append(start(daemon.directory))
+        groups.append(start(daemon.directory))
         options = TrafficOptions(
             f"engine-{number}",
             number,
-            seed=dice.getrandbits(32),
+            seed=rng.getrandbits(32),
             page=4096,
             model="shared",
             depth=4,
-            pause=0.01,
-            patience=CALL_SECONDS,
+            step_pause=0.01,
+            job_timeout=CALL_SECONDS,
             resets=0.0,
             prefetches=0.3,
         )
-        crews[-1].start(options)
-    return crews
+        groups[-1].start(options)
+    return groups
 
 
-def test_no_fault_of_the_store_costs_more_than_misses(
+def test_faults_of_the_store_cost_only_misses(
     stack: ExitStack,
-    start_crew: Callable[[Path], TrafficProcesses],
-    dice: random.Random,
+    start_traffic: Callable[[Path], TrafficProcesses],
+    rng: random.Random,
     long: bool,
 ) -> None:
-    """While other engines of both hosts store and load, too."""
+    """Other engines of both hosts store and load meanwhile."""
     cluster = Cluster(stack, 64 << 20)
     store, link = cluster.store, cluster.store_host.set_link
     cluster.b.store(RESIDENT)
     until(lambda: {cluster.b.manager.lookup(key) for key in keys(RESIDENT)} == {Lookup.HIT})
-    crews = start_load(cluster, start_crew, dice)
+    groups = start_load(cluster, start_traffic, rng)
     cluster.share()
     seconds = 20.0 if long else 3.0
     _, usual = cluster.work(seconds)
@@ -215,40 +215,39 @@ def test_no_fault_of_the_store_costs_more_than_misses(
         ("store stopped", store.pause_store, store.resume_store, False),
         ("a third of the packets lost", lambda: link(loss=0.3), link, False),
         ("packets delayed by 0.3 s", lambda: link(delay=0.3), link, True),
-        ("packets swallowed", lambda: link(blackhole=True), link, True),
+        ("packets dropped", lambda: link(blackhole=True), link, True),
     ):
         opened = cluster.openings()
         begin()
         longest, median = cluster.work(seconds)
         end()
-        healed = time.monotonic()
+        ended = time.monotonic()
         cluster.share()
-        recovery = time.monotonic() - healed
+        recovery = time.monotonic() - ended
         openings = cluster.openings() - opened
         print(
             f"{name}: longest call {longest:.2f} s, load from the pool {median * 1e3:.1f} ms, "
-            f"{openings} openings, healed {recovery:.1f} s"
+            f"breakers opened {openings} times, shared again after {recovery:.1f} s"
         )
         assert longest < CALL_SECONDS, name
         assert median < 3 * usual + 0.05, name
         assert openings > 0 or not fails, f"{name}: the breaker stayed closed"
-    tallies = [crew.dismiss() for crew in crews]
-    complaints = [each for tally in tallies for each in tally.complaints]
-    assert not complaints, "\n".join(complaints)
-    print(f"others: {sum(tally.counts['compared'] for tally in tallies)} blocks compared, 0 wrong")
+    total = merge_statistics(traffic.stop() for traffic in groups)
+    assert not total.errors, "\n".join(total.errors)
+    print(f"other engines: {total.counts['compared']} blocks compared, 0 wrong")
     for daemon in cluster.daemons:
         with OffloadClient(daemon.directory, engine="observer") as observer:
             assert not broken_invariants(observer)
     cluster.close_engines()
     for daemon in cluster.daemons:
-        check_all_gone(daemon.directory, RECOVERY_SECONDS)
+        check_released(daemon.directory, RECOVERY_SECONDS)
         _, traceback, text = daemon.log().partition("Traceback")
         assert not traceback, text[:3000]
 
 
 @pytest.mark.parametrize("kind", ["evictable", "pinned"])
-def test_a_full_store_is_no_failure(stack: ExitStack, kind: str) -> None:
-    """It evicts, or has no room. New blocks are shared as soon as there is room."""
+def test_a_full_store_is_not_a_failure(stack: ExitStack, kind: str) -> None:
+    """The store evicts, or refuses puts. New blocks are shared as soon as there is room."""
     megabytes = 16
     cluster = Cluster(stack, megabytes << 20)
     cluster.share()

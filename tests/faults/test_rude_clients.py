@@ -1,4 +1,4 @@
-"""Clients that send without end, or never listen: the daemon stays there for all the others."""
+"""Clients that send all the time, or never receive: the daemon serves all others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvferry.proto.messages import (
 from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.proto.status import Fingerprint
 from kvferry.testing.engine import until
-from support.daemon_invariants import check_all_gone
+from support.daemon_invariants import check_released
 from support.process_usage import ProcessUsage
 from support.raw_client import RawClient, one_tensor, store
 
@@ -38,20 +38,20 @@ from kvferry.proto.messages import Cancel
 from support.raw_client import RawClient
 
 raw = RawClient(Path(sys.argv[1]), sys.argv[2])
-words = {"junk": b"junk", "cancels": encode(Cancel(tuple(range(10_000))))}[sys.argv[3]]
+message = {"junk": b"junk", "cancels": encode(Cancel(tuple(range(10_000))))}[sys.argv[3]]
 print("welcome", flush=True)
 while True:
-    raw.send(words)
+    raw.send(message)
 """
 
 
 @contextmanager
-def flood(daemon: LocalDaemon, words: str) -> Iterator[None]:
-    """Two processes that send the same again and again, as fast as they can."""
+def flood(daemon: LocalDaemon, kind: str) -> Iterator[None]:
+    """Two processes that send one message again and again, as fast as they can."""
     with ExitStack() as running:
         floods = []
         for name in ("one", "two"):
-            command = [sys.executable, "-c", FLOOD, str(daemon.directory), name, words]
+            command = [sys.executable, "-c", FLOOD, str(daemon.directory), name, kind]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             running.callback(process.wait)
             running.callback(process.kill)
@@ -63,8 +63,8 @@ def flood(daemon: LocalDaemon, words: str) -> Iterator[None]:
         yield
 
 
-def serve_somebody(daemon: LocalDaemon, name: str) -> None:
-    """A client is welcomed, registers, and its transfers are done."""
+def check_served(daemon: LocalDaemon, name: str) -> None:
+    """A new client connects, registers, and its transfers are done."""
     with RawClient(daemon.directory, name, timeout=30) as raw:
         raw.register()
         for job in range(3):
@@ -72,13 +72,13 @@ def serve_somebody(daemon: LocalDaemon, name: str) -> None:
             assert raw.result(job).outcome == "done"
 
 
-@pytest.mark.parametrize("words", ["junk", "cancels"])
-def test_a_flood(start_daemon: Callable[..., LocalDaemon], words: str) -> None:
-    """Somebody new is let in and served meanwhile, and who goes is missed; SIGTERM is heard."""
+@pytest.mark.parametrize("kind", ["junk", "cancels"])
+def test_a_flood(start_daemon: Callable[..., LocalDaemon], kind: str) -> None:
+    """New clients are served, ended sessions are noticed, and SIGTERM stops the daemon."""
     daemon = start_daemon()
-    with flood(daemon, words):
+    with flood(daemon, kind):
         for number in range(3):
-            serve_somebody(daemon, f"new-{number}")
+            check_served(daemon, f"new-{number}")
         with OffloadClient(daemon.directory, engine="observer", timeout=30) as observer:
             before = observer.status().sessions
             raw = RawClient(daemon.directory, "dropped")
@@ -90,11 +90,11 @@ def test_a_flood(start_daemon: Callable[..., LocalDaemon], words: str) -> None:
 
 MAX_GROWTH = 200 << 20
 KEYS = [number.to_bytes(64, "big") for number in range(1 << 15)]
-SPACE = OpenNamespace(1, Fingerprint("deaf", 64, key_bytes=64), len(KEYS) * 64)
+SPACE = OpenNamespace(1, Fingerprint("silent", 64, key_bytes=64), len(KEYS) * 64)
 
 
-class Deaf(RawClient):
-    """Goes without a word: it would not hear the answer."""
+class SilentCloser(RawClient):
+    """Closes without Goodbye, since it would not receive the reply."""
 
     def close(self) -> None:
         self.drop()
@@ -109,19 +109,19 @@ def fill_namespace(raw: RawClient) -> None:
 
 
 @pytest.mark.parametrize("request_", [Subscribe(), StatusRequest(1), Wait(1, ())], ids=repr)
-def test_a_client_that_does_not_listen(
+def test_a_client_that_never_receives(
     start_daemon: Callable[..., LocalDaemon], request_: ClientMessage
 ) -> None:
-    """It asks and asks: what is kept for it is bounded, then it is sent away; others are served."""
+    """Its queued replies are limited, then it is disconnected; others are served."""
     daemon = start_daemon()
     with RawClient(daemon.directory, "storing") as storing:
         fill_namespace(storing)
         before = ProcessUsage.of(daemon.pid)
-        with closing(Deaf(daemon.directory, "deaf")) as deaf:
-            deaf.ask(SPACE, Opened)
+        with closing(SilentCloser(daemon.directory, "silent")) as silent:
+            silent.ask(SPACE, Opened)
             for batch in range(5):
                 for _ in range(1000 if isinstance(request_, Subscribe) else 40_000):
-                    deaf.send(request_)
-                serve_somebody(daemon, f"somebody-{batch}")
+                    silent.send(request_)
+                check_served(daemon, f"other-{batch}")
                 assert ProcessUsage.of(daemon.pid).since(before).private < MAX_GROWTH
-    check_all_gone(daemon.directory)
+    check_released(daemon.directory)

@@ -26,20 +26,20 @@ from support.traffic_statistics import percentile
 pytestmark = pytest.mark.timeout(600)
 
 SPACE = OpenNamespace(1, Fingerprint("honest", 64), 64 * 64)
-# What an interpreter with ZeroMQ and numpy has before anybody subscribes, with a margin.
+# Memory of an interpreter with ZeroMQ and numpy before the first subscription, with a margin.
 PROCESS_BYTES = 60 << 20
-# What the daemon's own process may grow by: nothing of a subscriber is in it.
+# Limit of the daemon's own growth: subscribers use the memory of another process.
 DAEMON_GROWTH = 30 << 20
 
 
-class Honest:
-    """A subscriber, and an engine that stores key after key, each of which is an event."""
+class HonestSubscriber:
+    """A subscriber, and an engine that stores keys. Each store is an event."""
 
     def __init__(self, raw: RawClient, subscriber: zmq.Socket[bytes]) -> None:
         self._raw, self._subscriber = raw, subscriber
         self._numbers = itertools.count(1)
         self.seconds: list[float] = []
-        self.heard: list[int] = []
+        self.received: list[int] = []
         raw.ask(SPACE, Opened)
         raw.ask(AllocateKVCaches(1, one_tensor(64)), Allocated)
 
@@ -51,18 +51,18 @@ class Honest:
         self.seconds.append(time.perf_counter() - began)
         time.sleep(0.001)
 
-    def hear(self) -> int:
-        """Read what was published: how many messages."""
-        before = len(self.heard)
+    def receive(self) -> int:
+        """Receive what was published. Returns the number of messages."""
+        before = len(self.received)
         while self._subscriber.poll(0):
-            self.heard.append(int.from_bytes(self._subscriber.recv_multipart()[1], "big"))
-        return len(self.heard) - before
+            self.received.append(int.from_bytes(self._subscriber.recv_multipart()[1], "big"))
+        return len(self.received) - before
 
-    def is_told(self) -> bool:
-        """Whether an event of now reaches the subscriber."""
+    def receives_events(self) -> bool:
+        """Store a key. Returns whether the subscriber receives an event."""
         self.store()
         time.sleep(0.05)
-        return self.hear() > 0
+        return self.receive() > 0
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def daemon(start_daemon: Callable[..., LocalDaemon]) -> LocalDaemon:
 
 
 @pytest.fixture
-def honest(daemon: LocalDaemon) -> Iterator[Honest]:
+def honest(daemon: LocalDaemon) -> Iterator[HonestSubscriber]:
     with (
         RawClient(daemon.directory, "honest", timeout=60) as raw,
         zmq.Context() as context,
@@ -80,7 +80,7 @@ def honest(daemon: LocalDaemon) -> Iterator[Honest]:
         subscriber.setsockopt(zmq.LINGER, 0)
         subscriber.setsockopt_string(zmq.SUBSCRIBE, SPACE.fingerprint.name)
         subscriber.connect(f"ipc://{daemon.directory / 'events.sock'}")
-        yield Honest(raw, subscriber)
+        yield HonestSubscriber(raw, subscriber)
 
 
 def publisher_bytes(daemon: LocalDaemon) -> int:
@@ -101,8 +101,10 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_hostile_subscribers(daemon: LocalDaemon, honest: Honest, attack: str, long: bool) -> None:
-    until(honest.is_told, 30)
+def test_hostile_subscribers(
+    daemon: LocalDaemon, honest: HonestSubscriber, attack: str, long: bool
+) -> None:
+    until(honest.receives_events, 30)
     for _ in range(300):
         honest.store()
     alone, honest.seconds = percentile(honest.seconds, 0.99), []
@@ -118,7 +120,7 @@ def test_hostile_subscribers(daemon: LocalDaemon, honest: Honest, attack: str, l
     try:
         while any(attacker.poll() is None for attacker in attackers):
             honest.store()
-            honest.hear()
+            honest.receive()
             most = max(most, publisher_bytes(daemon))
             assert most < PROCESS_BYTES + MEMORY_BUDGET
             assert ProcessUsage.of(daemon.pid).since(before).private < DAEMON_GROWTH
@@ -135,8 +137,8 @@ def test_hostile_subscribers(daemon: LocalDaemon, honest: Honest, attack: str, l
         f"({len(honest.seconds)} jobs); daemon +{grew / 1e6:.1f} MB, publisher at most "
         f"{most / 1e6:.1f} MB, {restarts} restarts"
     )
-    until(honest.is_told, 30)
-    assert honest.heard == sorted(set(honest.heard))
+    until(honest.receives_events, 30)
+    assert honest.received == sorted(set(honest.received))
     if attack == "topics":
         assert restarts > 0
     assert len(publishers_of(daemon.pid)) == 1

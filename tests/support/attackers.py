@@ -1,10 +1,10 @@
-"""Rude clients in a process of their own, for as long as they are told.
+"""Hostile clients in a process of their own, for some seconds.
 
     python -m support.attackers DIRECTORY KIND SECONDS
 
-KIND: "layouts", layouts of a million references, of one reference too many, and legal ones that
-find no room; "ids", connections with chosen routing ids in the form of automatic ones, opened and
-closed without end; "silent", connections to the descriptor socket that send nothing.
+KIND: "layouts", layouts of a million references, of one reference too many, and valid ones that do
+not fit into the pool; "ids", connections with chosen routing ids in the form of automatic ones,
+opened and closed all the time; "silent", connections to the descriptor socket that send nothing.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Blocks that say of every eight bytes what they are.
+"""Blocks in which every eight bytes state what they belong to.
 
-A block is words of 64 bits. Each is the block's label, turned over with the word's own place, so
-that whoever finds a word at a place reads off it whose it is, which block's, and which version's: a
-wrong, a stale and a torn block are told apart by their bytes alone.
+A block is an array of 64-bit words. Each word is the block's label, combined with the word's
+position. So each word shows which owner, block and version it was written for, and a wrong, a stale
+and a torn block can be told apart by their bytes.
 
-    word at place p = label ^ (p * ODD)      label = owner (16 bits), block (24), version (24)
+    word at position p = label ^ (p * ODD)      label = owner (16 bits), block (24), version (24)
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ class Label:
         return self.owner << 2 * _BITS | (self.block & _MASK) << _BITS | (self.version & _MASK)
 
     @classmethod
-    def of(cls, number: int) -> Label:
+    def from_number(cls, number: int) -> Label:
         return cls(number >> 2 * _BITS, number >> _BITS & _MASK, number & _MASK)
 
 
 class Marker:
-    """Makes and reads blocks of `words` words."""
+    """Makes and compares blocks of `words` words."""
 
     def __init__(self, words: int) -> None:
         with np.errstate(over="ignore"):
-            self._places = np.arange(words, dtype=np.uint64) * _ODD
+            self._positions = np.arange(words, dtype=np.uint64) * _ODD
 
-    def blocks(self, labels: Sequence[int]) -> Words:
+    def make_blocks(self, labels: Sequence[int]) -> Words:
         """The blocks of these labels: (blocks, words)."""
-        return np.array(labels, dtype=np.uint64)[:, None] ^ self._places
+        return np.array(labels, dtype=np.uint64)[:, None] ^ self._positions
 
-    def wrong(self, blocks: Words, labels: Sequence[int]) -> list[str]:
-        """What is wrong with blocks that should have these labels; nothing, as a rule."""
-        found = blocks ^ self._places
+    def find_errors(self, blocks: Words, labels: Sequence[int]) -> list[str]:
+        """Describe each block that differs from what its label requires."""
+        found = blocks ^ self._positions
         bad = np.flatnonzero((found != np.array(labels, dtype=np.uint64)[:, None]).any(axis=1))
-        return [_told(labels[at], found[at]) for at in bad.tolist()]
+        return [_describe(labels[at], found[at]) for at in bad.tolist()]
 
 
-def _told(label: int, found: Words) -> str:
+def _describe(label: int, found: Words) -> str:
     numbers, counts = np.unique(found, return_counts=True)
     order = np.argsort(counts)[::-1][:3]
-    parts = [f"{counts[at]} words of {Label.of(int(numbers[at]))}" for at in order]
-    return f"for {Label.of(label)} there are {', '.join(parts)}; {len(numbers)} labels in all"
+    parts = [f"{counts[at]} words of {Label.from_number(int(numbers[at]))}" for at in order]
+    return f"expected {Label.from_number(label)}, found {', '.join(parts)}; {len(numbers)} labels"

@@ -1,4 +1,4 @@
-"""A daemon's own books: what it owns adds up, and whoever went left nothing behind."""
+"""Invariants of a daemon: its counters are consistent, and ended sessions hold nothing."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from kvferry.testing.engine import until
 
 
 def broken_invariants(observer: OffloadClient) -> list[str]:
-    """What does not add up now, while anything may be under way."""
+    """Describe violated invariants. Jobs may be in flight."""
     faults: list[str] = []
     pool = observer.status().pool
     if pool.reserved_bytes > pool.size_bytes:
-        faults.append(f"of {pool.size_bytes} bytes {pool.reserved_bytes} are given out")
+        faults.append(f"{pool.reserved_bytes} bytes reserved in a pool of {pool.size_bytes}")
     for space in observer.namespaces():
         kinds = space.free, space.pending, space.ready, space.unverified, space.orphaned
         if sum(kinds) != space.blocks:
-            faults.append(f"a block in two places, or in none: {space}")
+            faults.append(f"blocks are counted twice or not at all: {space}")
         if space.pinned > space.ready:
-            faults.append(f"more pinned than there are: {space}")
+            faults.append(f"more keys pinned than ready: {space}")
     return faults
 
 
-def left_behind(observer: OffloadClient) -> list[str]:
-    """What is still held for engines of which none is there any more."""
+def held_after_disconnect(observer: OffloadClient) -> list[str]:
+    """Describe what the daemon holds for engines that have disconnected."""
     status = observer.status()
     left = [f"{status.sessions} sessions"] if status.sessions > 1 else []
     left += [f"{engine}" for engine in status.engines if engine.present or engine.jobs]
@@ -32,11 +32,11 @@ def left_behind(observer: OffloadClient) -> list[str]:
     return left
 
 
-def check_all_gone(directory: Path, timeout: float = 10.0) -> None:
-    """Raise AssertionError unless the books are in order, and soon nothing is held for anybody."""
+def check_released(directory: Path, timeout: float = 10.0) -> None:
+    """Raise AssertionError if an invariant is violated, or something is held after `timeout`."""
     with OffloadClient(directory, engine="observer") as observer:
         try:
-            until(lambda: not left_behind(observer), timeout)
+            until(lambda: not held_after_disconnect(observer), timeout)
         except TimeoutError:
-            raise AssertionError(f"left behind: {left_behind(observer)}") from None
+            raise AssertionError(f"still held: {held_after_disconnect(observer)}") from None
         assert not broken_invariants(observer), broken_invariants(observer)

@@ -1,9 +1,8 @@
-"""Bytes that no honest client sends, made from those that one does.
+"""Hostile frames, made from those of honest clients.
 
-A `Forge` makes frames without end: noise, and golden frames with bits turned over, cut, joined to
-others, or with fields put in the place of other fields; headers that promise more than there is,
-arrays in arrays. An `Attacker` sends them to a daemon, as a stranger or in a session that began
-well, and hears what is said to it. Everything follows from a seed.
+`HostileFrames` generates random bytes, and golden frames with flipped bits, cut, joined, or with
+changed fields; headers with a wrong length; nested arrays. An `Attacker` sends them to a daemon,
+with or without a session, and receives the replies. A seed determines everything.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from msgspec.msgpack import Ext
 from kvferry.proto.messages import Error, Hello, StatusReport, StatusRequest
 from support.raw_client import RawClient
 
+# Values at which off-by-one errors are likely.
 INTEGERS = (-1, 0, 1, 2, 7, 255, 256, 1 << 16, (1 << 31) - 1, 1 << 32, 1 << 48, 1 << 62, 1 << 63)
-"""Where somebody may have miscounted."""
 LENGTHS = (0, 1, 16, 255, 65536, (1 << 31) - 1, (1 << 32) - 1)
 HEADERS: tuple[tuple[int, str], ...] = (
     (0xDD, ">I"),  # array32
@@ -39,79 +38,79 @@ HEADERS: tuple[tuple[int, str], ...] = (
 )
 
 
-class Forge:
-    """Frames to order. golden: frames of honest clients to begin from."""
+class HostileFrames:
+    """Generates frames. golden: frames of honest clients."""
 
     def __init__(self, seed: int, golden: Sequence[bytes]) -> None:
         self.random = random.Random(seed)
         self._golden = golden
         self._trees = [msgspec.msgpack.decode(frame) for frame in golden]
-        self._arts: tuple[Callable[[], bytes], ...] = (
-            self._noise,
-            self._flipped,
-            self._flipped,
-            self._spliced,
-            self._cut,
-            self._swapped,
-            self._swapped,
-            self._swapped,
-            self._swapped,
-            self._deep,
-            self._lying,
-            self._honest,
+        self._generators: tuple[Callable[[], bytes], ...] = (
+            self._random_bytes,
+            self._flip_bits,
+            self._flip_bits,
+            self._join,
+            self._truncate,
+            self._change_fields,
+            self._change_fields,
+            self._change_fields,
+            self._change_fields,
+            self._nest_arrays,
+            self._insert_header,
+            self._golden_frame,
         )
 
     def frame(self) -> bytes:
-        return self.random.choice(self._arts)()
+        return self.random.choice(self._generators)()
 
-    def frames(self) -> list[bytes]:
-        """The frames of one message: one, and now and then none of its own or many."""
+    def message(self) -> list[bytes]:
+        """The frames of one message: mostly one, rarely more."""
         if self.random.random() > 0.02:
             return [self.frame()]
         return [self.frame() for _ in range(self.random.choice((2, 3, 50)))]
 
-    def _honest(self) -> bytes:
+    def _golden_frame(self) -> bytes:
         return self.random.choice(self._golden)
 
-    def _noise(self) -> bytes:
+    def _random_bytes(self) -> bytes:
         return self.random.randbytes(self.random.choice((0, 1, 2, 9, 40, 400)))
 
-    def _flipped(self) -> bytes:
-        frame = bytearray(self._honest())
+    def _flip_bits(self) -> bytes:
+        frame = bytearray(self._golden_frame())
         for _ in range(self.random.choice((1, 1, 2, 8))):
             frame[self.random.randrange(len(frame))] ^= 1 << self.random.randrange(8)
         return bytes(frame)
 
-    def _spliced(self) -> bytes:
-        one, two = self._honest(), self._honest()
+    def _join(self) -> bytes:
+        one, two = self._golden_frame(), self._golden_frame()
         cut = self.random.randrange(len(one) + 1)
         return one[:cut] + two[self.random.randrange(len(two) + 1) :]
 
-    def _cut(self) -> bytes:
-        frame = self._honest()
+    def _truncate(self) -> bytes:
+        frame = self._golden_frame()
         return frame[: self.random.randrange(len(frame))]
 
-    def _deep(self) -> bytes:
+    def _nest_arrays(self) -> bytes:
         return b"\x91" * self.random.choice((10, 1000, 20_000)) + b"\x90"
 
-    def _lying(self) -> bytes:
-        """A header that promises more, or less, than there is, in the place of some bytes."""
+    def _insert_header(self) -> bytes:
+        """Replace some bytes by a header with a wrong length."""
         tag, form = self.random.choice(HEADERS)
         length = self.random.choice(LENGTHS) & ((1 << 8 * struct.calcsize(form[:2])) - 1)
         rest = (self.random.choice((4, 8, 255)),) if "B" in form else ()
         header = bytes([tag]) + struct.pack(form, length, *rest)
-        frame = self._honest()
+        frame = self._golden_frame()
         cut = self.random.randrange(len(frame))
         return frame[:cut] + header + frame[cut + self.random.randrange(8) :]
 
-    def _swapped(self) -> bytes:
-        """A golden message with some of its fields changed, left out, or doubled."""
+    def _change_fields(self) -> bytes:
+        """A golden message with fields that are changed, removed or repeated."""
         tree = self.random.choice(self._trees)
         for _ in range(self.random.choice((1, 1, 1, 2, 4))):
-            tree = self._changed(tree)
+            tree = self._change_tree(tree)
         return msgspec.msgpack.encode(tree)
 
-    def _changed(self, tree: Any) -> Any:
+    def _change_tree(self, tree: Any) -> Any:
         if not isinstance(tree, list) or not tree or self.random.random() < 0.1:
             return self._value()
         tree = list(tree)
@@ -124,7 +123,7 @@ class Forge:
             case 2:
                 tree[at] = self._value()
             case _:
-                tree[at] = self._changed(tree[at])
+                tree[at] = self._change_tree(tree[at])
         return tree
 
     def _value(self) -> Any:
@@ -141,7 +140,7 @@ class Forge:
             case 6:
                 return r.choice((None, True, 0.5, float("nan"), float("inf")))
             case 7:
-                return msgspec.msgpack.decode(self._honest())
+                return msgspec.msgpack.decode(self._golden_frame())
             case 8:
                 return [r.choice(INTEGERS)] * r.choice((0, 300, 70_000))
             case _:
@@ -149,37 +148,37 @@ class Forge:
 
 
 class Attacker:
-    """A DEALER without manners. `told`: the codes of errors it got, counted.
+    """A DEALER that sends hostile frames. codes: counts the error codes that it received.
 
-    name: of the engine in its session; None for one that has not said Hello.
+    name: of the engine in its session; None: it has no session.
     """
 
     BATCH = 250
 
-    def __init__(self, directory: Path, forge: Forge, name: str | None) -> None:
-        self._directory, self._forge, self._name = directory, forge, name
-        self.told: Counter[str] = Counter()
+    def __init__(self, directory: Path, frames: HostileFrames, name: str | None) -> None:
+        self._directory, self._frames, self._name = directory, frames, name
+        self.codes: Counter[str] = Counter()
         self._raw = RawClient(directory, name, timeout=60)
-        if name is not None and forge.random.random() < 0.5:
+        if name is not None and frames.random.random() < 0.5:
             self._raw.register()
 
     def send(self, messages: int) -> None:
-        """Send so many, and hear what is said to them: a daemon that goes silent is found out."""
+        """Send messages, and receive the replies. Raises TimeoutError if the daemon is silent."""
         for start in range(0, messages, self.BATCH):
             for _ in range(min(self.BATCH, messages - start)):
-                self._raw.send(*self._forge.frames())
-            self._hear()
+                self._raw.send(*self._frames.message())
+            self._receive_replies()
 
     def close(self) -> None:
-        """Close the socket, mostly without a word."""
+        """Close the socket without Goodbye."""
         self._raw.drop()
 
-    def _hear(self) -> None:
-        """Take in all that there is to hear; TimeoutError where the daemon says nothing more.
+    def _receive_replies(self) -> None:
+        """Receive all replies so far. Raises TimeoutError if the daemon does not reply.
 
-        One of two requests is answered for certain, in a session or out of one.
+        Of the two requests, the daemon answers the first in a session, and the second without one.
         """
-        number = self._forge.random.getrandbits(40) + 2
+        number = self._frames.random.getrandbits(40) + 2
         self._raw.send(StatusRequest(number))
         self._raw.send(Hello(number, number, "fuzz", "fuzz"))
         while True:
@@ -187,7 +186,7 @@ class Attacker:
             if isinstance(answer, StatusReport) and answer.request_id == number:
                 return
             if isinstance(answer, Error):
-                self.told[answer.error.code] += 1
+                self.codes[answer.error.code] += 1
                 if answer.error.value == f"{number} to {number}":
                     return
 
@@ -195,13 +194,13 @@ class Attacker:
 # The descriptor socket
 
 
+# Those of `strange_descriptors` that the daemon does not accept at all.
 USELESS = {"directory", "path", "pipe, to read", "pipe, to write", "read only", "deleted", "socket"}
-"""Of the strange descriptors those that cannot even be deposited."""
 
 
 @contextmanager
 def strange_descriptors() -> Iterator[dict[str, int]]:
-    """Descriptors that are no shared memory, or not such as one may trust, by name."""
+    """By name: descriptors that are not shared memory, or that the daemon must not trust."""
     with ExitStack() as opened, tempfile.TemporaryFile() as deleted:
 
         def keep(descriptor: int) -> int:
@@ -237,20 +236,22 @@ def memfd(nbytes: int, seals: int = 0) -> int:
     return descriptor
 
 
-def fuzz_fd_socket(directory: Path, forge: Forge, packets: Sequence[bytes], visits: int) -> None:
-    """Visit the descriptor socket with junk, and with what is not asked for.
+def fuzz_fd_socket(
+    directory: Path, frames: HostileFrames, packets: Sequence[bytes], connections: int
+) -> None:
+    """Connect to the descriptor socket and send random packets and descriptors.
 
     packets: honest requests, some of an open session.
     """
-    random, path = forge.random, str(directory / "fds.sock")
+    random, path = frames.random, str(directory / "fds.sock")
     with strange_descriptors() as strange:
-        for _ in range(visits):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
-                visitor.settimeout(10)
-                visitor.connect(path)
-                packet = random.choice(packets) if random.random() < 0.5 else forge.frame()
+        for _ in range(connections):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+                client.settimeout(10)
+                client.connect(path)
+                packet = random.choice(packets) if random.random() < 0.5 else frames.frame()
                 several = random.choices([*strange.values()], k=random.choice((0, 1, 3, 250, 253)))
-                with suppress(OSError):  # too long for a packet, or it hung up on us
-                    socket.send_fds(visitor, [packet[:60_000]], several)
+                with suppress(OSError):  # too long for a packet, or the daemon has disconnected
+                    socket.send_fds(client, [packet[:60_000]], several)
                     if packet and random.random() < 0.5:
-                        visitor.recv(4096)
+                        client.recv(4096)

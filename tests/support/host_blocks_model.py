@@ -1,108 +1,88 @@
-"""What an engine may know of its own host blocks, from the transfers that it submitted."""
+"""A model of an engine's own host blocks, derived from the transfers that it submitted."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from support.block_marks import Label
 from support.traffic_statistics import TrafficOptions
 
+# Stand for a label. UNKNOWN: the bytes depend on what this model cannot know (an earlier engine of
+# this name used the block, or the result of a store was lost). UNDEFINED: the last store of the
+# block did not complete, so no load of it may succeed.
 UNKNOWN, UNDEFINED = 0, -1
-"""In place of a label: nobody here knows what it holds (an engine of this name had it before, or
-its store was lost); and its last store did not complete, so that no load of it may be done."""
-
-
-@dataclass(slots=True, eq=False)
-class HostBlocksJob:
-    """A transfer under way. labels: what its GPU blocks must hold in the end.
-
-    writers: of a load, the stores that wrote these labels. places: of a store, where it writes.
-    settled: of a load, whether all stores of its blocks completed, with the daemon that is here.
-    """
-
-    job_id: int
-    store: bool
-    gpu: list[int]
-    labels: list[int]
-    submitted: float
-    writers: list[int] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
-    keys: tuple[bytes, ...] = ()
-    cancelled: bool = False
-    settled: bool = False
 
 
 class HostBlocksModel:
-    """What an engine's own host blocks hold, sub-block by sub-block.
+    """What an engine's own host blocks hold, by sub-block.
 
-    A sub-block holds what the last store of it wrote, if that completed, and is undefined if it did
-    not. If nobody heard how it ended, because the daemon or the session did, it is unknown.
+    A sub-block holds the label of its last store if that completed. It is undefined if that store
+    failed, and unknown if its result was lost with the daemon or the session.
     """
 
-    def __init__(self, options: TrafficOptions, dice: random.Random) -> None:
-        self._options, self._dice = options, dice
+    def __init__(self, options: TrafficOptions, rng: random.Random) -> None:
+        self._options, self._rng = options, rng
         self._labels: dict[int, int] = {}
         self._writers: dict[int, int] = {}
-        self._settled: set[int] = set()
+        self._complete: set[int] = set()
+        # Whether an earlier engine of this name used these host blocks.
         self._inherited = False
-        """Whether an engine of this name had these host blocks before."""
-        self._versions = dice.randrange(1 << 22)  # whoever had the name before used others
+        # Random, so that an earlier engine of this name has used other versions.
+        self._version = rng.randrange(1 << 22)
 
-    def forget(self) -> None:
-        """The host blocks are new ones."""
+    def clear(self) -> None:
+        """The engine got new host blocks."""
         self._labels.clear()
-        self._settled.clear()
+        self._complete.clear()
         self._inherited = False
 
-    def survived(self) -> None:
-        """The host blocks are those of an earlier session, or of a daemon that went."""
+    def reattach(self) -> None:
+        """The engine got the host blocks of an earlier session, or of an earlier daemon."""
         self._inherited |= not self._labels
-        self._settled.clear()
+        self._complete.clear()
 
-    def transfer(self, count: int) -> tuple[list[int], int, list[int]]:
+    def choose_blocks(self, count: int) -> tuple[list[int], int, list[int]]:
         """Random host blocks for `count` GPU blocks: ids, the first's skip, and all sub-blocks."""
         factor = self._options.factor
-        skip = self._dice.randrange(factor)
-        hosts = self._dice.sample(range(self._options.host_blocks), -(-(count + skip) // factor))
-        places = [hosts[at // factor] * factor + at % factor for at in range(skip, skip + count)]
-        return hosts, skip, places
+        skip = self._rng.randrange(factor)
+        hosts = self._rng.sample(range(self._options.host_blocks), -(-(count + skip) // factor))
+        subs = [hosts[at // factor] * factor + at % factor for at in range(skip, skip + count)]
+        return hosts, skip, subs
 
-    def store(self, job: HostBlocksJob) -> None:
-        """A store was submitted: from now on, loads find its labels."""
-        self._versions += 1
-        self._settled.difference_update(job.places)
-        for place, label in zip(job.places, job.labels, strict=True):
-            self._labels[place], self._writers[place] = label, job.job_id
+    def new_labels(self, subs: Sequence[int]) -> list[int]:
+        """Labels for a store of these sub-blocks, with a version of their own."""
+        self._version += 1
+        return [Label(self._options.owner, sub, self._version).number for sub in subs]
 
-    def completed(self, job: HostBlocksJob) -> None:
-        self._settled.update(self._own(job))
-
-    def settled(self, places: Sequence[int]) -> bool:
-        return self._settled.issuperset(places)
-
-    def label(self, place: int, version: int) -> int:
-        return Label(self._options.owner, place, version).number
-
-    def next_version(self) -> int:
-        return self._versions + 1
-
-    def expected(self, places: Sequence[int]) -> tuple[list[int], list[int]]:
-        """What these sub-blocks hold, and which store wrote each."""
+    def expected(self, subs: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The labels of these sub-blocks, and the job ids of the stores that wrote them."""
         other = UNKNOWN if self._inherited else UNDEFINED
         return (
-            [self._labels.get(place, other) for place in places],
-            [self._writers.get(place, 0) for place in places],
+            [self._labels.get(sub, other) for sub in subs],
+            [self._writers.get(sub, 0) for sub in subs],
         )
 
-    def lost(self, job: HostBlocksJob) -> None:
-        """Nobody heard how a store ended: the block holds that, or what was stored before."""
-        self._labels.update(dict.fromkeys(self._own(job), UNKNOWN))
+    def all_complete(self, subs: Sequence[int]) -> bool:
+        """Whether the last store of each completed, under the present daemon."""
+        return self._complete.issuperset(subs)
 
-    def failed(self, job: HostBlocksJob) -> None:
-        """A store did not complete: what nobody stored over since is undefined."""
-        self._labels.update(dict.fromkeys(self._own(job), UNDEFINED))
+    def submit_store(self, job_id: int, subs: Sequence[int], labels: Sequence[int]) -> None:
+        """From now on, loads find its labels."""
+        self._complete.difference_update(subs)
+        for sub, label in zip(subs, labels, strict=True):
+            self._labels[sub], self._writers[sub] = label, job_id
 
-    def _own(self, job: HostBlocksJob) -> list[int]:
-        return [place for place in job.places if self._writers.get(place) == job.job_id]
+    def complete_store(self, job_id: int, subs: Sequence[int]) -> None:
+        self._complete.update(self._last_written(job_id, subs))
+
+    def fail_store(self, job_id: int, subs: Sequence[int]) -> None:
+        self._labels.update(dict.fromkeys(self._last_written(job_id, subs), UNDEFINED))
+
+    def lose_store(self, job_id: int, subs: Sequence[int]) -> None:
+        """The result is lost: each sub-block holds the new bytes or the ones before."""
+        self._labels.update(dict.fromkeys(self._last_written(job_id, subs), UNKNOWN))
+
+    def _last_written(self, job_id: int, subs: Sequence[int]) -> list[int]:
+        """The sub-blocks that no later store has overwritten."""
+        return [sub for sub in subs if self._writers.get(sub) == job_id]

@@ -2,9 +2,10 @@
 
     python -m support.hostile_subscribers SOCKET KIND CONNECTIONS MESSAGES
 
-KIND: "topics", one subscription of 100 random bytes a message; "frames", messages of 1 MiB;
-"silent", connections that subscribe to nothing. Every connection that is cut is made once more for
-what is left. A libzmq subscriber would keep all topics in its own memory: this one speaks ZMTP.
+KIND: "topics", each message subscribes to 100 random bytes; "frames", messages of 1 MiB; "silent",
+connections that subscribe to nothing. A connection that is closed by the publisher is opened again
+for the remaining messages. A libzmq subscriber would keep all topics in its own memory, so this one
+implements ZMTP.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + byt
 READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x03SUB"
 TOPIC_BYTES = 100
 FRAME_BYTES = 1 << 20
-PATIENCE = 20.0
+TIMEOUT = 20.0
 
 
 def connect(path: str) -> socket.socket:
-    """A connection that may subscribe. Raises OSError where it is cut or nobody answers."""
+    """A connection after the handshake. Raises OSError if it is closed or not answered."""
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.settimeout(PATIENCE)
+        connection.settimeout(TIMEOUT)
         connection.connect(path)
         connection.sendall(GREETING + bytes([4, len(READY)]) + READY)
         answer = b""
         while b"READY" not in answer:
             read = connection.recv(4096)
             if not read:
-                raise ConnectionResetError("cut in the handshake")
+                raise ConnectionResetError("closed during the handshake")
             answer += read
     except BaseException:
         connection.close()
@@ -50,8 +51,8 @@ def message(kind: str) -> bytes:
 
 
 def send_all(path: str, kind: str, messages: int) -> int:
-    """Send so many on one connection after the other; how many connections were cut."""
-    sent = cut = 0
+    """Send messages. Returns how often the connection was closed and opened again."""
+    sent = closed = 0
     while sent < messages:
         try:
             with connect(path) as connection:
@@ -59,9 +60,9 @@ def send_all(path: str, kind: str, messages: int) -> int:
                     sent += 1
                     connection.sendall(message(kind))
         except OSError:
-            cut += 1
+            closed += 1
             time.sleep(0.02)
-    return cut
+    return closed
 
 
 def main(arguments: Sequence[str] = sys.argv[1:]) -> None:

@@ -1,4 +1,4 @@
-"""KV tensors whose blocks are marked, and a timeline behind what is written to them."""
+"""KV tensors with marked blocks, and a timeline that is signalled after they are written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.traffic_statistics import TrafficOptions
 
 
 class MarkedTensors:
-    """The KV tensors: two, of one page a GPU block each; and a timeline behind what is written."""
+    """Two KV tensors with one page per GPU block each, and the timeline of their engine."""
 
     def __init__(self, options: TrafficOptions) -> None:
         self.device = torch.device(options.device)
@@ -28,7 +28,7 @@ class MarkedTensors:
         }
 
     def write(self, blocks: Sequence[int], labels: Sequence[int]) -> None:
-        pages = np.split(self.marker.blocks(labels).view(np.uint8), 2, axis=1)
+        pages = np.split(self.marker.make_blocks(labels).view(np.uint8), 2, axis=1)
         for tensor, page in zip(self.tensors.values(), pages, strict=True):
             tensor[list(blocks)] = torch.from_numpy(np.ascontiguousarray(page)).to(self.device)
 

@@ -1,4 +1,4 @@
-"""What a process holds of the machine, as the kernel counts it: whoever leaks shows here."""
+"""Resources of a process, as the kernel counts them; shows leaks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ProcessUsage:
 
     @classmethod
     def of(cls, pid: int) -> ProcessUsage:
-        """Raises OSError (FileNotFoundError) where there is no such process any more."""
+        """Raises OSError (FileNotFoundError) if the process has ended."""
         proc = Path(f"/proc/{pid}")
         lines = (proc / "status").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines)
@@ -36,7 +36,7 @@ class ProcessUsage:
         )
 
     def since(self, before: ProcessUsage) -> ProcessUsage:
-        """How much of each is there more than before."""
+        """The difference of each."""
         return ProcessUsage(
             self.descriptors - before.descriptors,
             self.threads - before.threads,
@@ -47,7 +47,7 @@ class ProcessUsage:
 
 
 def device_bytes(device: str) -> int:
-    """Device memory in use, by anybody; 0 on the CPU."""
+    """Device memory in use by all processes; 0 on the CPU."""
     if not device.startswith("cuda"):
         return 0
     import torch

@@ -1,7 +1,7 @@
 """A session without the SDK: any bytes, any messages, in any order.
 
-What the daemon does with a client that is wrong, old or hostile cannot be asked through a client
-that checks what it sends. `Raw` says nothing by itself, except Hello where it is told an engine.
+It shows how the daemon treats a wrong, old or hostile client; the SDK checks what it sends. A
+`RawClient` sends nothing by itself, except Hello if it has the name of an engine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ M = TypeVar("M")
 
 
 class RawClient:
-    """A DEALER to a daemon; with `engine`, one that has been welcomed."""
+    """A DEALER connected to a daemon; with `engine`, with a session."""
 
     def __init__(self, directory: Path, engine: str | None = None, timeout: float = 30.0) -> None:
         self.directory, self.timeout = directory, timeout
@@ -57,7 +57,7 @@ class RawClient:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        # Of one that nobody drops: a context that is collected with its socket waits forever.
+        # If nobody calls `drop`: a context that is collected with its socket waits forever.
         self._dropped = weakref.finalize(self, _drop, self._context, self._socket)
         self._socket.connect(f"ipc://{directory / 'kvferry.sock'}")
         if engine is not None:
@@ -69,24 +69,24 @@ class RawClient:
             self.on_gpu = welcome.device.kind != "cpu"
 
     def send(self, *frames: bytes | ClientMessage) -> None:
-        """Frames of one message: bytes as they are, messages encoded."""
+        """Send the frames of one message: bytes unchanged, messages encoded."""
         self._socket.send_multipart([f if isinstance(f, bytes) else encode(f) for f in frames])
 
     def recv(self, kind: type[M], timeout: float | None = None) -> M:
-        """The next message of this kind; others are passed over."""
+        """The next message of this kind; others are dropped."""
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         while True:
             left = deadline - time.monotonic()
             if left <= 0 or not self._socket.poll(int(left * 1e3) + 1):
-                raise TimeoutError(f"no {kind.__name__} came")
+                raise TimeoutError(f"no {kind.__name__} received")
             message: DaemonMessage = decode_daemon_message(self._socket.recv())
             if isinstance(message, Welcome | Goodbye):
                 self.session = message.session_id if isinstance(message, Welcome) else ""
             if isinstance(message, kind):
                 return message
 
-    def waits(self) -> bool:
-        """Whether a message is here."""
+    def has_message(self) -> bool:
+        """Whether a message has arrived."""
         return bool(self._socket.poll(0))
 
     def ask(self, message: bytes | ClientMessage, kind: type[M]) -> M:
@@ -94,7 +94,7 @@ class RawClient:
         return self.recv(kind)
 
     def result(self, job_id: int, timeout: float | None = None) -> JobResult:
-        """How a job ended; results of other jobs are passed over."""
+        """The result of a job; results of other jobs are dropped."""
         while True:
             for result in self.recv(Finished, timeout).results:
                 if result.job_id == job_id:
@@ -104,7 +104,7 @@ class RawClient:
         return pass_fds(self.directory, SendFds(self.session), descriptors, self.timeout)[0]
 
     def register(self, num_blocks: int = 8, page: int = 64) -> Registered | Allocated:
-        """Register one tensor in shared memory of our own, without torch; on a GPU the daemon's."""
+        """Register one tensor in shared memory, without torch; on a GPU the daemon allocates it."""
         size = num_blocks * page
         if self.on_gpu:
             return self.ask(AllocateKVCaches(1, one_tensor(num_blocks, page), size), Allocated)
@@ -120,7 +120,7 @@ class RawClient:
         return self.ask(message, Registered)
 
     def close(self) -> None:
-        """Goodbye from an open session, nothing from any other."""
+        """Send Goodbye if there is a session, then close."""
         try:
             if self.session:
                 self.ask(Goodbye(), Goodbye)
@@ -128,7 +128,7 @@ class RawClient:
             self.drop()
 
     def drop(self) -> None:
-        """Close the socket without a word."""
+        """Close the socket without Goodbye."""
         self._dropped()
 
     def __enter__(self) -> RawClient:

@@ -1,7 +1,7 @@
-"""Daemons one after another at the same place, each killed in its turn; their pool kept or not.
+"""Daemons that follow each other in one runtime directory, with or without the pool of the last.
 
-Kept: a stand-in for systemd (manager.py) has the descriptors of the pool meanwhile, and the next
-daemon finds what the one before had stored.
+With it, a replacement for systemd (service_manager.py) holds the pool's descriptors between two
+daemons, and the next daemon finds what the last one had stored.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from support.service_manager import ServiceManager, kvferryd_command
 
 
 class RestartingDaemons:
-    """The daemon there is now. device: torch's name of where the tensors are."""
+    """The running daemon. device: torch's name. root: contains the runtime directory. kept: whether
+    the next daemon gets the pool of the last.
+    """
 
     def __init__(
-        self, device: str, place: Path, *, kept: bool = False, pool_bytes: int, **options: Any
+        self, device: str, root: Path, *, kept: bool = False, pool_bytes: int, **options: Any
     ) -> None:
         name = "0" if device.startswith("cuda") else device
-        self._place, self._options = place, {"pool_bytes": pool_bytes, **options}
+        self._root, self._options = root, {"pool_bytes": pool_bytes, **options}
         self._name = name
         self._manager: ServiceManager | None = None
         if kept:
-            command = kvferryd_command(place, name, **self._options)
-            self._manager = ServiceManager(command, place / "notify", log=place / "log")
+            command = kvferryd_command(root, name, **self._options)
+            self._manager = ServiceManager(command, root / "notify", log=root / "log")
         self._local: LocalDaemon | None = None
         try:
             self.start()
@@ -44,16 +46,16 @@ class RestartingDaemons:
 
     @property
     def directory(self) -> Path:
-        (socket,) = self._place.glob("*/kvferry.sock")
+        (socket,) = self._root.glob("*/kvferry.sock")
         return socket.parent
 
     def log(self) -> str:
-        """What the newest has said; where they are kept, all of them."""
-        one = self._manager or self._local
-        return one.log() if one is not None else ""
+        """The log of the newest daemon; if the pool is kept, of all."""
+        running = self._manager or self._local
+        return running.log() if running is not None else ""
 
     def replace(self) -> None:
-        """SIGKILL, and another one."""
+        """Kill the daemon, and start another one."""
         self.kill()
         self.start()
 
@@ -65,20 +67,20 @@ class RestartingDaemons:
             self._local.kill()
 
     def lose_pool(self) -> None:
-        """The next one starts empty, although the pool is kept. None runs now."""
+        """Forget the kept pool: the next daemon starts empty. Call it while none runs."""
         assert self._manager is not None
         self._manager.lose_fds()
 
     def stop(self) -> int:
-        """SIGTERM, and its exit status."""
-        one = self._manager or self._local
-        assert one is not None
-        return one.stop()
+        """Send SIGTERM. Returns the exit status."""
+        running = self._manager or self._local
+        assert running is not None
+        return running.stop()
 
     def close(self) -> None:
-        for one in (self._manager, self._local):
-            if one is not None:
-                one.close()
+        for running in (self._manager, self._local):
+            if running is not None:
+                running.close()
 
     def __enter__(self) -> RestartingDaemons:
         return self
@@ -87,20 +89,20 @@ class RestartingDaemons:
         self.close()
 
     def start(self) -> None:
-        """Start one, after `kill`."""
+        """Start a daemon, after `kill`."""
         if self._manager is not None:
             self._manager.start(ready=False)
             self._process = self._manager.process
             until(self._is_up, 60)
         else:
-            self._local = LocalDaemon(self._name, runtime_dir=self._place, **self._options)
+            self._local = LocalDaemon(self._name, runtime_dir=self._root, **self._options)
             self._process = self._local.process
 
     def _is_up(self) -> bool:
-        """Whether the process holds its folder, and has made its socket there."""
+        """Whether the process has locked its directory, and has created its socket there."""
         if not self.alive:
             raise AssertionError(f"the daemon ended: {self.log()[-2000:]}")
         return any(
             lock.read_text().strip() == str(self.pid) and (lock.parent / "kvferry.sock").exists()
-            for lock in self._place.glob("*/lock")
+            for lock in self._root.glob("*/lock")
         )

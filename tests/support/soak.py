@@ -1,13 +1,13 @@
-"""Hours at full speed, with faults: does it still hold?
+"""Run a daemon at full speed with faults, for minutes or hours.
 
     python -m support.soak --minutes 60 --faults --pool 256MiB --tier 1GiB
 
-Engines (traffic.py) work a daemon and compare what they load; with `--faults` they are killed,
-stopped for a while and replaced, daemons are killed and started anew, strangers send junk. With
-`--tier`, engines use a disk tier as well; its process is killed and stopped, and half of the
-daemons lose their pool (soak_tier.py). In the end the books must be in order, and the daemon may
-hold no more than when it was young. Exit status 0 where nothing is wrong, 1 where anything is;
-`--json` writes down what was verified.
+Engines (traffic.py) submit transfers and compare what they load. With `--faults`, engines are
+killed, paused and replaced, daemons are killed and restarted, and unknown clients send random
+bytes. With `--tier`, engines use a disk tier as well: its process is killed and stopped, and half
+of the daemons lose their pool (soak_tier.py). At the end the daemon's invariants must hold, and no
+daemon may have grown since it was warm. Exit status: 0 if nothing is wrong, else 1. `--json` saves
+the record.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from rich.console import Console
 
 from kvferry.client import OffloadClient
 from kvferry.proto.sizes import parse_bytes
-from support.daemon_invariants import broken_invariants, check_all_gone
+from support.daemon_invariants import broken_invariants, check_released
 from support.process_usage import ProcessUsage
 from support.raw_client import RawClient
 from support.restarting_daemons import RestartingDaemons
 from support.soak_tier import SoakTier
 from support.traffic_processes import TrafficProcesses, mixed_engines
-from support.traffic_statistics import TrafficStatistics, percentile, together
+from support.traffic_statistics import TrafficStatistics, merge_statistics, percentile
 
 POOL_BYTES = 64 << 20
-TELL_EVERY = 5.0
-YOUNG = 0.1
-"""The part of a daemon's time after which it counts as warm."""
+PROGRESS_EVERY = 5.0
+# The part of the remaining time after which a daemon is warm.
+WARM_UP = 0.1
 MAX_GROWTH = 32 << 20
+# Engines connect and disconnect meanwhile, and each needs some.
 MAX_DESCRIPTORS = 64
-"""Engines come and go meanwhile, and each takes some."""
 
 
 @dataclass(frozen=True)
 class SoakOptions:
-    """seconds: how long. faults: how many a second, on average; 0 for none. restarts: whether
-    daemons are among what is killed. kept: whether the next has what the one before stored.
-    tier_bytes: the size of a disk tier under the pool; 0: none.
+    """seconds: duration. faults: average number per second. restarts: whether daemons are killed,
+    too. kept: whether the next daemon gets the pool of the killed one. tier_bytes: the size of a
+    disk tier below the pool; 0: none. job_timeout: see TrafficOptions.
     """
 
     seconds: float
@@ -61,24 +61,24 @@ class SoakOptions:
     pool_bytes: int = POOL_BYTES
     device: str = "cpu"
     seed: int = 1
-    patience: float = 20.0
+    job_timeout: float = 20.0
 
 
 @dataclass
 class SoakVerdict:
-    """What was seen. growth: the most that one daemon grew by, once warm."""
+    """The result. growth: the largest growth of a daemon since it was warm."""
 
-    tally: TrafficStatistics
+    statistics: TrafficStatistics
     faults: Counter[str]
-    complaints: list[str]
+    errors: list[str]
     seconds: float
     growth: dict[str, int] = field(default_factory=dict)
     tier: dict[str, int] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        counts = self.tally.counts
+        counts = self.statistics.counts
         return {
-            "verdict": "wrong" if self.complaints else "held",
+            "verdict": "wrong" if self.errors else "held",
             "seconds": round(self.seconds, 1),
             "jobs": counts["jobs"],
             "outcomes": {
@@ -86,60 +86,64 @@ class SoakVerdict:
             },
             "blocks_compared": counts["compared"],
             "bytes_moved": counts["bytes"],
-            "p50_us": round(1e6 * percentile(self.tally.seconds, 0.5)),
-            "p99_us": round(1e6 * percentile(self.tally.seconds, 0.99)),
+            "p50_us": round(1e6 * percentile(self.statistics.latencies, 0.5)),
+            "p99_us": round(1e6 * percentile(self.statistics.latencies, 0.99)),
             "faults": dict(self.faults),
             "regions_found_again": counts["reattached"],
             "growth": self.growth,
             "tier": self.tier,
-            "complaints": self.complaints,
+            "errors": self.errors,
         }
 
 
 class Soak:
-    """One run. Use `run`; `tell` is called with a line of progress now and then."""
+    """One run. report_progress: called with a line every few seconds."""
 
-    def __init__(self, options: SoakOptions, place: Path, tell: Callable[[str], None]) -> None:
-        self.options, self._place, self._tell = options, place, tell
-        self._dice = random.Random(options.seed)
+    def __init__(
+        self, options: SoakOptions, root: Path, report_progress: Callable[[str], None]
+    ) -> None:
+        self.options, self._root, self._report_progress = options, root, report_progress
+        self._rng = random.Random(options.seed)
         self._faults: Counter[str] = Counter()
-        self._complaints: list[str] = []
-        self._tallies: list[TrafficStatistics] = []
+        self._errors: list[str] = []
+        self._ended: list[TrafficStatistics] = []
         self._growth: dict[str, int] = {}
         self._running = ExitStack()
-        self._thaw: list[tuple[float, str]] = []
-        self._young: ProcessUsage | None = None
+        self._paused: list[tuple[float, str]] = []
+        self._warm: ProcessUsage | None = None
         self._tier: SoakTier | None = None
 
     def run(self) -> SoakVerdict:
         began = time.monotonic()
         with self._running:
             if self.options.tier_bytes:
-                self._tier = SoakTier(self._place / "tier", self.options.tier_bytes, self._dice)
+                self._tier = SoakTier(self._root / "tier", self.options.tier_bytes, self._rng)
                 self._running.callback(self._tier.close)
             self._daemons = self._running.enter_context(self._start_daemons())
-            self._born = time.monotonic()
-            self._crew = self._running.enter_context(TrafficProcesses(self._daemons.directory))
-            self._crew.start(*self._engines())
+            self._started = time.monotonic()
+            self._traffic = self._running.enter_context(TrafficProcesses(self._daemons.directory))
+            self._traffic.start(*self._engines())
             try:
                 self._work(began + self.options.seconds)
                 self._end()
             except (TimeoutError, EOFError, OSError, AssertionError) as error:
-                self._complaints.append(f"{type(error).__name__}: {error}")
-                self._complaints.append(f"the daemon's last words: {self._daemons.log()[-2000:]}")
-            tally = together(self._tallies)
-            took = time.monotonic() - began
-        complaints = self._complaints + tally.complaints
+                self._errors.append(f"{type(error).__name__}: {error}")
+                self._errors.append(f"the end of the daemon's log: {self._daemons.log()[-2000:]}")
+            statistics = merge_statistics(self._ended)
+            seconds = time.monotonic() - began
+        errors = self._errors + statistics.errors
         if self._tier is None:
-            return SoakVerdict(tally, self._faults, complaints, took, self._growth)
-        complaints += self._tier.complaints
-        return SoakVerdict(tally, self._faults, complaints, took, self._growth, self._tier.record())
+            return SoakVerdict(statistics, self._faults, errors, seconds, self._growth)
+        errors += self._tier.errors
+        return SoakVerdict(
+            statistics, self._faults, errors, seconds, self._growth, self._tier.record()
+        )
 
     def _start_daemons(self) -> RestartingDaemons:
         o, tier = self.options, self._tier
         return RestartingDaemons(
             o.device,
-            self._place,
+            self._root,
             kept=o.kept,
             pool_bytes=o.pool_bytes,
             log_level="warning",
@@ -148,92 +152,92 @@ class Soak:
 
     def _engines(self) -> list[Any]:
         o = self.options
-        common: dict[str, Any] = {"device": o.device, "patience": o.patience}
+        common: dict[str, Any] = {"device": o.device, "job_timeout": o.job_timeout}
         if self._tier is None:
-            return mixed_engines(dice=self._dice, **common)
-        few = mixed_engines(dice=self._dice, **common, prefetches=0.3)
-        return few + self._tier.engines(o.pool_bytes, **common)
+            return mixed_engines(rng=self._rng, **common)
+        engines = mixed_engines(rng=self._rng, **common, prefetches=0.3)
+        return engines + self._tier.engines(o.pool_bytes, **common)
 
     def _work(self, end: float) -> None:
-        told = time.monotonic()
+        reported = time.monotonic()
         rate = self.options.faults
-        next_fault = told + (self._dice.expovariate(rate) if rate else float("inf"))
+        next_fault = reported + (self._rng.expovariate(rate) if rate else float("inf"))
         while (now := time.monotonic()) < end:
-            self._look_at_daemon(end)
-            self._let_go_on(now)
+            self._check_daemon(end)
+            self._resume_due(now)
             if now > next_fault:
-                self._do_harm()
-                next_fault = time.monotonic() + self._dice.expovariate(rate)
-            if now > told + TELL_EVERY:
-                told = now
-                self._tell(self._progress(end - now))
+                self._inject_fault()
+                next_fault = time.monotonic() + self._rng.expovariate(rate)
+            if now > reported + PROGRESS_EVERY:
+                reported = now
+                self._report_progress(self._progress(end - now))
             time.sleep(0.05)
 
     def _progress(self, left: float) -> str:
-        tally = together([*self._tallies, *self._reports()])
-        wrong = len(self._complaints) + tally.counts["complaints"]
+        statistics = merge_statistics([*self._ended, *self._reports()])
+        counts, faults = statistics.counts, sum(self._faults.values())
         return (
-            f"{left / 60:5.1f} min left   {tally.counts['jobs']:,} jobs   "
-            f"{tally.counts['compared']:,} blocks compared   {sum(self._faults.values())} faults   "
-            f"{wrong} wrong"
+            f"{left / 60:5.1f} min left   {counts['jobs']:,} jobs   "
+            f"{counts['compared']:,} blocks compared   {faults} faults   "
+            f"{len(self._errors) + counts['errors']} wrong"
         )
 
     def _reports(self) -> list[TrafficStatistics]:
-        """Of those engines that can answer now."""
-        frozen = {name for _, name in self._thaw}
-        return [m.report() for name, m in self._crew.members.items() if name not in frozen]
+        """Of the engines that are not paused."""
+        paused = {name for _, name in self._paused}
+        return [p.report() for name, p in self._traffic.processes.items() if name not in paused]
 
     # Faults
 
-    def _do_harm(self) -> None:
-        kinds = [self._kill_engine, self._freeze_engine, self._send_junk]
+    def _inject_fault(self) -> None:
+        kinds = [self._kill_engine, self._pause_engine, self._send_random_bytes]
         if self.options.restarts:
             kinds.append(self._kill_daemon)
         if self._tier is not None:
-            kinds.append(self._dice.choice((self._kill_tier, self._stop_tier)))
-        harm = self._dice.choice(kinds)
-        self._faults[harm.__name__.strip("_").replace("_", " ")] += 1
-        harm()
+            kinds.append(self._rng.choice((self._kill_tier, self._stop_tier)))
+        inject = self._rng.choice(kinds)
+        self._faults[inject.__name__.strip("_").replace("_", " ")] += 1
+        inject()
 
     def _kill_engine(self) -> None:
-        """What it has seen goes with it, but for what it told now."""
-        name = self._dice.choice(list(self._crew.members))
-        self._thaw = [(at, frozen) for at, frozen in self._thaw if frozen != name]
-        member = self._crew.members[name]
-        member.thaw()
-        self._tallies.append(member.report())
-        time.sleep(0.1 * self._dice.random())
-        self._crew.kill(name)
-        self._crew.start(replace(member.options, seed=self._dice.getrandbits(32)))
+        """Kill an engine, and start another one of its name. Its statistics are kept."""
+        name = self._rng.choice(list(self._traffic.processes))
+        self._paused = [(at, paused) for at, paused in self._paused if paused != name]
+        process = self._traffic.processes[name]
+        process.resume()
+        self._ended.append(process.report())
+        time.sleep(0.1 * self._rng.random())
+        self._traffic.kill(name)
+        self._traffic.start(replace(process.options, seed=self._rng.getrandbits(32)))
 
-    def _freeze_engine(self) -> None:
-        name = self._dice.choice(list(self._crew.members))
-        if all(name != frozen for _, frozen in self._thaw):
-            self._crew.members[name].freeze()
-            self._thaw.append((time.monotonic() + 3 * self._dice.random(), name))
+    def _pause_engine(self) -> None:
+        name = self._rng.choice(list(self._traffic.processes))
+        if all(name != paused for _, paused in self._paused):
+            self._traffic.processes[name].pause()
+            self._paused.append((time.monotonic() + 3 * self._rng.random(), name))
 
-    def _let_go_on(self, now: float) -> None:
+    def _resume_due(self, now: float) -> None:
         if self._tier is not None:
-            self._tier.let_go_on(now)
-        for at, name in self._thaw:
+            self._tier.resume_due(now)
+        for at, name in self._paused:
             if at <= now:
-                self._crew.members[name].thaw()
-        self._thaw = [(at, name) for at, name in self._thaw if at > now]
+                self._traffic.processes[name].resume()
+        self._paused = [(at, name) for at, name in self._paused if at > now]
 
-    def _send_junk(self) -> None:
+    def _send_random_bytes(self) -> None:
         raw = RawClient(self._daemons.directory)
         for _ in range(500):
-            raw.send(self._dice.randbytes(self._dice.randrange(200)))
+            raw.send(self._rng.randbytes(self._rng.randrange(200)))
         raw.drop()
 
     def _kill_daemon(self) -> None:
         self._measure()
         self._daemons.kill()
-        if self._tier is not None and self.options.kept and self._dice.random() < 0.5:
+        if self._tier is not None and self.options.kept and self._rng.random() < 0.5:
             self._tier.lose_pool(self._daemons)
             self._faults["lose pool"] += 1
         self._daemons.start()
-        self._born, self._young = time.monotonic(), None
+        self._started, self._warm = time.monotonic(), None
 
     def _kill_tier(self) -> None:
         assert self._tier is not None
@@ -243,77 +247,81 @@ class Soak:
         assert self._tier is not None
         self._tier.stop_process(self._daemons)
 
-    # Looking
+    # Checks
 
-    def _look_at_daemon(self, end: float) -> None:
-        """It runs; and what it is like when it is warm is remembered."""
+    def _check_daemon(self, end: float) -> None:
+        """Raise AssertionError if it has ended. Measure it once it is warm."""
         if not self._daemons.alive:
             raise AssertionError("the daemon ended")
-        age, whole = time.monotonic() - self._born, end - self._born
-        if self._young is None and age > max(2.0, min(60.0, YOUNG * whole)):
-            self._young = ProcessUsage.of(self._daemons.pid)
+        age, left = time.monotonic() - self._started, end - self._started
+        if self._warm is None and age > max(2.0, min(60.0, WARM_UP * left)):
+            self._warm = ProcessUsage.of(self._daemons.pid)
             with OffloadClient(self._daemons.directory, engine="observer") as observer:
-                self._complaints += broken_invariants(observer)
+                self._errors += broken_invariants(observer)
 
     def _measure(self) -> None:
         if self._tier is not None:
             self._tier.measure(self._daemons)
-        if self._young is None:
+        if self._warm is None:
             return
-        more = ProcessUsage.of(self._daemons.pid).since(self._young)
+        more = ProcessUsage.of(self._daemons.pid).since(self._warm)
         for name, value in (("private", more.private), ("descriptors", more.descriptors)):
             self._growth[name] = max(self._growth.get(name, value), value)
         if more.private > MAX_GROWTH or more.descriptors > MAX_DESCRIPTORS:
-            self._complaints.append(f"the daemon grew: {more}")
+            self._errors.append(f"the daemon grew: {more}")
 
     def _end(self) -> None:
-        self._let_go_on(float("inf"))
+        self._resume_due(float("inf"))
         if self._tier is not None:
             self._tier.wait_on(self._daemons)
         self._measure()
-        self._tallies.append(self._crew.dismiss())
-        check_all_gone(self._daemons.directory)
+        self._ended.append(self._traffic.stop())
+        check_released(self._daemons.directory)
         status = self._daemons.stop()
         if status:
-            self._complaints.append(f"the daemon's exit status was {status}")
+            self._errors.append(f"the daemon's exit status was {status}")
 
 
-def soak(options: SoakOptions, tell: Callable[[str], None] = lambda line: None) -> SoakVerdict:
-    """Run, in a folder of its own."""
-    with tempfile.TemporaryDirectory(prefix="kvferry-soak-") as place:
-        return Soak(options, Path(place), tell).run()
+def soak(
+    options: SoakOptions, report_progress: Callable[[str], None] = lambda line: None
+) -> SoakVerdict:
+    """Run in a temporary directory."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-soak-") as root:
+        return Soak(options, Path(root), report_progress).run()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m support.soak", description="Work a daemon hard, and break things."
+        prog="python -m support.soak", description="Run a daemon at full speed, with faults."
     )
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--faults", action="store_true", help="kill, stop and disturb")
+    parser.add_argument(
+        "--faults", action="store_true", help="kill and pause processes, send random bytes"
+    )
     parser.add_argument("--tier", default="0", help="size of a disk tier under the pool: 1GiB")
     parser.add_argument("--pool", default=f"{POOL_BYTES >> 20}MiB", help="size of the pool")
     parser.add_argument("--device", default="cpu", help='"cpu", or a GPU by index')
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
     parser.add_argument("--json", type=Path, help="file to write the record to")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     options = SoakOptions(
-        seconds=60 * given.minutes,
-        faults=0.5 if given.faults else 0.0,
-        tier_bytes=parse_bytes(given.tier, "--tier"),
-        pool_bytes=parse_bytes(given.pool, "--pool"),
-        device="cpu" if given.device == "cpu" else f"cuda:{given.device}",
-        seed=given.seed,
+        seconds=60 * args.minutes,
+        faults=0.5 if args.faults else 0.0,
+        tier_bytes=parse_bytes(args.tier, "--tier"),
+        pool_bytes=parse_bytes(args.pool, "--pool"),
+        device="cpu" if args.device == "cpu" else f"cuda:{args.device}",
+        seed=args.seed,
     )
     console = Console()
-    console.print(f"seed {options.seed}, {given.minutes:g} minutes")
+    console.print(f"seed {options.seed}, {args.minutes:g} minutes")
     with console.status("starting") as status:
         shown = (lambda line: status.update(line)) if console.is_terminal else console.print
         verdict = soak(options, shown)
     record = verdict.record()
     console.print_json(json.dumps(record))
-    if given.json:
-        given.json.write_text(json.dumps(record, indent=1) + "\n")
-    sys.exit(1 if verdict.complaints else 0)
+    if args.json:
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    sys.exit(1 if verdict.errors else 0)
 
 
 if __name__ == "__main__":

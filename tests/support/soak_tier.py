@@ -1,4 +1,4 @@
-"""The disk tier of a soak (soak.py): its faults, its bound, and what it did."""
+"""The disk tier of a soak (soak.py): its faults, its size limit and its counters."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from support.restarting_daemons import RestartingDaemons
 from support.tier_processes import tier_process_of
 from support.traffic_statistics import TrafficOptions
 
-# Seconds between two looks at what the file system has allocated.
-LOOK_EVERY = 0.05
-# The memory that the tier's process may have for itself.
+# Seconds between two measurements of what the file system has allocated.
+MEASURE_EVERY = 0.05
+# Limit of the private memory of the tier's process.
 MAX_PRIVATE = 256 << 20
-# Host blocks of the engines that use the tier most, two GPU blocks of two pages each.
+# Host blocks of the two engines below: FACTOR GPU blocks of two pages each.
 PAGE, FACTOR = 32 << 10, 2
 BLOCK_BYTES = 2 * PAGE * FACTOR
-# Seconds for which a process is stopped: longer than it takes the daemon to kill it.
+# Seconds for which a process is stopped: longer than the daemon waits before it kills it.
 STOPPED_SECONDS = 10.0
 COUNTED = ("hits", "misses", "promoted", "written", "evictions")
 FAILURES = ("checksum_failures", "errors", "deaths", "openings")
 
 
 class SoakTier:
-    """root: its directory. nbytes: its bound. Begins to watch at once; `close` ends that."""
+    """root: its directory. nbytes: its size. A thread measures the directory until `close`."""
 
-    def __init__(self, root: Path, nbytes: int, dice: random.Random) -> None:
+    def __init__(self, root: Path, nbytes: int, rng: random.Random) -> None:
         self.root, self.nbytes = root, nbytes
-        self.complaints = list[str]()
-        self._dice = dice
+        self.errors = list[str]()
+        self._rng = rng
         self._largest = self._private = 0
         self._counts = Counter[str]()
         # Until when a process is stopped, and its pid.
         self._stopped = list[tuple[float, int]]()
-        self._ended = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="bound of the tier")
-        self._watcher.start()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._measure_files, name="size of the tier")
+        self._thread.start()
 
     @property
     def daemon_options(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class SoakTier:
         }
 
     def engines(self, pool_bytes: int, **common: Any) -> list[TrafficOptions]:
-        """Two engines that share more keys than the tier has room for, with most of the pool.
+        """Two engines with most of the pool, which share more keys than fit into the tier.
 
         They pause, so that blocks are written before they are evicted.
         """
@@ -65,14 +65,14 @@ class SoakTier:
             TrafficOptions(
                 f"tier-engine-{number}",
                 number,
-                seed=self._dice.getrandbits(32),
+                seed=self._rng.getrandbits(32),
                 page=PAGE,
                 factor=FACTOR,
                 host_blocks=pool_bytes * 3 // 4 // BLOCK_BYTES,
                 model="large",
                 keys=self.nbytes * 5 // 4 // BLOCK_BYTES,
                 depth=4,
-                pause=0.03,
+                step_pause=0.03,
                 resets=0.0,
                 prefetches=0.3,
                 reconnect=number == 1,
@@ -89,13 +89,13 @@ class SoakTier:
                 os.kill(pid, signal.SIGKILL)
 
     def stop_process(self, daemons: RestartingDaemons) -> None:
-        """Stop it until `let_go_on`. The daemon kills it before, if it waits for an answer."""
+        """Stop it until `resume_due`. The daemon kills it before, if it waits for an answer."""
         with suppress(ProcessLookupError):
             if (pid := tier_process_of(daemons.pid)) is not None:
                 os.kill(pid, signal.SIGSTOP)
                 self._stopped.append((time.monotonic() + STOPPED_SECONDS, pid))
 
-    def let_go_on(self, now: float) -> None:
+    def resume_due(self, now: float) -> None:
         for _, pid in [stopped for stopped in self._stopped if stopped[0] <= now]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
@@ -106,37 +106,37 @@ class SoakTier:
         daemons.lose_pool()
         pretend_reboot(self.root)
 
-    # Looking
+    # Checks
 
     def measure(self, daemons: RestartingDaemons) -> None:
-        """Before a daemon ends: add what its tier did."""
+        """Add the counters of its tier. Call it before the daemon ends."""
         with OffloadClient(daemons.directory, engine="observer") as observer:
             (tier,) = observer.status().tiers
         self._counts.update({name: getattr(tier, name) for name in COUNTED + FAILURES})
         if tier.used_bytes > self.nbytes:
-            self.complaints.append(f"the tier uses {tier.used_bytes} of {self.nbytes} bytes")
+            self.errors.append(f"the tier uses {tier.used_bytes} of {self.nbytes} bytes")
         with suppress(OSError):
             if (pid := tier_process_of(daemons.pid)) is not None:
                 self._private = max(self._private, ProcessUsage.of(pid).private)
         if self._private > MAX_PRIVATE:
-            self.complaints.append(f"the tier's process has {self._private} bytes of its own")
+            self.errors.append(f"the tier's process has {self._private} bytes of private memory")
 
     def wait_on(self, daemons: RestartingDaemons) -> None:
-        """Whatever was done to it, in the end it works again. Raises TimeoutError."""
+        """Wait until the tier works again. Raises TimeoutError."""
         with OffloadClient(daemons.directory, engine="observer") as observer:
             until(lambda: observer.status().tiers[0].state in ("on", "probing"), 90)
 
     def close(self) -> None:
-        self._ended.set()
-        self._watcher.join()
+        self._closing.set()
+        self._thread.join()
         if self._largest > self.nbytes:
-            self.complaints.append(f"{self._largest} of {self.nbytes} bytes were allocated on disk")
+            self.errors.append(f"{self._largest} of {self.nbytes} bytes were allocated on disk")
 
     def record(self) -> dict[str, int]:
         largest = {"bytes": self.nbytes, "most_allocated": self._largest}
         counts = {name: self._counts[name] for name in COUNTED + FAILURES}
         return {**largest, **counts, "most_private": self._private}
 
-    def _watch(self) -> None:
-        while not self._ended.wait(LOOK_EVERY):
+    def _measure_files(self) -> None:
+        while not self._closing.wait(MEASURE_EVERY):
             self._largest = max(self._largest, allocated_bytes(self.root))

@@ -1,8 +1,8 @@
-"""An engine whose keys are followed into a disk tier, and searched there after a daemon was killed.
+"""An engine that records which keys a disk tier has, and searches for them after a kill.
 
-The index in the tier's files, read from outside, says which keys are written. Each block says which
-key it is of, and how many resets came before it (block_marks.py): what is found with other bytes,
-or from before a reset, is wrong.
+The index in the tier's files shows which keys are written. Each block contains its key and the
+number of resets before it (block_marks.py). So a block with other bytes, or from before a reset, is
+detected.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from support.block_marks import Label, Marker
 
 OWNER = 0xFFFD
 PAGE = 16 << 10
-# Keys of one store or search, and blocks in the pool: a quarter of these is promoted at a time.
+# Keys of one store or search; blocks of the namespace, a quarter of which is promoted at a time.
 BATCH, BLOCKS = 16, 64
 SECONDS = 30.0
 FINGERPRINT = Fingerprint("ledger", PAGE, key_bytes=12)
@@ -50,8 +50,8 @@ def key_of(number: int) -> bytes:
 class TierLedger:
     """root: of the disk tier. Connect it to each daemon in turn.
 
-    stored: the numbers of the keys that were stored since the last reset. complaints: blocks that
-    were found with wrong bytes.
+    stored: the numbers of the keys that were stored since the last reset. errors: describes
+    loaded blocks with wrong bytes.
     """
 
     def __init__(self, root: Path) -> None:
@@ -61,7 +61,7 @@ class TierLedger:
         self._connection = ExitStack()
         self._jobs = 0
         self.stored = list[int]()
-        self.complaints = list[str]()
+        self.errors = list[str]()
         self.compared = 0
 
     def connect(self, directory: Path) -> None:
@@ -86,7 +86,7 @@ class TierLedger:
         """Store new keys, and wait until they are in the pool."""
         for _ in range(0, count, BATCH):
             numbers = range(len(self.stored), len(self.stored) + BATCH)
-            blocks = self._marker.blocks(self._labels(numbers)).view(np.int8)
+            blocks = self._marker.make_blocks(self._labels(numbers)).view(np.int8)
             self._pages.copy_(torch.from_numpy(blocks))
             keys = tuple(map(key_of, numbers))
             assert self._transfer((GPULoadStoreSpec(range(BATCH)), KeyLoadStoreSpec(keys)))
@@ -120,7 +120,7 @@ class TierLedger:
         self._manager.prefetch(map(key_of, numbers))
 
     def reset(self) -> None:
-        """Return when no key that was stored may be found again."""
+        """Reset the namespace. When this returns, no key that was stored may be found."""
         self._client.reset()
         self._resets += 1
         self.stored.clear()
@@ -168,7 +168,7 @@ class TierLedger:
         if not loaded:
             return 0
         blocks = self._pages[:hits].cpu().numpy().view(np.uint64)
-        self.complaints += self._marker.wrong(blocks, self._labels(numbers[:hits]))
+        self.errors += self._marker.find_errors(blocks, self._labels(numbers[:hits]))
         self.compared += hits
         return hits
 

@@ -1,11 +1,11 @@
-"""An engine that works a daemon hard and believes nothing: what `crew` starts, in processes.
+"""An engine that submits random transfers and checks every result. traffic_processes.py starts it.
 
-It is scheduler and worker in one, does what its dice say (stores and loads of any size, whole host
-blocks and parts of them, fenced before and after, cancelled, waited for, reset; goodbyes, and
-registering anew), keeps account of what must be in every block that it stored, and compares every
-block that it loads (marks.py). What it finds wrong is a complaint in its tally. When the daemon
-goes it counts its jobs as lost and comes back as soon as there is one again; what that still has
-of its host blocks must be what was stored.
+It is scheduler and worker in one. At random it stores and loads any number of blocks, whole host
+blocks or parts of them, signals the timeline before or after it submits, cancels and waits for
+jobs, resets the namespace, disconnects, and registers again. It knows what each block that it
+stored must hold, and compares each block that it loads. What is wrong is recorded as an error. When
+the daemon is gone, it counts its jobs as lost and connects to the next one, whose host blocks must
+hold what was stored.
 """
 
 from __future__ import annotations
@@ -28,366 +28,294 @@ from kvferry.client import (
     Lookup,
     OffloadClient,
     OffloadingManager,
-    TransferResult,
     TransferSpec,
     offload_key,
 )
 from kvferry.proto.errors import Code, Gone, Refused
-from kvferry.proto.results import Outcome
 from support.block_marks import Label
-from support.host_blocks_model import UNDEFINED, HostBlocksJob, HostBlocksModel
+from support.host_blocks_model import HostBlocksModel
 from support.marked_tensors import MarkedTensors
+from support.traffic_jobs import EXPECTED_REFUSALS, TrafficJob, TrafficJobs
 from support.traffic_statistics import TrafficOptions, TrafficStatistics
 
-JUNK = Label(0xFFFF, 0, 0).number
-NOTICED = 0.5
-"""A step that took longer was not ours: somebody stopped this process, or the machine was busy."""
-EXPECTED = {Code.KEY_ABSENT, Code.CACHE_FULL, Code.STALE, Code.BUSY}
-"""What a transfer by key may be refused for: others use the namespace as well."""
+# Written to GPU blocks before a load, so that a load that copies nothing is detected.
+OVERWRITTEN = Label(0xFFFF, 0, 0).number
+# A longer step means that this process was stopped, or that the machine was busy.
+LONGEST_STEP = 0.5
 
 
 class Traffic:
-    """One engine. Raises nothing but what nobody foresaw; `tally` has the rest."""
+    """One engine. Raises only unexpected exceptions; all other errors are in `statistics`."""
 
     def __init__(self, directory: Path, options: TrafficOptions) -> None:
         self.options, self._directory = options, directory
-        self.tally = TrafficStatistics(options.name)
-        self._dice = random.Random(options.seed)
-        self._ground = MarkedTensors(options)
-        self._shelf = HostBlocksModel(options, self._dice)
-        self._free = list(range(options.gpu_blocks))
-        self._jobs: dict[int, HostBlocksJob] = {}
-        # What marks the blocks of a namespace.
+        self.statistics = TrafficStatistics(options.name)
+        self._rng = random.Random(options.seed)
+        self._tensors = MarkedTensors(options)
+        self._host_blocks = HostBlocksModel(options, self._rng)
+        self._jobs = TrafficJobs(
+            options, self._tensors, self._host_blocks, self.statistics, self._rng
+        )
+        # Marks the blocks of the namespace, which several engines store.
         self._namespace_owner = 0x8000 | zlib.crc32((options.model or "").encode()) & 0x7FFF
-        self._failed: set[int] = set()
-        """Stores that did not complete, while loads behind them are under way."""
-        self._last_id = 0
         self._client: OffloadClient | None = None
         self._manager: OffloadingManager | None = None
         self._incarnation = 0
-        self._stepped = time.monotonic()
+        self._last_step = time.monotonic()
 
     def step(self, submit: bool = True) -> None:
-        """Submit something, take in results, now and then something rare."""
-        self._notice_pause()
+        """Submit jobs, receive results, and rarely cancel, wait, reset or disconnect."""
+        self._exclude_pause()
         try:
             if self._client is None:
-                self._open()
-            elif submit and self._is_here(self._client):
-                self._submit_some()
-                self._do_something_rare()
-            self._take_results()
+                self._connect()
+            elif submit and self._is_connected(self._client):
+                self._submit_jobs()
+                self._do_rare_operation()
+            self._receive_results()
             if self._client is not None and self._client.gone is not None:
                 raise self._client.gone
         except Gone as gone:
             if gone.code not in (Code.DAEMON_GONE, Code.SHUTTING_DOWN, Code.TIMEOUT):
-                self.tally.complain(f"unexpected: {gone}")
-            self._lost()
-        self._complain_of_late()
+                self.statistics.add_error(f"unexpected: {gone}")
+            self._handle_disconnect()
+        self._jobs.report_late()
 
     def finish(self) -> TrafficStatistics:
-        """Let what is under way end, and say goodbye."""
-        deadline = time.monotonic() + 2 * self.options.patience
-        while self._jobs and time.monotonic() < deadline:
+        """Wait until all jobs have ended, then disconnect."""
+        deadline = time.monotonic() + 2 * self.options.job_timeout
+        while self._jobs.in_flight and time.monotonic() < deadline:
             self.step(submit=False)
             time.sleep(0.001)
-        if self._jobs:
-            self.tally.complain(f"{len(self._jobs)} jobs never ended")
+        if self._jobs.in_flight:
+            self.statistics.add_error(f"{len(self._jobs.in_flight)} jobs never ended")
         self._close()
-        self._ground.close()
-        return self.tally
+        self._tensors.close()
+        return self.statistics
 
-    # Coming and going
+    # Connection
 
-    def _open(self) -> None:
+    def _connect(self) -> None:
         o = self.options
         try:
             client = OffloadClient(
                 self._directory, engine=o.name, client=o.name, timeout=5, reconnect=o.reconnect
             )
-        except Gone:  # not back yet
+        except Gone:  # the next daemon does not serve yet
             time.sleep(0.02)
             return
         self._client = client
         try:
             if o.model is not None:
-                self._enter(client, o.model)
+                fingerprint = Fingerprint(o.model, o.block_bytes * o.factor)
+                client.open_namespace(fingerprint, cpu_bytes_to_use=o.host_bytes)
+                self._manager = OffloadingManager(client)
             region = client.register_kv_caches(
-                self._ground.tensors,
+                self._tensors.tensors,
                 num_blocks=o.gpu_blocks,
                 block_size_factor=o.factor,
                 host_bytes=None if o.model is not None else o.host_bytes,
-                timeline=self._ground.timeline,
+                timeline=self._tensors.timeline,
             )
-        except Refused as refused:  # the place of the one before may not be free yet
+        except Refused as refused:  # the region of the session before may be in use still
             if refused.code not in (Code.ALREADY_REGISTERED, Code.BUSY):
                 raise
             self._close()
             return
-        except Gone:  # a client that comes back has what was registered before: here, nothing yet
+        except Gone:  # reconnecting restores only a completed registration
             self._close()
             raise
         self._incarnation = client.incarnation
-        self._opened(region)
+        self._update_region(region)
 
-    def _opened(self, region: HostRegion) -> None:
+    def _update_region(self, region: HostRegion) -> None:
         if region.reattached:
-            self._shelf.survived()
+            self._host_blocks.reattach()
         else:
-            self._shelf.forget()
-        self.tally.counts["opened"] += 1
-        self.tally.counts["reattached"] += region.reattached
+            self._host_blocks.clear()
+        self.statistics.counts["opened"] += 1
+        self.statistics.counts["reattached"] += region.reattached
 
-    def _is_here(self, client: OffloadClient) -> bool:
-        """Whether the daemon is there; where it is another one, what is left is known now."""
+    def _is_connected(self, client: OffloadClient) -> bool:
+        """Whether the client is connected. After a reconnect, update what the region holds."""
         if not client.connected:
             return False
         if client.incarnation != self._incarnation:
             self._incarnation = client.incarnation
-            self._take_results()
-            if self._jobs:
-                self.tally.complain(f"{len(self._jobs)} jobs outlived their daemon")
+            self._receive_results()
+            if self._jobs.in_flight:
+                count = len(self._jobs.in_flight)
+                self.statistics.add_error(f"{count} jobs have no result after a reconnect")
             assert client.region is not None
-            self._opened(client.region)
+            self._update_region(client.region)
         return True
 
-    def _enter(self, client: OffloadClient, model: str) -> None:
-        fingerprint = Fingerprint(model, self.options.block_bytes * self.options.factor)
-        client.open_namespace(fingerprint, cpu_bytes_to_use=self.options.host_bytes)
-        self._manager = OffloadingManager(client)
+    def _handle_disconnect(self) -> None:
+        """Every job must have a result. Close the client unless it reconnects by itself."""
+        if self._client is not None and self._client.connecting:
+            with suppress(Gone):
+                self._receive_results()
+            return
+        self.statistics.counts["lost daemons"] += 1
+        if self._client is not None and self._client.gone is not None:
+            with suppress(Gone):
+                self._receive_results()
+            if self._jobs.in_flight:
+                count = len(self._jobs.in_flight)
+                self.statistics.add_error(f"{count} jobs have no result, and the daemon is gone")
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        self._close()
+        for job in list(self._jobs.in_flight.values()):
+            self._end(job)
 
     def _close(self) -> None:
         if self._client is not None:
             self._client.close()
         self._client = self._manager = None
 
-    def _lost(self) -> None:
-        """The daemon went: every job must have ended, with what was done before as done."""
-        if self._client is not None and self._client.connecting:
-            with suppress(Gone):
-                self._take_results()
-            return
-        self.tally.counts["lost daemons"] += 1
-        if self._client is not None and self._client.gone is not None:
-            with suppress(Gone):
-                self._take_results()
-        if self._jobs and self._client is not None and self._client.gone is not None:
-            self.tally.complain(f"{len(self._jobs)} jobs without an outcome, and the daemon gone")
-        self._close()
-        for job in list(self._jobs.values()):
-            self._end(job, None)
+    # Jobs
 
-    # Work
-
-    def _submit_some(self) -> None:
-        while self._client is not None and len(self._jobs) < self.options.depth:
-            count = min(self._dice.choice((1, 1, 2, 3, 8, 30)), len(self._free))
-            count = min(count, (self.options.host_blocks - 1) * self.options.factor)
+    def _submit_jobs(self) -> None:
+        options, jobs = self.options, self._jobs
+        while self._client is not None and len(jobs.in_flight) < options.depth:
+            count = min(self._rng.choice((1, 1, 2, 3, 8, 30)), len(jobs.free_blocks))
+            count = min(count, (options.host_blocks - 1) * options.factor)
             if count == 0:
                 return
             if self._manager is not None:
-                if not self._submit_keyed(self._manager, count):
+                if not self._submit_by_key(self._manager, count):
                     return
-            elif self._dice.random() < 0.5:
+            elif self._rng.random() < 0.5:
                 self._submit_store(count)
             else:
                 self._submit_load(count)
 
     def _submit_store(self, count: int) -> None:
-        hosts, skip, places = self._shelf.transfer(count)
-        version = self._shelf.next_version()
-        labels = [self._shelf.label(place, version) for place in places]
-        job = self._new_job(True, count, labels)
-        job.places = places
+        hosts, skip, subs = self._host_blocks.choose_blocks(count)
+        job = self._jobs.begin(True, self._host_blocks.new_labels(subs))
+        job.subs = subs
         gpu = GPULoadStoreSpec(np.array(job.gpu), (count,), (skip,))
-        if self._submit(job, (gpu, CPULoadStoreSpec(np.array(hosts))), labels):
-            self._shelf.store(job)
+        if self._submit(job, (gpu, CPULoadStoreSpec(np.array(hosts))), job.labels):
+            self._host_blocks.submit_store(job.job_id, subs, job.labels)
 
     def _submit_load(self, count: int) -> None:
-        hosts, skip, places = self._shelf.transfer(count)
-        labels, writers = self._shelf.expected(places)
-        job = self._new_job(False, count, labels)
-        job.writers, job.settled = writers, self._shelf.settled(places)
+        hosts, skip, subs = self._host_blocks.choose_blocks(count)
+        labels, writers = self._host_blocks.expected(subs)
+        job = self._jobs.begin(False, labels)
+        job.writers, job.stores_complete = writers, self._host_blocks.all_complete(subs)
         gpu = GPULoadStoreSpec(np.array(job.gpu), (count,), (skip,))
-        self._submit(job, (CPULoadStoreSpec(np.array(hosts)), gpu), [JUNK] * count)
+        self._submit(job, (CPULoadStoreSpec(np.array(hosts)), gpu), [OVERWRITTEN] * count)
 
-    def _submit_keyed(self, manager: OffloadingManager, count: int) -> bool:
-        """A store of keys in a row where they are not there, a load where they are.
+    def _submit_by_key(self, manager: OffloadingManager, count: int) -> bool:
+        """Load those of some consecutive keys that are resident; if there are none, store them.
 
-        False where there was nothing to do.
+        Returns False if nothing was submitted.
         """
         factor = self.options.factor
-        first = self._dice.randrange(self.options.keys)
+        first = self._rng.randrange(self.options.keys)
         numbers = range(first, min(first + max(1, count // factor), self.options.keys))
-        if len(numbers) * factor > len(self._free):
+        if len(numbers) * factor > len(self._jobs.free_blocks):
             return False
         keys = {key_of(number): number for number in numbers}
-        if self._dice.random() < self.options.prefetches and manager.prefetch(keys).searches:
-            self.tally.counts["prefetches"] += 1
+        if self._rng.random() < self.options.prefetches and manager.prefetch(keys).searches:
+            self.statistics.counts["prefetches"] += 1
             return False
         hits = [key for key in keys if manager.lookup(key) is Lookup.HIT]
         if hits:
             with suppress(Refused):
                 spec = manager.prepare_load(hits)
-                job = self._new_job(False, len(hits) * factor, self._labels(hits, keys))
+                job = self._jobs.begin(False, self._key_labels(hits, keys))
                 job.keys = tuple(hits)
                 gpu = GPULoadStoreSpec(np.array(job.gpu))
-                self._submit(job, (spec, gpu), [JUNK] * len(job.gpu))
+                self._submit(job, (spec, gpu), [OVERWRITTEN] * len(job.gpu))
             return True
         output = manager.prepare_store(keys)
-        if output is None or not output.keys_to_store:  # full, all there, or the daemon is gone
+        if output is None or not output.keys_to_store:  # full, all resident, or not connected
             return False
-        labels = self._labels(output.keys_to_store, keys)
-        job = self._new_job(True, len(labels), labels)
+        job = self._jobs.begin(True, self._key_labels(output.keys_to_store, keys))
         job.keys = output.keys_to_store
-        self._submit(job, (GPULoadStoreSpec(np.array(job.gpu)), output.store_spec), labels)
+        gpu = GPULoadStoreSpec(np.array(job.gpu))
+        self._submit(job, (gpu, output.store_spec), job.labels)
         return True
 
-    def _labels(self, keys: Sequence[bytes], numbers: dict[bytes, int]) -> list[int]:
+    def _key_labels(self, keys: Sequence[bytes], numbers: dict[bytes, int]) -> list[int]:
         return [
             Label(self._namespace_owner, numbers[key], sub).number
             for key in keys
             for sub in range(self.options.factor)
         ]
 
-    def _new_job(self, store: bool, count: int, labels: list[int]) -> HostBlocksJob:
-        self._last_id += 1
-        self._dice.shuffle(self._free)
-        gpu, self._free = self._free[:count], self._free[count:]
-        job = HostBlocksJob(self._last_id, store, gpu, labels, time.monotonic())
-        self._jobs[job.job_id] = job
-        return job
-
-    def _submit(self, job: HostBlocksJob, spec: TransferSpec, labels: Sequence[int]) -> bool:
-        """Write the job's GPU blocks and submit it, the one or the other first."""
-        client, timeline = self._client, self._ground.timeline
+    def _submit(self, job: TrafficJob, spec: TransferSpec, labels: Sequence[int]) -> bool:
+        """Write labels to the job's GPU blocks, and submit it: before or after, at random."""
+        client, timeline = self._client, self._tensors.timeline
         assert client is not None
-        early = self._dice.random() < 0.3
+        before = self._rng.random() < 0.3
         try:
-            if early:
+            if before:
                 client.transfer_async(job.job_id, spec, timeline.last + 1)
-                if self._dice.random() < 0.1:
-                    time.sleep(self._dice.random() * 0.005)
-            self._ground.write(job.gpu, labels)
-            fence = timeline.signal()
-            if not early:
-                client.transfer_async(job.job_id, spec, fence)
-        except (Gone, Refused) as error:  # it was never under way
-            self._end(job, None)
-            if isinstance(error, Gone) or error.code not in EXPECTED:
+                if self._rng.random() < 0.1:
+                    time.sleep(self._rng.random() * 0.005)
+            self._tensors.write(job.gpu, labels)
+            value = timeline.signal()
+            if not before:
+                client.transfer_async(job.job_id, spec, value)
+        except (Gone, Refused) as error:  # it was not submitted
+            self._end(job)
+            if isinstance(error, Gone) or error.code not in EXPECTED_REFUSALS:
                 raise
-            self.tally.counts[f"not sent: {error.code}"] += 1
+            self.statistics.counts[f"not sent: {error.code}"] += 1
             return False
-        self.tally.counts["jobs"] += 1
+        self.statistics.counts["jobs"] += 1
         return True
 
-    def _do_something_rare(self) -> None:
-        client, dice = self._client, self._dice.random()
-        if client is None or not self._jobs:
+    def _do_rare_operation(self) -> None:
+        client, chance, in_flight = self._client, self._rng.random(), self._jobs.in_flight
+        if client is None or not in_flight:
             return
-        some = self._dice.sample(sorted(self._jobs), min(3, len(self._jobs)))
-        if dice < self.options.cancels:
+        some = self._rng.sample(sorted(in_flight), min(3, len(in_flight)))
+        if chance < self.options.cancels:
             client.cancel(some)
             for job_id in some:
-                self._jobs[job_id].cancelled = True
-        elif dice < self.options.cancels + 0.005:
+                in_flight[job_id].cancelled = True
+        elif chance < self.options.cancels + 0.005:
             client.wait(some)
-        elif dice < self.options.cancels + 0.005 + self.options.resets:
+        elif chance < self.options.cancels + 0.005 + self.options.resets:
             if self._manager is not None:
                 self._manager.reset_cache()
-                self.tally.counts["resets"] += 1
-        elif self._dice.random() < self.options.leaves:
-            self._leave()
+                self.statistics.counts["resets"] += 1
+        elif self._rng.random() < self.options.disconnects:
+            self._disconnect()  # with jobs in flight; the next step connects again
+            self.statistics.counts["disconnects"] += 1
 
-    def _leave(self) -> None:
-        """Goodbye in the middle of everything, and back at once."""
-        self._close()
-        self.tally.counts["left"] += 1
-        for job in list(self._jobs.values()):
-            self._end(job, None)
+    # Results
 
-    # Outcomes
-
-    def _take_results(self) -> None:
+    def _receive_results(self) -> None:
         if self._client is None:
             return
         for result in self._client.get_finished():
-            job = self._jobs.get(result.job_id)
-            if job is None:
-                self.tally.complain(f"an outcome for no job: {result}")
-            else:
-                self._check(job, result)
-                self._end(job, result)
+            if job := self._jobs.complete(result):
+                self._complete_keys(job, result.success)
 
-    def _check(self, job: HostBlocksJob, result: TransferResult) -> None:
-        code = None if result.error is None else result.error.code
-        self.tally.counts[str(result.outcome)] += 1
-        self.tally.took(time.monotonic() - job.submitted)
-        match str(result.outcome):
-            case "done" if not job.store:
-                self._compare(job)
-            case "done":
-                self.tally.counts["bytes"] += result.transfer_size
-            case "cancelled" if job.cancelled:
-                pass
-            case "refused" if code in EXPECTED and job.keys:
-                self.tally.counts[f"refused: {code}"] += 1
-            case "refused" | "failed" if code == Code.STALE and not job.store and not job.settled:
-                self.tally.counts[f"{result.outcome}: {code}"] += 1
-            case "lost" if code == Code.DAEMON_GONE:
-                pass
-            case "failed" if code == Code.COPY_FAILED and self.options.may_fail:
-                pass
-            case _:
-                self.tally.complain(f"job {job.job_id} ended as {result}")
+    def _end(self, job: TrafficJob) -> None:
+        """End a job without a result."""
+        self._jobs.end(job, None)
+        self._complete_keys(job, False)
 
-    def _compare(self, job: HostBlocksJob) -> None:
-        """The blocks that a load brought, as far as anybody knows what they must be."""
-        if not job.keys and any(writer in self._jobs for writer in job.writers):
-            self.tally.complain(f"load {job.job_id} overtook a store that it comes behind")
-        if UNDEFINED in job.labels or self._failed.intersection(job.writers):
-            self.tally.complain(f"load {job.job_id} is done, and a store of its blocks is not")
-        known = [at for at, label in enumerate(job.labels) if label > 0]
-        blocks = self._ground.read([job.gpu[at] for at in known])
-        for fault in self._ground.marker.wrong(blocks, [job.labels[at] for at in known]):
-            self.tally.complain(f"load {job.job_id} brought wrong bytes: {fault}")
-        self.tally.counts["compared"] += len(known)
-        self.tally.counts["bytes"] += len(job.gpu) * self.options.block_bytes
-
-    def _end(self, job: HostBlocksJob, result: TransferResult | None) -> None:
-        del self._jobs[job.job_id]
-        self._free += job.gpu
-        if job.places and result is not None and result.success:
-            self._shelf.completed(job)
-        elif job.places and result is not None and result.outcome is not Outcome.LOST:
-            self._failed.add(job.job_id)
-            self._shelf.failed(job)
-        elif job.places:
-            self._shelf.lost(job)
-        if not self._jobs:
-            self._failed.clear()
-        if self._manager is not None and job.keys:
-            if job.store:
-                self._manager.complete_store(job.keys, result is not None and result.success)
-            else:
-                self._manager.complete_load(job.keys)
-
-    def _complain_of_late(self) -> None:
-        oldest = next(iter(self._jobs.values()), None)
-        if oldest is None:
+    def _complete_keys(self, job: TrafficJob, success: bool) -> None:
+        if self._manager is None or not job.keys:
             return
-        age = time.monotonic() - oldest.submitted
-        if age > self.options.patience:
-            self.tally.complain(f"job {oldest.job_id} has no outcome after {age:.1f} s")
-            oldest.submitted = float("inf")
+        if job.store:
+            self._manager.complete_store(job.keys, success)
+        else:
+            self._manager.complete_load(job.keys)
 
-    def _notice_pause(self) -> None:
-        """Time in which this process did not run is nobody's fault."""
+    def _exclude_pause(self) -> None:
         now = time.monotonic()
-        if now - self._stepped > NOTICED:
-            for job in self._jobs.values():
-                job.submitted += now - self._stepped
-        self._stepped = now
+        if now - self._last_step > LONGEST_STEP:
+            self._jobs.exclude_time(now - self._last_step)
+        self._last_step = now
 
 
 def key_of(number: int) -> bytes:

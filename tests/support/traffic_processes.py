@@ -1,13 +1,12 @@
-"""Engines in processes of their own, to be killed, stopped and asked: traffic.py does the work.
+"""Engines (traffic.py) in processes of their own, which can be paused and killed.
 
-    with Crew(daemon.directory) as crew:
-        crew.start(TrafficOptions("one", owner=1))
+    with TrafficProcesses(daemon.directory) as traffic:
+        traffic.start(TrafficOptions("one", owner=1))
         ...
-        total = crew.dismiss()
-        assert not total.complaints
+        total = traffic.stop()
+        assert not total.errors
 
-All are forked from one process that has imported torch already, so that there can be many, and a
-new one is there in a moment.
+All are forked from one process that has imported torch, so they start quickly.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from support.traffic_statistics import TrafficOptions, TrafficStatistics, together
+from support.traffic_statistics import TrafficOptions, TrafficStatistics, merge_statistics
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
 class TrafficProcess:
@@ -51,72 +50,73 @@ class TrafficProcess:
         return self._process.is_alive()
 
     def report(self) -> TrafficStatistics:
-        """What it has seen so far. Raises EOFError where it died."""
-        return self._ask("report")
+        """Its statistics so far. Raises EOFError if the process is dead."""
+        return self._request("report")
 
-    def dismiss(self) -> TrafficStatistics:
-        """Have it end what it does and go; what it saw."""
-        tally = self._ask("stop")
-        self._process.join(PATIENCE)
+    def stop(self) -> TrafficStatistics:
+        """Let its jobs end, then end the process. Returns its statistics."""
+        statistics = self._request("stop")
+        self._process.join(TIMEOUT)
         self.kill()
-        return tally
+        return statistics
 
-    def freeze(self) -> None:
+    def pause(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
 
-    def thaw(self) -> None:
+    def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL, and back when it is dead."""
+        """SIGKILL. Returns when the process is dead."""
         self._process.kill()
         self._process.join()
         self._pipe.close()
 
-    def _ask(self, command: str) -> TrafficStatistics:
+    def _request(self, command: str) -> TrafficStatistics:
         try:
             self._pipe.send(command)
-            if not self._pipe.poll(PATIENCE):
-                raise TimeoutError(f"{self.options.name} does not answer")
-            tally: TrafficStatistics = self._pipe.recv()
+            if not self._pipe.poll(TIMEOUT):
+                raise TimeoutError(f"{self.options.name} does not answer within {TIMEOUT:g} s")
+            statistics: TrafficStatistics = self._pipe.recv()
         except (BrokenPipeError, EOFError) as error:
-            raise EOFError(f"{self.options.name} is dead, and nobody killed it") from error
-        return tally
+            raise EOFError(f"{self.options.name} has died, but was not killed") from error
+        return statistics
 
 
 class TrafficProcesses:
-    """Members, by name."""
+    """The processes by the names of their engines."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.members: dict[str, TrafficProcess] = {}
+        self.processes: dict[str, TrafficProcess] = {}
 
-    def start(self, *several: TrafficOptions) -> None:
-        for options in several:
-            self.members[options.name] = TrafficProcess(self.directory, options)
+    def start(self, *engines: TrafficOptions) -> None:
+        for options in engines:
+            self.processes[options.name] = TrafficProcess(self.directory, options)
 
     def kill(self, name: str) -> None:
-        self.members.pop(name).kill()
+        self.processes.pop(name).kill()
 
     def report(self) -> TrafficStatistics:
-        return together(member.report() for member in self.members.values())
+        """The statistics of all, merged."""
+        return merge_statistics(process.report() for process in self.processes.values())
 
-    def dismiss(self) -> TrafficStatistics:
-        """All go; what they saw together."""
-        tallies = [member.dismiss() for member in self.members.values()]
-        self.members.clear()
-        return together(tallies)
+    def stop(self) -> TrafficStatistics:
+        """Stop all. Returns their statistics, merged."""
+        stopped = [process.stop() for process in self.processes.values()]
+        self.processes.clear()
+        return merge_statistics(stopped)
 
     def __enter__(self) -> TrafficProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for member in self.members.values():
-            member.kill()
+        for process in self.processes.values():
+            process.kill()
 
 
-def mixed_engines(device: str, dice: random.Random, **common: Any) -> list[TrafficOptions]:
-    """Two engines with blocks of their own, two that share a namespace, of different sizes."""
+def mixed_engines(device: str, rng: random.Random, **common: Any) -> list[TrafficOptions]:
+    """Two engines with a region each, and two that share a namespace, with different pages."""
     shapes: list[dict[str, Any]] = [
         {"page": 1024},
         {
@@ -127,14 +127,14 @@ def mixed_engines(device: str, dice: random.Random, **common: Any) -> list[Traff
             "cancels": 0.05,
             "reconnect": True,
         },
-        {"page": 512, "factor": 4, "model": "shared", "leaves": 0.01},
+        {"page": 512, "factor": 4, "model": "shared", "disconnects": 0.01},
         {"page": 512, "factor": 4, "model": "shared", "resets": 0.01, "reconnect": True},
     ]
     return [
         TrafficOptions(
             f"engine-{number}",
             number,
-            seed=dice.getrandbits(32),
+            seed=rng.getrandbits(32),
             device=device,
             **{**shape, **common},
         )
@@ -143,7 +143,7 @@ def mixed_engines(device: str, dice: random.Random, **common: Any) -> list[Traff
 
 
 def _work(pipe: Connection, directory: Path, options: TrafficOptions) -> None:
-    """Work until told to "stop", and send the tally; to "report", send it and go on."""
+    """Generate traffic. Send the statistics on "report" and on "stop", and end on "stop"."""
     import torch
 
     from support.traffic import Traffic
@@ -153,11 +153,11 @@ def _work(pipe: Connection, directory: Path, options: TrafficOptions) -> None:
     try:
         while True:
             traffic.step()
-            time.sleep(options.pause)
+            time.sleep(options.step_pause)
             if pipe.poll(0):
                 command = pipe.recv()
-                pipe.send(traffic.finish() if command == "stop" else traffic.tally)
+                pipe.send(traffic.finish() if command == "stop" else traffic.statistics)
                 if command == "stop":
                     return
-    except (EOFError, BrokenPipeError):  # whoever started us is gone
+    except (EOFError, BrokenPipeError):  # the parent process is gone
         return

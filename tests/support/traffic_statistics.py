@@ -1,4 +1,4 @@
-"""What an engine under test is like, and what it has seen. Imports no torch."""
+"""Options of an engine that generates traffic (traffic.py), and its results. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-MOST_COMPLAINTS = 20
-SAMPLES = 20_000
+MAX_ERRORS = 20
+MAX_SAMPLES = 20_000
 WORD = 8
 
 
 @dataclass(frozen=True)
 class TrafficOptions:
-    """An engine of `gpu_blocks` GPU blocks, of two pages of `page` bytes each.
+    """An engine with `gpu_blocks` GPU blocks, each of two pages of `page` bytes.
 
-    owner: what marks its blocks. host_blocks: how many it takes, or its namespace has. model: of
-    the namespace that it opens, with `keys` keys in use; None: host blocks of its own. depth: jobs
-    under way. patience: seconds that a job may take. pause: seconds after each step. cancels,
-    resets, leaves: how likely each is after a step. prefetches: how likely keys are prefetched
-    before they are looked up. may_fail: whether the device was told to.
-    reconnect: whether its client comes back to a new daemon by itself.
+    owner: a number that marks its blocks. host_blocks: of its region or namespace. model: names the
+    namespace that it opens, with `keys` keys in use; None: it has a region of its own. depth:
+    maximum of jobs in flight. job_timeout: seconds within which each job must end. step_pause:
+    seconds between two steps. cancels, resets, disconnects: probability of each per step.
+    prefetches: probability that keys are prefetched before they are looked up. may_fail: whether
+    copies may fail, because the device was configured so. reconnect: whether its client reconnects
+    by itself.
     """
 
     name: str
@@ -36,11 +37,11 @@ class TrafficOptions:
     model: str | None = None
     keys: int = 160
     depth: int = 16
-    patience: float = 5.0
-    pause: float = 0.0
+    job_timeout: float = 5.0
+    step_pause: float = 0.0
     cancels: float = 0.01
     resets: float = 0.002
-    leaves: float = 0.0
+    disconnects: float = 0.0
     prefetches: float = 0.0
     may_fail: bool = False
     reconnect: bool = False
@@ -60,45 +61,45 @@ class TrafficOptions:
 
 @dataclass
 class TrafficStatistics:
-    """counts: of whatever happened, by name. complaints: what must not have. seconds: a sample of
-    how long jobs took, from submitted until seen."""
+    """counts: events by name. errors: descriptions of what was wrong. latencies: a sample of the
+    seconds from a job's submission to its result."""
 
     name: str
     counts: Counter[str] = field(default_factory=Counter)
-    complaints: list[str] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    latencies: list[float] = field(default_factory=list)
 
-    def complain(self, what: str) -> None:
-        self.counts["complaints"] += 1
-        if len(self.complaints) < MOST_COMPLAINTS:
-            self.complaints.append(f"{self.name}: {what}")
+    def add_error(self, description: str) -> None:
+        self.counts["errors"] += 1
+        if len(self.errors) < MAX_ERRORS:
+            self.errors.append(f"{self.name}: {description}")
 
-    def took(self, seconds: float) -> None:
-        """A sample of all, each as likely to stay (Vitter's algorithm R)."""
+    def add_latency(self, seconds: float) -> None:
+        """Keep a uniform sample of all latencies (Vitter's algorithm R)."""
         self.counts["timed"] += 1
-        if len(self.seconds) < SAMPLES:
-            self.seconds.append(seconds)
-        elif (at := random.randrange(self.counts["timed"])) < SAMPLES:
-            self.seconds[at] = seconds
+        if len(self.latencies) < MAX_SAMPLES:
+            self.latencies.append(seconds)
+        elif (at := random.randrange(self.counts["timed"])) < MAX_SAMPLES:
+            self.latencies[at] = seconds
 
 
-def together(tallies: Iterable[TrafficStatistics], name: str = "all") -> TrafficStatistics:
-    """What several have seen, as one."""
+def merge_statistics(parts: Iterable[TrafficStatistics], name: str = "all") -> TrafficStatistics:
+    """The statistics of several engines as one."""
     total = TrafficStatistics(name)
-    for tally in tallies:
-        total.counts += tally.counts
-        total.complaints += tally.complaints
-        total.seconds += tally.seconds
+    for part in parts:
+        total.counts += part.counts
+        total.errors += part.errors
+        total.latencies += part.latencies
     return total
 
 
 def percentile(seconds: Iterable[float], share: float) -> float:
-    """0.0 of none."""
+    """0.0 if there are no samples."""
     ordered = sorted(seconds)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def summary(tally: TrafficStatistics) -> str:
+def summary(total: TrafficStatistics) -> str:
     """One line of JSON."""
-    took = {f"p{share * 100:g}": percentile(tally.seconds, share) for share in (0.5, 0.99, 1.0)}
-    return json.dumps({"counts": tally.counts, "seconds": took, "complaints": tally.complaints})
+    seconds = {f"p{share * 100:g}": percentile(total.latencies, share) for share in (0.5, 0.99, 1)}
+    return json.dumps({"counts": total.counts, "seconds": seconds, "errors": total.errors})

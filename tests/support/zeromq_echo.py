@@ -1,7 +1,7 @@
-"""ZeroMQ alone under load: what lies below a daemon's jobs a second.
+"""ZeroMQ alone under load: the upper limit of a daemon's jobs per second.
 
-A ROUTER in a process of its own sends every message back, as small as a job's and its result's;
-an Echo offers its part of the rate to it, as a client of a daemon does (load.py).
+A ROUTER in a process of its own answers every message. Messages are as small as a job and its
+result. A ZeroMQEcho sends its part of the rate, as a client of a daemon does (load.py).
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ import zmq
 from support.traffic_statistics import TrafficStatistics
 
 POLLIN = int(zmq.POLLIN)
-ASKED, ANSWERED = bytes(60), bytes(40)
-MOST = 512
-"""Under way, as the credits of a session."""
+REQUEST, REPLY = bytes(60), bytes(40)
+# As the credits of a session.
+MAX_IN_FLIGHT = 512
 
 
 class ZeroMQEcho:
-    """One DEALER, with a context of its own as every process has."""
+    """One DEALER, with a context of its own."""
 
     def __init__(self, directory: Path, every: float) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.connect(f"ipc://{directory / 'echo.sock'}")
         self._every = every
-        self.under_way: dict[int, float] = {}
+        self.in_flight: dict[int, float] = {}
         self.due = 0.0
-        self._sent = self._heard = 0
+        self._sent = self._received = 0
 
-    def offer(self, now: float, tally: TrafficStatistics) -> None:
-        while self.due <= now and len(self.under_way) < MOST:
+    def submit_due(self, now: float, statistics: TrafficStatistics) -> None:
+        while self.due <= now and len(self.in_flight) < MAX_IN_FLIGHT:
             self._sent += 1
-            self.under_way[self._sent] = self.due
-            self._socket.send(ASKED)
-            tally.counts["offered"] += 1
+            self.in_flight[self._sent] = self.due
+            self._socket.send(REQUEST)
+            statistics.counts["offered"] += 1
             self.due += self._every
 
-    def take(self, tally: TrafficStatistics) -> None:
-        while self.under_way and cast(int, self._socket.get(zmq.EVENTS)) & POLLIN:
+    def receive_results(self, statistics: TrafficStatistics) -> None:
+        while self.in_flight and cast(int, self._socket.get(zmq.EVENTS)) & POLLIN:
             self._socket.recv()
-            self._heard += 1
-            tally.counts["done"] += 1
-            tally.took(time.perf_counter() - self.under_way.pop(self._heard))
+            self._received += 1
+            statistics.counts["done"] += 1
+            statistics.add_latency(time.perf_counter() - self.in_flight.pop(self._received))
 
     def close(self) -> None:
         self._socket.close(0)
@@ -57,11 +57,11 @@ class ZeroMQEcho:
 
 
 @contextmanager
-def echoing() -> Iterator[Path]:
-    """Where the ROUTER is to be found."""
+def echo_process() -> Iterator[Path]:
+    """Yields the directory of the ROUTER's socket."""
     with tempfile.TemporaryDirectory(prefix="kvferry-echo-") as name:
         process = multiprocessing.get_context("spawn").Process(
-            target=_echo, args=(Path(name),), daemon=True
+            target=_answer, args=(Path(name),), daemon=True
         )
         process.start()
         try:
@@ -71,11 +71,11 @@ def echoing() -> Iterator[Path]:
             process.join()
 
 
-def _echo(directory: Path) -> None:
+def _answer(directory: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.bind(f"ipc://{directory / 'echo.sock'}")
         while True:
-            who = socket.recv()
+            sender = socket.recv()
             socket.recv()
-            socket.send(who, zmq.SNDMORE)
-            socket.send(ANSWERED)
+            socket.send(sender, zmq.SNDMORE)
+            socket.send(REPLY)
