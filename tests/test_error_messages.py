@@ -25,14 +25,8 @@ from kvferry.daemon.access.admission import Admission, Credentials
 from kvferry.daemon.access.endpoint import Endpoint
 from kvferry.daemon.core.actions import (
     BlocksCorrupted,
-    SendMessage,
-    StartTransfer,
-    TensorsMapped,
-    TransferCompleted,
 )
-from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.records import engine_owner
-from kvferry.daemon.core.status import DaemonIdentity
 from kvferry.daemon.memory.pool import HostPool
 from kvferry.daemon.observability.probe import Probe
 from kvferry.proto import messages as wire
@@ -46,68 +40,19 @@ from kvferry.proto.specs import (
     GPULoadStoreSpec,
     KeyLoadStoreSpec,
     KVLayout,
-    TensorLayout,
     TensorRef,
 )
-from kvferry.proto.status import DeviceInfo, Fingerprint, Limits
+from kvferry.proto.status import Fingerprint
 from kvferry.shm.memfd import check_sealed
 from support.raw_client import RawClient
+from support.single_core import LAYOUT, MAX_JOBS, PAGE, SingleCore, sent_error
 
-PAGE = 1024
-LAYOUT = KVLayout((TensorLayout(8, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
-FINGERPRINT = Fingerprint("llama", PAGE, key_bytes=1)
-MAX_JOBS = 2
 # The last clause of a message: what to do, in the imperative.
 ADVICE = re.compile(
     r"; (add|check|complete|connect|correct|create|export|give|install|load|look|make|name|open|"
     r"pass|poll|raise|register|remove|request|run|seal|see|send|set|split|start|stop|store|submit|"
     r"treat|try|unpin|use|wait|write)\b[^;]+$"
 )
-
-
-class SingleCore:
-    """A core with a session "s" of engine "engine"; its KV caches have 8 GPU and 4 host blocks."""
-
-    def __init__(self, *, registered: bool = True, namespace: bool = False) -> None:
-        limits = Limits(1 << 20, 1 << 10, MAX_JOBS)
-        device = DeviceInfo("cpu", "cpu", "memory")
-        identity = DaemonIdentity("0.1", "boot", 4711, device, limits, 100.0)
-        self.core = Core(identity, 64 * PAGE)
-        self.core.open_session("s", wire.Hello(wire.PROTOCOL, wire.PROTOCOL, "test", "engine"))
-        if namespace:
-            self.ask(wire.OpenNamespace(1, FINGERPRINT, 4 * PAGE))
-        if registered:
-            host_bytes = None if namespace else 4 * PAGE
-            self.ask(wire.AllocateKVCaches(1, LAYOUT, host_bytes))
-            self.core.report(TensorsMapped(1, "s"))
-
-    def ask(self, message: wire.ClientMessage, session: str = "s") -> list[Any]:
-        return self.core.handle(session, message, now=101.0)
-
-    def submit(self, src: Any, dst: Any, job_id: int = 7, wait_for: int = 0) -> list[Any]:
-        return self.ask(wire.Submit(job_id, src, dst, wait_for))
-
-    def store(self, gpu: list[int], host: list[int], job_id: int = 7, wait_for: int = 0) -> Any:
-        return self.submit(GPULoadStoreSpec(gpu), CPULoadStoreSpec(host), job_id, wait_for)
-
-    def load(self, host: list[int], gpu: list[int], job_id: int = 8) -> list[Any]:
-        return self.submit(CPULoadStoreSpec(host), GPULoadStoreSpec(gpu), job_id)
-
-    def end(self, started: list[Any], outcome: Outcome = Outcome.DONE) -> list[Any]:
-        (serial,) = [action.plan.serial for action in started if isinstance(action, StartTransfer)]
-        return self.core.report(TransferCompleted(serial, outcome))
-
-
-def sent_error(actions: list[Any]) -> ErrorInfo:
-    """The only error that these actions send to a client."""
-    found: list[ErrorInfo] = []
-    for message in [action.message for action in actions if isinstance(action, SendMessage)]:
-        if isinstance(message, wire.Error):
-            found.append(message.error)
-        if isinstance(message, wire.Finished):
-            found += [result.error for result in message.results if result.error is not None]
-    (error,) = found
-    return error
 
 
 def bad_message(_: pytest.FixtureRequest) -> ErrorInfo:
