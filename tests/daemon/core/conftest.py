@@ -1,4 +1,4 @@
-"""A namespace with keys that are stored in part."""
+"""Fixture: a namespace with keys that are stored in part."""
 
 from __future__ import annotations
 
