@@ -26,12 +26,12 @@ def read_refused(*arguments: str) -> Refused:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Any:
-    def file(text: str | bytes) -> str:
+    def write_file(text: str | bytes) -> str:
         path = tmp_path / "kvferryd.toml"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
         return f"--config={path}"
 
-    return file
+    return write_file
 
 
 # Sources and precedence

@@ -124,7 +124,9 @@ def test_an_invalid_file_changes_nothing(
     assert "client connected" in manager.log()
 
 
-def test_a_failed_reload_ends(manager: ServiceManager, config_file: Path, tmp_path: Path) -> None:
+def test_the_daemon_is_ready_again_after_a_failed_reload(
+    manager: ServiceManager, config_file: Path, tmp_path: Path
+) -> None:
     """Here it fails because the runtime directory was removed."""
     shutil.rmtree(tmp_path / "cpu")
     log = reload(manager, config_file, '[log]\nlevel = "error"\n')

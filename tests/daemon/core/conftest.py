@@ -8,5 +8,5 @@ from support.namespaces_fixture import NamespacesFixture, stored_in_part
 
 
 @pytest.fixture
-def partly() -> NamespacesFixture:
+def fixture_with_parts() -> NamespacesFixture:
     return stored_in_part()

@@ -96,7 +96,7 @@ def test_dependencies_equal_the_naive_definition(
 def test_ended_transfers_are_not_waited_for(
     history: list[tuple[Direction, list[int], list[int]] | int],
 ) -> None:
-    """A transfer waits for the newest one with a common block that has not ended, or a later one.
+    """If a transfer in flight has a common block, a new one waits for it or for a later one.
 
     A number in the history ends one of the transfers in flight.
     """

@@ -42,7 +42,7 @@ def layout(blocks: int = 8) -> KVLayout:
     return KVLayout((TensorLayout(blocks, 1024, 1024),), ((TensorRef(0, 1024),),), 2)
 
 
-def unrecorded(actions: list[Action]) -> list[Action]:
+def without_records(actions: list[Action]) -> list[Action]:
     """Actions except those for the records of the pool and of kept tensors."""
     return [
         a
@@ -65,7 +65,7 @@ class KeptTensorsFixture:
         self.core.open_session(session, wire.Hello(1, 1, session, session.partition("/")[0]))
 
     def send(self, session: str, message: wire.ClientMessage) -> list[Action]:
-        return unrecorded(self.core.handle(session, message, now=1.0))
+        return without_records(self.core.handle(session, message, now=1.0))
 
     def send_allocate(self, session: str, keep: bool, shape: KVLayout, **more: Any) -> list[Action]:
         self.open_sessions(session)
@@ -89,13 +89,13 @@ class KeptTensorsFixture:
         report = TensorsMapped(
             mapping.registration, mapping.session, error, allocations, reused=reused
         )
-        return unrecorded(self.core.report(report))
+        return without_records(self.core.report(report))
 
     def disconnect(self, session: str) -> list[Action]:
         """Close a session and unmap its tensors. Returns the actions that follow."""
         unmaps = [a for a in self.core.close_session(session) if isinstance(a, UnmapTensors)]
         reports = [self.core.report(TensorsUnmapped(unmap.registration)) for unmap in unmaps]
-        return unrecorded([action for actions in reports for action in actions])
+        return without_records([action for actions in reports for action in actions])
 
     def kept(self) -> dict[str, tuple[bool, int]]:
         """Engine -> (is connected, kept bytes), if it has kept tensors."""

@@ -35,9 +35,8 @@ from support.namespaces_fixture import (
 
 
 def test_a_store_gets_blocks_of_the_region_and_its_keys_load_after_it_is_done() -> None:
-    fixture = NamespacesFixture(
-        "n", fingerprint=OTHER
-    )  # then the region of "a" does not begin at 0
+    # The region of "n" is first, so that of "a" does not begin at 0.
+    fixture = NamespacesFixture("n", fingerprint=OTHER)
     fixture.open_sessions("a")
     fixture.open_namespace("a")
     fixture.register("a")
@@ -251,38 +250,39 @@ def test_a_load_with_an_absent_or_pending_key_is_refused_entirely() -> None:
     ],
 )
 def test_a_block_stored_in_part_loads_as_far_as_it_was_stored(
-    partly: NamespacesFixture, letters: bytes, size: int, index: int, fits: bool
+    fixture_with_parts: NamespacesFixture, letters: bytes, size: int, index: int, fits: bool
 ) -> None:
     spec = load(letters, blocks(range(size), (size, index)))
     if fits:
-        assert gpu_blocks(partly.start("a", spec)) == list(range(size))
+        assert gpu_blocks(fixture_with_parts.start("a", spec)) == list(range(size))
     else:
-        assert partly.refused("a", spec) == Code.KEY_ABSENT
-        assert partly.usage("pinned") == (0,)
+        assert fixture_with_parts.refused("a", spec) == Code.KEY_ABSENT
+        assert fixture_with_parts.usage("pinned") == (0,)
 
 
 def test_a_key_stored_in_part_is_a_miss_to_mirrors_until_a_store_covers_more(
-    partly: NamespacesFixture,
+    fixture_with_parts: NamespacesFixture,
 ) -> None:
     all_parts = blocks([0, 1, 2])
-    assert partly.snapshot("a") == (b"b", b"")
-    assert (
-        partly.stored("a", b"a", blocks([0], (1, 2))).extents == ()
-    )  # it covers no additional part
-    plan = partly.start("a", store(b"a", all_parts))
+    assert fixture_with_parts.snapshot("a") == (b"b", b"")
+    # This store covers no additional part.
+    assert fixture_with_parts.stored("a", b"a", blocks([0], (1, 2))).extents == ()
+    plan = fixture_with_parts.start("a", store(b"a", all_parts))
     assert gpu_blocks(plan) == [0, 1, 2]
-    assert partly.refused("a", load(b"a", blocks([0], (1, 2)))) == Code.KEY_ABSENT
-    assert partly.snapshot("a") == (b"b", b"a")
-    partly.end(plan)
-    assert partly.snapshot("a") == (b"ab", b"")
-    partly.start("a", load(b"a", all_parts))
+    assert fixture_with_parts.refused("a", load(b"a", blocks([0], (1, 2)))) == Code.KEY_ABSENT
+    assert fixture_with_parts.snapshot("a") == (b"b", b"a")
+    fixture_with_parts.end(plan)
+    assert fixture_with_parts.snapshot("a") == (b"ab", b"")
+    fixture_with_parts.start("a", load(b"a", all_parts))
 
 
-def test_a_key_stored_in_part_is_not_replaced_while_it_is_loaded(partly: NamespacesFixture) -> None:
-    part = partly.start("a", load(b"a", blocks([0], (1, 2))))
-    assert partly.stored("a", b"a", blocks([0, 1, 2])).extents == ()
-    partly.end(part)
-    assert gpu_blocks(partly.stored("a", b"a", blocks([0, 1, 2]))) == [0, 1, 2]
+def test_a_key_stored_in_part_is_not_replaced_while_it_is_loaded(
+    fixture_with_parts: NamespacesFixture,
+) -> None:
+    part = fixture_with_parts.start("a", load(b"a", blocks([0], (1, 2))))
+    assert fixture_with_parts.stored("a", b"a", blocks([0, 1, 2])).extents == ()
+    fixture_with_parts.end(part)
+    assert gpu_blocks(fixture_with_parts.stored("a", b"a", blocks([0, 1, 2]))) == [0, 1, 2]
 
 
 def test_a_key_stored_in_part_is_abandoned_for_subscribers() -> None:
@@ -326,11 +326,11 @@ def test_a_failed_partial_store_does_not_limit_later_loads(outcome: Outcome) -> 
 
 
 def test_stored_parts_survive_the_engine_and_a_change_of_policy(
-    partly: NamespacesFixture,
+    fixture_with_parts: NamespacesFixture,
 ) -> None:
-    partly.close_sessions("a")
-    partly.open_sessions("b")
-    assert partly.open_namespace("b", OF_THREE, 12 * PAGE, "arc").reattached
-    partly.register("b", WIDE)
-    assert partly.refused("b", load(b"a", blocks([0, 1, 2]))) == Code.KEY_ABSENT
-    partly.start("b", load(b"a", blocks([0, 1], (2, 1))))
+    fixture_with_parts.close_sessions("a")
+    fixture_with_parts.open_sessions("b")
+    assert fixture_with_parts.open_namespace("b", OF_THREE, 12 * PAGE, "arc").reattached
+    fixture_with_parts.register("b", WIDE)
+    assert fixture_with_parts.refused("b", load(b"a", blocks([0, 1, 2]))) == Code.KEY_ABSENT
+    fixture_with_parts.start("b", load(b"a", blocks([0, 1], (2, 1))))

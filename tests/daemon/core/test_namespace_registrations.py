@@ -106,12 +106,12 @@ def test_a_restored_namespace_without_the_layout_of_its_blocks_is_refused() -> N
 
 
 def test_a_restored_namespace_has_its_keys_and_parts_and_sends_no_events(
-    partly: NamespacesFixture,
+    fixture_with_parts: NamespacesFixture,
 ) -> None:
-    partly.send("a", wire.Reset(5))
-    partly.stored("a", b"x", blocks([0, 1, 2]))
-    partly.stored("a", b"y", blocks([0, 1]))
-    records, fixture = partly.region_records, NamespacesFixture()
+    fixture_with_parts.send("a", wire.Reset(5))
+    fixture_with_parts.stored("a", b"x", blocks([0, 1, 2]))
+    fixture_with_parts.stored("a", b"y", blocks([0, 1]))
+    records, fixture = fixture_with_parts.region_records, NamespacesFixture()
     fixture.region_records = records
     fixture.core.restore_region(*records.found())
     fixture.open_sessions("b")

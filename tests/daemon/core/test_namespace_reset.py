@@ -95,11 +95,11 @@ def test_opened_and_snapshots_have_the_generation() -> None:
     assert fixture.open_namespace("b", policy="arc").generation == 3
 
 
-def test_a_reset_clears_the_stored_parts(partly: NamespacesFixture) -> None:
+def test_a_reset_clears_the_stored_parts(fixture_with_parts: NamespacesFixture) -> None:
     all_parts = blocks(range(12))
-    partly.send("a", wire.Reset(5))
-    partly.stored("a", b"abcd", all_parts)
-    assert gpu_blocks(partly.start("a", load(b"abcd", all_parts))) == list(range(12))
+    fixture_with_parts.send("a", wire.Reset(5))
+    fixture_with_parts.stored("a", b"abcd", all_parts)
+    assert gpu_blocks(fixture_with_parts.start("a", load(b"abcd", all_parts))) == list(range(12))
 
 
 def test_a_partial_store_across_a_reset_does_not_limit_later_loads() -> None:

@@ -110,13 +110,13 @@ def test_unpinning_a_key_many_times_takes_linear_time() -> None:
     assert count_calls(lambda: fixture.send("a", wire.Unpin(many))) < 10 * len(many)
 
 
-class Compared(bytes):
+class CountedKey(bytes):
     """A key that counts comparisons."""
 
     times = 0
 
     def __eq__(self, other: object) -> bool:
-        Compared.times += 1
+        CountedKey.times += 1
         return bytes.__eq__(self, other)
 
     __hash__ = bytes.__hash__
@@ -125,6 +125,6 @@ class Compared(bytes):
 def test_unpinning_many_keys_takes_linear_time() -> None:
     fixture = NamespacesFixture("a")
     fixture.send("a", wire.Pin(each(bytes(range(250)))))
-    Compared.times = 0
-    fixture.send("a", wire.Unpin(tuple(Compared([n]) for n in range(250))))
-    assert Compared.times < 10 * 250
+    CountedKey.times = 0
+    fixture.send("a", wire.Unpin(tuple(CountedKey([n]) for n in range(250))))
+    assert CountedKey.times < 10 * 250

@@ -144,7 +144,7 @@ async def test_connections_that_send_nothing_do_not_block_others(server: Metrics
 async def test_an_incomplete_request_is_closed_and_the_next_one_served(
     server: MetricsServer, drips: bool
 ) -> None:
-    """This holds if it sends single bytes, and if it sends nothing."""
+    """This holds if the client sends byte after byte, and if it stops."""
 
     def request_slowly() -> int:
         began = time.monotonic()

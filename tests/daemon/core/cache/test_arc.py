@@ -94,9 +94,8 @@ def test_a_stored_ghost_is_frequent_and_its_list_gets_more_room(cache: Cache) ->
     assert (ghosts(cache), target(cache)) == (("cd", ""), 0)
     assert store(cache, "c") == "e"
     assert (lists(cache), ghosts(cache), target(cache)) == (("f", "abc"), ("de", ""), 1)
-    assert (
-        store(cache, "x") == "a"
-    )  # the recent list has its target of one key: evict from the frequent
+    # The recent list has its target of one key, so a frequent key is evicted.
+    assert store(cache, "x") == "a"
     assert (lists(cache), ghosts(cache)) == (("fx", "bc"), ("de", "a"))
     assert store(cache, "a") == "f"  # a was frequent: the target decreases
     assert (lists(cache), ghosts(cache), target(cache)) == (("x", "bca"), ("def", ""), 0)

@@ -1,4 +1,4 @@
-"""Promotions: the cache reserves blocks that a tier reads into, and holds them until it is done."""
+"""Promotions: the cache reserves blocks that a tier reads into, and holds them until a release."""
 
 from __future__ import annotations
 
