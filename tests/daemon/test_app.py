@@ -1,4 +1,4 @@
-"""A daemon that cannot serve says so in one line with its code, and exits with status 2."""
+"""Start of the daemon. If it cannot serve, it prints one line with a code and exits with 2."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvferry.testing.plugin import StartKvferryd
 
 
 @pytest.fixture
-def refused(tmp_path: Path) -> Callable[..., str]:
-    """Run kvferryd in a directory of its own; it has to refuse, and this is what it says."""
+def start_refused(tmp_path: Path) -> Callable[..., str]:
+    """Run kvferryd in its own directory. It must exit with status 2. Returns its error output."""
 
-    def run(*arguments: object, **named: object) -> str:
-        flags = {"runtime_dir": tmp_path, "pool_size": 1 << 20, **named}
+    def run(*arguments: object, **flags: object) -> str:
+        flags = {"runtime_dir": tmp_path, "pool_size": 1 << 20, **flags}
         command = [sys.executable, "-m", "kvferry.daemon", *map(str, arguments)]
         for name, value in flags.items():
             command += [f"--{name.replace('_', '-')}", str(value)]
@@ -35,8 +35,8 @@ def refused(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.mark.parametrize("package", ["structlog", "uvloop", "prometheus_client", "xxhash"])
-def test_a_package_that_is_missing_is_named(package: str) -> None:
-    """As where the client alone was installed; by `python -m` and by the script."""
+def test_a_missing_package_is_reported(package: str) -> None:
+    """Packages are missing if only the client is installed. Tests `python -m` and the script."""
     missing = f"import sys; sys.modules[{package!r}] = None; "
     for run in (
         "from runpy import run_module; run_module('kvferry.daemon', run_name='__main__')",
@@ -45,63 +45,67 @@ def test_a_package_that_is_missing_is_named(package: str) -> None:
         command = [sys.executable, "-c", missing + run]
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
         install = "pip install '.[daemon]' in a checkout of kvferry"
-        said = f"kvferryd: {package} is not installed: {install}\n"
-        assert (done.returncode, done.stderr) == (2, said)
+        message = f"kvferryd: {package} is not installed: {install}\n"
+        assert (done.returncode, done.stderr) == (2, message)
 
 
 @pytest.mark.parametrize("device", ["7", "GPU-00000000-0000-0000-0000-000000000000", "banana"])
-def test_a_missing_device_is_refused(refused: Callable[..., str], device: str) -> None:
-    assert "no_device" in refused(device=device)
+def test_a_missing_device_is_refused(start_refused: Callable[..., str], device: str) -> None:
+    assert "no_device" in start_refused(device=device)
 
 
-@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="here is a driver")
-def test_without_a_driver_the_cpu_device_is_suggested(refused: Callable[..., str]) -> None:
-    assert "--device cpu" in refused(device="0")
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="a driver is installed")
+def test_without_a_driver_the_cpu_device_is_suggested(start_refused: Callable[..., str]) -> None:
+    assert "--device cpu" in start_refused(device="0")
 
 
-def test_the_cpu_in_any_spelling(start_kvferryd: StartKvferryd) -> None:
+def test_the_device_cpu_ignores_case(start_kvferryd: StartKvferryd) -> None:
     with OffloadClient(start_kvferryd("CPU").directory) as client:
         assert client.daemon.device.kind == "cpu"
 
 
-def test_a_runtime_directory_too_long(refused: Callable[..., str], tmp_path: Path) -> None:
-    said = refused(runtime_dir=tmp_path / ("d" * 120))
-    assert "bad_config" in said
-    assert "runtime_dir" in said
+def test_a_too_long_runtime_directory_is_refused(
+    start_refused: Callable[..., str], tmp_path: Path
+) -> None:
+    message = start_refused(runtime_dir=tmp_path / ("d" * 120))
+    assert "bad_config" in message
+    assert "runtime_dir" in message
 
 
-def test_a_runtime_directory_that_is_a_file(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_file_as_runtime_directory_is_refused(
+    start_refused: Callable[..., str], tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
-    assert "bad_config" in refused(runtime_dir=tmp_path / "file")
+    assert "bad_config" in start_refused(runtime_dir=tmp_path / "file")
 
 
-def test_a_wrong_flag_or_file_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
-    """Which are wrong: tests/daemon/test_config.py."""
-    assert "bad_config" in refused(pool_size="much")
+def test_a_wrong_flag_or_file_is_refused(start_refused: Callable[..., str], tmp_path: Path) -> None:
+    """test_config.py has the list of wrong values."""
+    assert "bad_config" in start_refused(pool_size="much")
     path = tmp_path / "kvferryd.toml"
     path.write_text("device = ")
-    said = refused(config=path)
-    assert "bad_config" in said
-    assert str(path) in said
+    message = start_refused(config=path)
+    assert "bad_config" in message
+    assert str(path) in message
 
 
-@pytest.mark.parametrize("taken", [True, False])
+@pytest.mark.parametrize("in_use", [True, False])
 @pytest.mark.parametrize("key", ["metrics_listen", "events_publish"])
 def test_an_address_that_cannot_be_used_is_refused(
-    refused: Callable[..., str], key: str, taken: bool
+    start_refused: Callable[..., str], key: str, in_use: bool
 ) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        place = f"127.0.0.1:{other.getsockname()[1]}" if taken else "nowhere"
-        said = refused(**{key: f"tcp://{place}" if key == "events_publish" else place})
-    assert "bad_config" in said
-    assert key.replace("_", ".") in said
+        address = f"127.0.0.1:{other.getsockname()[1]}" if in_use else "nowhere"
+        message = start_refused(**{key: f"tcp://{address}" if key == "events_publish" else address})
+    assert "bad_config" in message
+    assert key.replace("_", ".") in message
 
 
 @pytest.fixture
 def start(short_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run kvferryd behind some shell commands until it ends by itself."""
+    """Run shell commands and then kvferryd, until it ends."""
 
     def run(before: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         kvferryd = [sys.executable, "-m", "kvferry.daemon", "--pool-size", "1MiB"]
@@ -112,8 +116,8 @@ def start(short_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-@pytest.mark.parametrize("inodes", [3, 4, 5])  # room for the lock, then for one socket more each
-def test_a_file_system_that_is_full(
+@pytest.mark.parametrize("inodes", [3, 4, 5])  # for the lock, and for 0, 1 or 2 sockets
+def test_a_file_system_without_free_inodes_is_refused(
     start: Callable[..., subprocess.CompletedProcess[str]], short_path: Path, inodes: int
 ) -> None:
     check_full(start, short_path, f"nr_inodes={inodes}")
@@ -123,20 +127,20 @@ def test_a_file_system_that_is_full(
 def test_a_full_file_system_is_refused(
     start: Callable[..., subprocess.CompletedProcess[str]], short_path: Path
 ) -> None:
-    """There is a lock file, and its holder cannot write its pid."""
-    check_full(start, short_path, "size=4k", "head -c 4096 /dev/zero > {place}/filled;")
+    """The daemon creates the lock file, but cannot write its pid."""
+    check_full(start, short_path, "size=4k", "head -c 4096 /dev/zero > {path}/filled;")
 
 
 def check_full(
     start: Callable[..., subprocess.CompletedProcess[str]],
-    place: Path,
+    path: Path,
     options: str,
     fill: str = "",
 ) -> None:
-    """In a mount namespace of its own, which ends with the daemon."""
-    mount = f"mount -t tmpfs -o {options} none {place} &&"
-    command = f'{mount} {fill.format(place=place)} "$@"; status=$?; find {place}; exit $status'
-    done = start(f"unshare -m sh -c '{command}' sh \"$@\"; exit;", "--runtime-dir", place)
+    """Run the daemon on a full file system, in a mount namespace that ends with the daemon."""
+    mount = f"mount -t tmpfs -o {options} none {path} &&"
+    command = f'{mount} {fill.format(path=path)} "$@"; status=$?; find {path}; exit $status'
+    done = start(f"unshare -m sh -c '{command}' sh \"$@\"; exit;", "--runtime-dir", path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("kvferryd: [bad_config] ")
     assert "No space left on device" in done.stderr
@@ -145,10 +149,10 @@ def check_full(
 
 
 @pytest.mark.parametrize("mib", [40, 200, 600, 1100])
-def test_little_address_space(
+def test_a_small_limit_of_address_space_is_refused(
     start: Callable[..., subprocess.CompletedProcess[str]], short_path: Path, mib: int
 ) -> None:
-    """Below some of these OpenBLAS and libzmq would end the process, in words of their own."""
+    """Without the check, OpenBLAS or libzmq would end the process with their own messages."""
     done = start(f"ulimit -v {mib << 10};", "--runtime-dir", short_path)
     assert done.returncode == 2, done.stderr
     assert "bytes of address space" in done.stderr
@@ -173,19 +177,19 @@ main(["--pool-size", "1MiB", "--runtime-dir", sys.argv[2]])
 """
 
 
-def test_no_threads_are_left(short_path: Path) -> None:
+def test_a_failed_start_of_a_thread_is_refused(short_path: Path) -> None:
     command = [sys.executable, "-c", NO_THREADS, "kvferry-pool", str(short_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert done.returncode == 2
-    said = done.stderr.splitlines()[-1]
-    assert said.startswith("kvferryd: [bad_config] no memory or threads left")
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith("kvferryd: [bad_config] no memory or threads left")
     assert "Traceback" not in done.stderr
     assert list(short_path.rglob("*.sock")) == []
 
 
 @pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
-def test_standard_streams_that_are_closed(short_path: Path, closed: str) -> None:
-    """It serves, and nothing else gets the number that messages are written to."""
+def test_a_daemon_serves_with_closed_standard_streams(short_path: Path, closed: str) -> None:
+    """No other file gets the descriptor number of standard error."""
     command = [sys.executable, "-m", "kvferry.daemon", "--pool-size", "1MiB"]
     shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command, "--runtime-dir", str(short_path)]
     process = subprocess.Popen(shell)
@@ -201,12 +205,12 @@ def test_standard_streams_that_are_closed(short_path: Path, closed: str) -> None
         process.wait()
 
 
-def test_a_refusal_with_closed_stderr(
+def test_a_refused_start_with_closed_stderr_exits_with_status_2(
     start: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     assert start("exec 2>&-;", "--device", "banana").returncode == 2
 
 
-def test_private_to_its_user(kvferryd: LocalDaemon) -> None:
+def test_the_directory_is_private_to_its_user(kvferryd: LocalDaemon) -> None:
     assert os.stat(kvferryd.directory).st_mode & 0o077 == 0
     until(lambda: "serving" in kvferryd.log())

@@ -1,4 +1,4 @@
-"""One small configuration: what may be written, what is refused, which word counts."""
+"""The configuration: file and flags, their precedence, and refused values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvferry.daemon.engine.cuda.engine import MIN_STAGING
 from kvferry.proto.errors import Code, Refused
 
 
-def refused(*arguments: str) -> Refused:
+def read_refused(*arguments: str) -> Refused:
     with pytest.raises(Refused) as caught:
         read(arguments)
     assert caught.value.code == Code.BAD_CONFIG
@@ -26,15 +26,15 @@ def refused(*arguments: str) -> Refused:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Any:
-    def file(text: str | bytes) -> str:
+    def write_file(text: str | bytes) -> str:
         path = tmp_path / "kvferryd.toml"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
         return f"--config={path}"
 
-    return file
+    return write_file
 
 
-# What counts
+# Sources and precedence
 
 
 def test_without_arguments_the_defaults_apply() -> None:
@@ -100,11 +100,11 @@ def test_the_runtime_directory_follows_from_the_environment(
     assert re.fullmatch(expected, str(Config(runtime_dir=own).directory))
 
 
-# What is refused
+# Refused values
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("colour = 1", "colour"),
         ("[pool]\nsizes = '1GiB'", "sizes"),
@@ -128,60 +128,60 @@ def test_the_runtime_directory_follows_from_the_environment(
         (b"device = '\xff'", "configuration"),
     ],
 )
-def test_a_file_that_is_not_right_is_refused(write: Any, text: str | bytes, said: str) -> None:
-    assert said in str(refused(write(text)))
+def test_an_invalid_file_is_refused(write: Any, text: str | bytes, expected: str) -> None:
+    assert expected in str(read_refused(write(text)))
 
 
-def fifo(place: Path) -> Path:
-    """No process writes to it."""
-    os.mkfifo(place / "fifo")
-    return place / "fifo"
+def fifo(directory: Path) -> Path:
+    """A FIFO without a writer."""
+    os.mkfifo(directory / "fifo")
+    return directory / "fifo"
 
 
-def large(place: Path) -> Path:
-    (place / "large").write_text("# more\n" * 200_000)
-    return place / "large"
+def large_file(directory: Path) -> Path:
+    (directory / "large_file").write_text("# more\n" * 200_000)
+    return directory / "large_file"
 
 
-def nested(place: Path) -> Path:
-    (place / "nested").write_text("device = " + "[" * 100_000)
-    return place / "nested"
+def nested_file(directory: Path) -> Path:
+    (directory / "nested_file").write_text("device = " + "[" * 100_000)
+    return directory / "nested_file"
 
 
-def socket_file(place: Path) -> Path:
+def socket_file(directory: Path) -> Path:
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.bind(str(place / "sock"))
-    return place / "sock"
+        sock.bind(str(directory / "sock"))
+    return directory / "sock"
 
 
-NO_FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "a folder": (lambda place: place, "Is a directory"),
+BAD_FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "a directory": (lambda directory: directory, "Is a directory"),
     "a FIFO": (fifo, "not a regular file"),
     "a socket": (socket_file, "No such device or address"),
     "a device": (lambda _: Path("/dev/zero"), "not a regular file"),
-    "too large": (large, "more than 1048576 bytes"),
-    "nested": (nested, "nested too deeply"),
+    "too large": (large_file, "more than 1048576 bytes"),
+    "nested": (nested_file, "nested too deeply"),
 }
 
 
-@pytest.mark.parametrize("name", NO_FILES)
-def test_a_configuration_that_is_no_file_is_refused(short_path: Path, name: str) -> None:
-    make, why = NO_FILES[name]
-    path = make(short_path)
-    said = str(refused(f"--config={path}"))
-    assert why in said
-    assert str(path) in said
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_configuration_that_is_no_readable_file_is_refused(short_path: Path, name: str) -> None:
+    make_file, reason = BAD_FILES[name]
+    path = make_file(short_path)
+    message = str(read_refused(f"--config={path}"))
+    assert reason in message
+    assert str(path) in message
 
 
 def test_a_value_with_a_nul_is_refused(write: Any) -> None:
-    said = str(refused(write('[metrics]\nlisten = "a\\u0000b"')))
-    assert "metrics.listen = " in said
-    assert "contains a NUL" in said
+    message = str(read_refused(write('[metrics]\nlisten = "a\\u0000b"')))
+    assert "metrics.listen = " in message
+    assert "contains a NUL" in message
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "missing.toml"
-    assert refused(f"--config={path}").value == str(path)
+    assert read_refused(f"--config={path}").value == str(path)
 
 
 @pytest.mark.parametrize(
@@ -203,19 +203,19 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         "--tier-disk-rate=fast",
     ],
 )
-def test_a_flag_that_is_not_right_is_refused(flag: str) -> None:
-    refused(flag)
+def test_an_invalid_flag_is_refused(flag: str) -> None:
+    read_refused(flag)
 
 
 @pytest.mark.parametrize("flag", ["--pool-size=0", "--pool-chunk=0", "--pool-chunk=0.1"])
 def test_a_pool_or_chunk_of_zero_bytes_is_refused(flag: str) -> None:
-    refused(flag)
+    read_refused(flag)
 
 
 def test_a_flag_for_a_key_that_is_not_a_table_is_refused(write: Any) -> None:
-    assert "is not a table [pool]" in str(refused(write("pool = 3"), "--pool-size=1GiB"))
-    said = str(refused(write("[tiers]\ndisk = 3"), "--tier-disk=/tmp/x"))
-    assert "disk = 3 is not a table [disk] with path" in said
+    assert "is not a table [pool]" in str(read_refused(write("pool = 3"), "--pool-size=1GiB"))
+    message = str(read_refused(write("[tiers]\ndisk = 3"), "--tier-disk=/tmp/x"))
+    assert "disk = 3 is not a table [disk] with path" in message
 
 
 def test_a_disk_tier_is_read_from_file_and_flags(write: Any) -> None:
@@ -250,8 +250,8 @@ def test_other_tiers_are_read_from_file_and_flags(write: Any) -> None:
         (["--tier-mooncake-rate=fast"], "tiers.mooncake.rate"),
     ],
 )
-def test_other_tiers_that_are_not_right_are_refused(flags: list[str], advice: str) -> None:
-    assert advice in str(refused(*flags))
+def test_invalid_flags_of_other_tiers_are_refused(flags: list[str], advice: str) -> None:
+    assert advice in str(read_refused(*flags))
 
 
 @pytest.mark.parametrize(
@@ -263,8 +263,8 @@ def test_other_tiers_that_are_not_right_are_refused(flags: list[str], advice: st
         (["--tier-disk=/a", "--tier-disk-size=big"], "tiers.disk.size = 'big'"),
     ],
 )
-def test_half_a_disk_tier_is_refused(flags: list[str], advice: str) -> None:
-    assert advice in str(refused(*flags))
+def test_an_incomplete_disk_tier_is_refused(flags: list[str], advice: str) -> None:
+    assert advice in str(read_refused(*flags))
 
 
 @pytest.mark.parametrize(
@@ -278,15 +278,15 @@ def test_half_a_disk_tier_is_refused(flags: list[str], advice: str) -> None:
 def test_a_wrong_choice_is_refused_with_the_valid_ones(write: Any, key: str, values: str) -> None:
     section, name = key.split(".")
     assert values in description({key: hint for key, hint, _ in options()}[key])
-    for wrong in (f"--{section}-{name}=foo", write(f"[{section}]\n{name} = 'foo'")):
-        said = str(refused(wrong))
-        assert key in said
-        assert values in said
+    for argument in (f"--{section}-{name}=foo", write(f"[{section}]\n{name} = 'foo'")):
+        message = str(read_refused(argument))
+        assert key in message
+        assert values in message
 
 
 def test_the_help_states_the_minimum_of_staging() -> None:
-    (said,) = (description(hint) for key, hint, _ in options() if key == "copy.staging")
-    assert f"{MIN_STAGING >> 20}MiB" in said
+    (message,) = (description(hint) for key, hint, _ in options() if key == "copy.staging")
+    assert f"{MIN_STAGING >> 20}MiB" in message
 
 
 def test_an_unknown_flag_ends_with_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -308,7 +308,7 @@ def test_every_option_is_described_and_has_its_default(key: str, hint: Any, defa
     assert value == default
 
 
-def test_the_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         read(["--help"])
     shown = capsys.readouterr().out

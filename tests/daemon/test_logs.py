@@ -1,4 +1,4 @@
-"""What lines look like, whatever is in them."""
+"""The format of log lines."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ NAMES = ["a\x1b[2Jb", "a \x1b]0;title\x07", "\x9b31mred", "\x7f", "a\u202eb", "a
 
 
 @pytest.fixture(autouse=True)
-def configured() -> Iterator[None]:
+def reset_structlog() -> Iterator[None]:
     yield
     structlog.reset_defaults()
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_a_name_moves_no_cursor(form: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever shows the log to a terminal sees what a client calls itself, and nothing else."""
+def test_control_characters_in_names_are_escaped(
+    form: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name of a client cannot control the terminal that shows the log."""
     start_logging(LogConfig(format=form))  # type: ignore[arg-type]
     structlog.get_logger().info("client connected", engine=name, client="scheduler")
     (line,) = capsys.readouterr().err.splitlines()
@@ -36,14 +38,14 @@ def test_a_name_moves_no_cursor(form: str, name: str, capsys: pytest.CaptureFixt
         assert "client=scheduler" in line
 
 
-def test_other_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printable_names_are_not_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     start_logging(LogConfig())
     structlog.get_logger().info("client connected", engine="müller-70b")
     assert "engine=müller-70b" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_an_unexpected_error_is_logged_with_its_place(
+def test_an_unexpected_error_is_logged_with_its_location(
     form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start_logging(LogConfig(format=form))  # type: ignore[arg-type]
@@ -51,15 +53,15 @@ def test_an_unexpected_error_is_logged_with_its_place(
         raise ZeroDivisionError("a mistake")
     except ZeroDivisionError as error:
         structlog.get_logger().error("failed", exc_info=error)
-    said = capsys.readouterr().err
-    shown = json.loads(said)["exception"] if form == "json" else said
-    assert "in test_an_unexpected_error_is_logged_with_its_place" in shown
+    line = capsys.readouterr().err
+    shown = json.loads(line)["exception"] if form == "json" else line
+    assert "in test_an_unexpected_error_is_logged_with_its_location" in shown
     assert "ZeroDivisionError: a mistake" in shown
     assert len(shown.splitlines()) < 10
 
 
 @pytest.mark.timeout(20)
-def test_a_line_longer_than_the_buffer_of_an_unread_pipe() -> None:
+def test_a_line_longer_than_the_pipe_buffer_does_not_block() -> None:
     reader, writer = os.pipe()
     with open(writer, "w") as pipe:
         log = unfailing(pipe)

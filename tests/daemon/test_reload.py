@@ -1,4 +1,4 @@
-"""The daemon under a service manager: what it says of itself, and SIGHUP."""
+"""The daemon with a service manager: notifications, and reloads by SIGHUP."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from support.service_manager import ServiceManager, kvferryd_command
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    """The daemon's configuration."""
+def config_file(tmp_path: Path) -> Path:
+    """The configuration of the daemon."""
     path = tmp_path / "kvferryd.toml"
     path.write_text('[log]\nlevel = "info"\n')
     return path
 
 
 @pytest.fixture
-def manager(tmp_path: Path, file: Path) -> Iterator[ServiceManager]:
-    """One whose daemon is ready."""
-    command = kvferryd_command(tmp_path, config=file, stop_drain_seconds=1)
+def manager(tmp_path: Path, config_file: Path) -> Iterator[ServiceManager]:
+    """A service manager whose daemon is ready."""
+    command = kvferryd_command(tmp_path, config=config_file, stop_drain_seconds=1)
     with ServiceManager(command, tmp_path / "notify", log=tmp_path / "log") as manager:
         manager.start()
         yield manager
 
 
-def reload(manager: ServiceManager, file: Path, text: str) -> str:
-    """Write the file and have it read again; what the daemon logged of it."""
-    file.write_text(text)
+def reload(manager: ServiceManager, config_file: Path, text: str) -> str:
+    """Write the file and reload it. Returns what the daemon logged meanwhile."""
+    config_file.write_text(text)
     before, ready = len(manager.log()), len(manager.values("READY"))
     manager.process.send_signal(signal.SIGHUP)
     until(lambda: len(manager.values("READY")) > ready)
     return manager.log()[before:]
 
 
-def test_from_start_to_stop(manager: ServiceManager, tmp_path: Path) -> None:
-    """Ready means that a client is answered at once; it says where it serves."""
+def test_notifications_from_start_to_stop(manager: ServiceManager, tmp_path: Path) -> None:
+    """A ready daemon serves clients at once. Its status names its directory."""
     opening, serving = manager.values("STATUS")
     assert opening == "opening device cpu"
     assert str(tmp_path / "cpu") in serving
@@ -61,42 +61,44 @@ def test_a_daemon_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
         assert not manager.values("READY")
 
 
-def test_a_reload_is_announced_and_ends(manager: ServiceManager, file: Path) -> None:
-    said = reload(manager, file, '[log]\nlevel = "info"\n')
-    assert "configuration reloaded" in said
+def test_a_reload_is_announced_and_ends(manager: ServiceManager, config_file: Path) -> None:
+    log = reload(manager, config_file, '[log]\nlevel = "info"\n')
+    assert "configuration reloaded" in log
     kinds = [name for message in manager.said for name in message]
     phases = [name for name in kinds if name in ("READY", "RELOADING", "MONOTONIC_USEC")]
     assert phases == ["READY", "RELOADING", "MONOTONIC_USEC", "READY"]
     assert len(set(manager.values("STATUS")[1:])) == 1
 
 
-def test_the_log_s_level_changes_at_once(
-    manager: ServiceManager, file: Path, tmp_path: Path
+def test_the_log_level_changes_at_once(
+    manager: ServiceManager, config_file: Path, tmp_path: Path
 ) -> None:
-    def visit() -> str:
+    def connect() -> str:
         before = len(manager.log())
         with OffloadClient(tmp_path / "cpu") as client:
             client.status()
         return manager.log()[before:]
 
-    assert "client connected" in visit()
+    assert "client connected" in connect()
     until(lambda: "client disconnected" in manager.log())
-    assert reload(manager, file, '[log]\nlevel = "warning"\n') == ""
-    assert visit() == ""
+    assert reload(manager, config_file, '[log]\nlevel = "warning"\n') == ""
+    assert connect() == ""
     assert "configuration reloaded" in reload(
-        manager, file, '[log]\nlevel = "info"\nformat = "json"\n'
+        manager, config_file, '[log]\nlevel = "info"\nformat = "json"\n'
     )
-    assert '"event": "client connected"' in visit()
+    assert '"event": "client connected"' in connect()
 
 
-def test_keys_that_need_a_restart_are_named_once(manager: ServiceManager, file: Path) -> None:
+def test_changed_keys_that_need_a_restart_are_reported_once(
+    manager: ServiceManager, config_file: Path
+) -> None:
     text = "[limits]\nmax_stores = 7\n"
-    said = reload(manager, file, text)
-    assert "changed keys need a restart" in said
-    assert "limits.max_stores" in said
-    assert "limits.allow" not in said
-    assert "need a restart" not in reload(manager, file, text)
-    both = reload(manager, file, text + '[pool]\nchunk = "1MiB"\n')
+    log = reload(manager, config_file, text)
+    assert "changed keys need a restart" in log
+    assert "limits.max_stores" in log
+    assert "limits.allow" not in log
+    assert "need a restart" not in reload(manager, config_file, text)
+    both = reload(manager, config_file, text + '[pool]\nchunk = "1MiB"\n')
     assert "limits.max_stores" in both
     assert "pool.chunk" in both
 
@@ -110,84 +112,90 @@ def test_keys_that_need_a_restart_are_named_once(manager: ServiceManager, file: 
         '[access]\ngroup = "no-such-group"\n',
     ],
 )
-def test_a_broken_file_changes_nothing(
-    manager: ServiceManager, file: Path, tmp_path: Path, text: str
+def test_an_invalid_file_changes_nothing(
+    manager: ServiceManager, config_file: Path, tmp_path: Path, text: str
 ) -> None:
-    """Not even what is right in it."""
-    said = reload(manager, file, text + '[log]\nlevel = "error"\n')
-    assert "reload failed" in said
-    assert "bad_config" in said
+    """Valid keys of the file are ignored, too."""
+    log = reload(manager, config_file, text + '[log]\nlevel = "error"\n')
+    assert "reload failed" in log
+    assert "bad_config" in log
     with OffloadClient(tmp_path / "cpu") as client:
         assert client.status().pid == manager.process.pid
     assert "client connected" in manager.log()
 
 
-def test_a_reload_that_fails_ends_all_the_same(
-    manager: ServiceManager, file: Path, tmp_path: Path
+def test_the_daemon_is_ready_again_after_a_failed_reload(
+    manager: ServiceManager, config_file: Path, tmp_path: Path
 ) -> None:
-    """Whatever it fails with: here somebody has taken the folder away."""
+    """Here it fails because the runtime directory was removed."""
     shutil.rmtree(tmp_path / "cpu")
-    said = reload(manager, file, '[log]\nlevel = "error"\n')
-    assert "reload failed" in said
-    assert "Traceback" not in said
+    log = reload(manager, config_file, '[log]\nlevel = "error"\n')
+    assert "reload failed" in log
+    assert "Traceback" not in log
 
 
-def test_a_reload_beside_a_client(manager: ServiceManager, file: Path, tmp_path: Path) -> None:
-    """Who is in stays in."""
+def test_a_reload_keeps_connected_clients(
+    manager: ServiceManager, config_file: Path, tmp_path: Path
+) -> None:
     with OffloadClient(tmp_path / "cpu") as client:
         boot = client.status().boot_id
-        reload(manager, file, '[access]\ngroup = "61001"\n')
-        reload(manager, file, "")
+        reload(manager, config_file, '[access]\ngroup = "61001"\n')
+        reload(manager, config_file, "")
         assert client.status().boot_id == boot
 
 
-EARLY = """
+# The file changes, and SIGHUP arrives, right after the daemon has read the file at its start.
+EARLY_RELOAD = """
 import os, signal, sys
 from pathlib import Path
 from kvferry.daemon import config_reader as config
 from kvferry.daemon.__main__ import main
 
 read = config.read
-def early(*arguments):
+def read_and_reload(*arguments):
     found = read(*arguments)
     Path(os.environ["FILE"]).write_text('[log]\\nformat = "json"\\n')
     os.kill(os.getpid(), signal.SIGHUP)
     config.read = read
     return found
 
-config.read = early
+config.read = read_and_reload
 main()
 """
-"""The file changes, and a reload is asked for, right after the daemon has read it at its start."""
 
 
-def test_a_reload_before_the_daemon_can_heed_it_waits(file: Path, tmp_path: Path) -> None:
-    file.write_text("")
-    command = [sys.executable, "-c", EARLY, *kvferryd_command(tmp_path, config=file)[3:]]
-    notify, environ = tmp_path / "notify", {"FILE": str(file)}
+def test_a_reload_during_the_start_is_done_later(config_file: Path, tmp_path: Path) -> None:
+    config_file.write_text("")
+    command = [
+        sys.executable,
+        "-c",
+        EARLY_RELOAD,
+        *kvferryd_command(tmp_path, config=config_file)[3:],
+    ]
+    notify, environ = tmp_path / "notify", {"FILE": str(config_file)}
     with ServiceManager(command, notify, environ=environ, log=tmp_path / "log") as manager:
         manager.start()
         until(lambda: '"event": "configuration reloaded"' in manager.log())
         assert manager.stop() == 0
 
 
-LATE = """
+LATE_RELOAD = """
 import os, signal
 from kvferry.daemon.__main__ import main
 from kvferry.daemon.access.endpoint import Endpoint
 
 close = Endpoint.close
-def late(endpoint):
+def reload_and_close(endpoint):
     os.kill(os.getpid(), signal.SIGHUP)
     close(endpoint)
 
-Endpoint.close = late
+Endpoint.close = reload_and_close
 main()
 """
 
 
 def test_a_reload_during_the_stop_is_ignored(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LATE, *kvferryd_command(tmp_path)[3:]]
+    command = [sys.executable, "-c", LATE_RELOAD, *kvferryd_command(tmp_path)[3:]]
     with ServiceManager(command, tmp_path / "notify", log=tmp_path / "log") as manager:
         manager.start()
         assert manager.stop() == 0

@@ -1,4 +1,4 @@
-"""The Supervisor in a process of its own, under a manager that speaks systemd's protocol."""
+"""The Supervisor, in its own process, with a service manager that has the protocol of systemd."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ import os, sys, time
 from kvferry.daemon.systemd import Supervisor
 
 supervisor = Supervisor()
-def memory(text):
+def memfd(text):
     descriptor = os.memfd_create("test")
     os.write(descriptor, text.encode())
     return descriptor
 def kept():
     return {name: os.pread(d, 99, 0).decode() for name, d in supervisor.stored_fds.items()}
-def say(what):
-    supervisor.status(repr(what))
+def send_status(value):
+    supervisor.status(repr(value))
 """
 
 Run = Callable[..., ServiceManager]
@@ -38,7 +38,7 @@ Run = Callable[..., ServiceManager]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    """run(lines, **options) -> a manager whose program did these lines, and then sleeps."""
+    """run(lines, **options) -> a manager. Its program runs the lines and sleeps."""
     managers: list[ServiceManager] = []
 
     def start(lines: str, notify: Path | str | None = None, **options: object) -> ServiceManager:
@@ -68,17 +68,17 @@ def test_the_sequence_of_notifications(run: Run) -> None:
     assert not manager.ignored
 
 
-def test_a_socket_in_no_file_system(run: Run) -> None:
+def test_an_abstract_notify_socket_is_used(run: Run) -> None:
     manager = run("", notify=f"@kvferry-test-{os.getpid()}")
     assert manager.values("READY") == ["1"]
 
 
 def test_a_stored_descriptor_is_passed_on_with_its_name(run: Run) -> None:
-    """Also twice in a row, and in whatever order it was given."""
+    """This holds after several restarts. The order of the descriptors has no effect."""
     manager = run(
-        "say(kept())\n"
+        "send_status(kept())\n"
         "if not supervisor.stored_fds:\n"
-        "    for name in ('one', 'two', 'three'): supervisor.store_fd(name, memory(name))\n"
+        "    for name in ('one', 'two', 'three'): supervisor.store_fd(name, memfd(name))\n"
     )
     assert manager.values("STATUS") == ["{}", "up"]
     for _ in range(2):
@@ -89,9 +89,9 @@ def test_a_stored_descriptor_is_passed_on_with_its_name(run: Run) -> None:
 
 def test_a_removed_descriptor_is_not_passed_on(run: Run) -> None:
     manager = run(
-        "say(kept())\n"
+        "send_status(kept())\n"
         "if not supervisor.stored_fds:\n"
-        "    supervisor.store_fd('one', memory('1')); supervisor.store_fd('two', memory('2'))\n"
+        "    supervisor.store_fd('one', memfd('1')); supervisor.store_fd('two', memfd('2'))\n"
         "    supervisor.remove_fd('one')\n"
     )
     manager.kill()
@@ -102,9 +102,9 @@ def test_a_removed_descriptor_is_not_passed_on(run: Run) -> None:
 
 def test_the_newer_of_two_descriptors_with_one_name_is_kept(run: Run) -> None:
     manager = run(
-        "say((kept(), len(os.listdir('/proc/self/fd'))))\n"
+        "send_status((kept(), len(os.listdir('/proc/self/fd'))))\n"
         "if not supervisor.stored_fds:\n"
-        "    supervisor.store_fd('one', memory('old')); supervisor.store_fd('one', memory('new'))\n"
+        "    supervisor.store_fd('one', memfd('old')); supervisor.store_fd('one', memfd('new'))\n"
     )
     before = literal_eval(manager.values("STATUS")[0])
     manager.kill()
@@ -114,9 +114,9 @@ def test_the_newer_of_two_descriptors_with_one_name_is_kept(run: Run) -> None:
 
 
 def test_a_pipe_is_stored_even_if_its_other_end_is_closed(run: Run) -> None:
-    """FDPOLL=0: a manager would drop it otherwise."""
+    """Without FDPOLL=0, the manager would drop it."""
     manager = run(
-        "say([*supervisor.stored_fds])\n"
+        "send_status([*supervisor.stored_fds])\n"
         "if not supervisor.stored_fds: supervisor.store_fd('pipe', os.pipe()[0])"
     )
     manager.kill()
@@ -125,65 +125,65 @@ def test_a_pipe_is_stored_even_if_its_other_end_is_closed(run: Run) -> None:
 
 
 @pytest.fixture
-def unread(tmp_path: Path) -> Iterator[tuple[Supervisor, socket.socket]]:
+def full_queue(tmp_path: Path) -> Iterator[tuple[Supervisor, socket.socket]]:
     """A supervisor, and the socket of a manager whose queue is full."""
     path = str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(path)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire, suppress(BlockingIOError):
-            wire.connect(path)
-            wire.setblocking(False)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, suppress(BlockingIOError):
+            sender.connect(path)
+            sender.setblocking(False)
             while True:
-                wire.send(b"OTHER=1")
+                sender.send(b"OTHER=1")
         receiver.settimeout(20)
         yield Supervisor({"NOTIFY_SOCKET": path}), receiver
 
 
-def _received(supervisor: Supervisor, receiver: socket.socket) -> list[tuple[str, str]]:
-    """Up to STOPPING: what was said, and the bytes of its descriptor."""
-    delivery = threading.Thread(target=supervisor.send_queued, args=(20,))
-    delivery.start()
-    heard = []
-    while ("STOPPING=1", "") not in heard:
+def _receive_queued(supervisor: Supervisor, receiver: socket.socket) -> list[tuple[str, str]]:
+    """Receive until STOPPING=1. Returns each message and the content of its descriptor."""
+    thread = threading.Thread(target=supervisor.send_queued, args=(20,))
+    thread.start()
+    received = []
+    while ("STOPPING=1", "") not in received:
         data, descriptors, _, _ = socket.recv_fds(receiver, 4096, 1)
-        held = "".join(os.pread(descriptor, 9, 0).decode() for descriptor in descriptors)
-        heard.append((data.decode(), held))
+        content = "".join(os.pread(descriptor, 9, 0).decode() for descriptor in descriptors)
+        received.append((data.decode(), content))
         for descriptor in descriptors:
             os.close(descriptor)
-    delivery.join()
-    return [said for said in heard if said[0] != "OTHER=1"]
+    thread.join()
+    return [message for message in received if message[0] != "OTHER=1"]
 
 
-def _keep(supervisor: Supervisor, name: str) -> None:
-    """And close what was to be kept: it is the caller's."""
+def _store_memfd(supervisor: Supervisor, name: str) -> None:
+    """Store a memfd and close it. The caller owns the descriptor."""
     descriptor = os.memfd_create(name)
     os.write(descriptor, name.encode())
     supervisor.store_fd(name, descriptor)
     os.close(descriptor)
 
 
-def test_a_manager_that_does_not_read_is_not_waited_for(
-    unread: tuple[Supervisor, socket.socket],
+def test_notifications_do_not_wait_for_a_manager_that_does_not_read(
+    full_queue: tuple[Supervisor, socket.socket],
 ) -> None:
-    """All that counts comes in its order once it reads, but what a later word has made old."""
-    supervisor, receiver = unread
+    """It receives them in order after it reads again, except those that a later one replaces."""
+    supervisor, receiver = full_queue
     began = time.monotonic()
-    _keep(supervisor, "one")
+    _store_memfd(supervisor, "one")
     supervisor.ready("up")
     for number in range(100):
         supervisor.keep_alive()
         supervisor.status(f"status {number}")
     supervisor.reloading()
     supervisor.ready("again")
-    _keep(supervisor, "two")
+    _store_memfd(supervisor, "two")
     supervisor.remove_fd("one")
     supervisor.stopping()
-    assert time.monotonic() - began < 8  # a write that waits would wait forever
+    assert time.monotonic() - began < 8  # a blocking write would never end
     assert not supervisor.send_queued(0.05)
-    heard = _received(supervisor, receiver)
-    reloading = heard[3][0]
+    received = _receive_queued(supervisor, receiver)
+    reloading = received[3][0]
     assert reloading.startswith("RELOADING=1\n")
-    assert heard == [
+    assert received == [
         ("READY=1\nSTATUS=up", ""),
         ("WATCHDOG=1", ""),
         ("STATUS=status 99", ""),
@@ -197,43 +197,42 @@ def test_a_manager_that_does_not_read_is_not_waited_for(
 
 
 def test_queued_notifications_are_sent_with_the_next_one(
-    unread: tuple[Supervisor, socket.socket],
+    full_queue: tuple[Supervisor, socket.socket],
 ) -> None:
-    supervisor, receiver = unread
+    supervisor, receiver = full_queue
     supervisor.ready("up")
     assert receiver.recv(99) == b"OTHER=1"
     assert receiver.recv(99) == b"OTHER=1"
     supervisor.keep_alive()
     receiver.setblocking(False)
     with suppress(BlockingIOError):
-        while (said := receiver.recv(99)) == b"OTHER=1":
+        while (message := receiver.recv(99)) == b"OTHER=1":
             pass
-    assert said == b"READY=1\nSTATUS=up"
+    assert message == b"READY=1\nSTATUS=up"
     assert receiver.recv(99) == b"WATCHDOG=1"
 
 
-def test_queued_notifications_are_bounded(unread: tuple[Supervisor, socket.socket]) -> None:
-    supervisor, receiver = unread
+def test_queued_notifications_are_bounded(full_queue: tuple[Supervisor, socket.socket]) -> None:
+    supervisor, receiver = full_queue
     before = len(os.listdir("/proc/self/fd"))
     for number in range(MAX_UNSENT + 9):
         supervisor.remove_fd(f"part.{number}")
-    _keep(supervisor, "one too many")
+    _store_memfd(supervisor, "one too many")
     supervisor.stopping()
     # A thread may meanwhile have closed a descriptor of an earlier test.
     assert len(os.listdir("/proc/self/fd")) <= before
-    assert len(_received(supervisor, receiver)) == MAX_UNSENT + 1
+    assert len(_receive_queued(supervisor, receiver)) == MAX_UNSENT + 1
 
 
-def test_children_inherit_nothing(run: Run) -> None:
-    """Neither the variables nor the descriptors."""
+def test_children_inherit_neither_variables_nor_descriptors(run: Run) -> None:
     manager = run(
         "import subprocess\n"
-        "if not supervisor.stored_fds: supervisor.store_fd('one', memory('1'))\n"
+        "if not supervisor.stored_fds: supervisor.store_fd('one', memfd('1'))\n"
         'code = \'import os; print([n for n in os.environ if n.startswith("LISTEN") '
         'or n.startswith("WATCHDOG") or n in ("NOTIFY_SOCKET", "FDSTORE")], '
         'sorted(os.listdir("/proc/self/fd"))[:-1])\'\n'
         "output = subprocess.run([sys.executable, '-c', code], stdout=-1, close_fds=False).stdout\n"
-        "say(output.decode().strip())",
+        "send_status(output.decode().strip())",
         watchdog=60.0,
     )
     manager.kill()
@@ -242,9 +241,11 @@ def test_children_inherit_nothing(run: Run) -> None:
     assert "[] ['0', '1', '2']" in manager.values("STATUS")[0]
 
 
-def test_the_watchdog_s_time(run: Run) -> None:
-    assert run("say(supervisor.watchdog_seconds)", watchdog=2.5).values("STATUS")[0] == "2.5"
-    assert run("say(supervisor.watchdog_seconds)").values("STATUS")[0] == "None"
+def test_the_watchdog_timeout_is_read(run: Run) -> None:
+    assert (
+        run("send_status(supervisor.watchdog_seconds)", watchdog=2.5).values("STATUS")[0] == "2.5"
+    )
+    assert run("send_status(supervisor.watchdog_seconds)").values("STATUS")[0] == "None"
 
 
 def test_a_process_without_keep_alive_is_killed(run: Run) -> None:
@@ -267,16 +268,16 @@ def test_a_process_with_keep_alive_is_not_killed(run: Run) -> None:
 
 
 def test_notifications_for_another_process_are_ignored() -> None:
-    ours, theirs = os.pipe()
+    reader, writer = os.pipe()
     try:
-        environ = {"LISTEN_PID": "1", "LISTEN_FDS": str(theirs), "LISTEN_FDNAMES": "a:b"}
+        environ = {"LISTEN_PID": "1", "LISTEN_FDS": str(writer), "LISTEN_FDNAMES": "a:b"}
         supervisor = Supervisor({**environ, "WATCHDOG_PID": "1", "WATCHDOG_USEC": "1000000"})
         assert supervisor.stored_fds == {}
         assert supervisor.watchdog_seconds is None
-        assert fcntl.fcntl(ours, fcntl.F_GETFD) == fcntl.FD_CLOEXEC
+        assert fcntl.fcntl(reader, fcntl.F_GETFD) == fcntl.FD_CLOEXEC
     finally:
-        os.close(ours)
-        os.close(theirs)
+        os.close(reader)
+        os.close(writer)
 
 
 def test_without_a_service_manager_nothing_is_sent() -> None:
@@ -292,16 +293,16 @@ def test_without_a_service_manager_nothing_is_sent() -> None:
 def test_a_lost_service_manager_is_logged_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    supervisor = Supervisor({"NOTIFY_SOCKET": str(tmp_path / "nobody")})
+    supervisor = Supervisor({"NOTIFY_SOCKET": str(tmp_path / "missing")})
     for _ in range(3):
         supervisor.keep_alive()
     output = "".join(capfd.readouterr())
     assert output.count("cannot notify the service manager") == 1
-    assert str(tmp_path / "nobody") in output
+    assert str(tmp_path / "missing") in output
 
 
 @pytest.mark.parametrize("name", ["", "a:b", "x" * 256, "a\nREADY=1", "schlüssel"])
-def test_names_that_a_store_would_not_take(name: str) -> None:
+def test_descriptor_names_that_systemd_refuses_are_refused(name: str) -> None:
     supervisor = Supervisor({})
     with pytest.raises(ValueError, match="descriptor name"):
         supervisor.store_fd(name, 0)

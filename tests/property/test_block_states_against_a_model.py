@@ -1,8 +1,7 @@
-"""Host blocks named by number against a dictionary of bytes: what loads is what a store completed.
+"""Host blocks addressed by number, compared with a dictionary.
 
-The model keeps for every sub-block which store wrote it last, in the order of submission. A load is
-accepted if a store of each of its sub-blocks completed or may still complete, and the latter are
-those that it requires.
+The model has the last store of every sub-block, in the order of submission. A load is accepted if
+for each of its sub-blocks the last store is done or in flight. It requires the stores in flight.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLay
 
 HOSTS = 4
 FACTOR = 3
+# Page sizes of the groups, by number of sizes.
 PAGES = {1: (64,), 2: (64, 32)}
-"""Page sizes of the groups, by how many sizes there are."""
 
 SHAPES: dict[str, Any] = {
     "group": st.integers(0, 1),
@@ -42,8 +41,8 @@ SHAPES: dict[str, Any] = {
     "cut": st.integers(0, FACTOR - 1),
 }
 
+# (host block, sub-block)
 Cell: TypeAlias = tuple[int, int]
-"""(host block, sub-block)"""
 
 
 @dataclass
@@ -58,7 +57,7 @@ class ModelStore:
 
 @dataclass
 class Cells:
-    """What each sub-block holds: a store's serial, noise (None), or nothing."""
+    """The content of each sub-block: the serial number of its last store."""
 
     content: dict[Cell, int | None] = field(default_factory=dict)
     unverified: set[Cell] = field(default_factory=set)
@@ -85,10 +84,10 @@ class BlockStatesMachine(RuleBasedStateMachine):
         tensors = tuple(TensorLayout(64, page, page) for page in pages)
         groups = tuple((TensorRef(number, page),) for number, page in enumerate(pages))
         self.layout = LayoutArrays.from_layout(KVLayout(tensors, groups, FACTOR))
-        self.geometry = BlockLayout(self.layout, 0, HOSTS)
+        self.block_layout = BlockLayout(self.layout, 0, HOSTS)
         self.states = BlockStates.for_layout(self.layout, HOSTS)
+        # The content after all jobs in the queue.
         self.cells = Cells()
-        """At the end of everything that is in the queue."""
 
     def resolve(
         self, direction: Direction, group: int, hosts: list[int], skip: int, cut: int
@@ -97,7 +96,7 @@ class BlockStatesMachine(RuleBasedStateMachine):
         cells = [(host, sub) for host in hosts for sub in range(FACTOR)][skip : skip + number]
         sizes = tuple(number * (g == group) for g in range(self.sizes))
         gpu = GPULoadStoreSpec(range(number), sizes, (skip,) * self.sizes)
-        blocks = self.geometry.resolve(direction, gpu, np.array(hosts, dtype=np.int64))
+        blocks = self.block_layout.resolve(direction, gpu, np.array(hosts, dtype=np.int64))
         return ModelStore(next(self.serials), direction, group, blocks, cells)
 
     @rule(**SHAPES)
@@ -136,7 +135,7 @@ class BlockStatesMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.queue)
     @rule(done=st.sampled_from([True, True, False]))
     def end(self, done: bool) -> None:
-        """The oldest job. A load is done if the stores that it requires completed."""
+        """End the oldest job."""
         job = self.queue.pop(0)
         if job.direction is Direction.LOAD:
             return
@@ -151,11 +150,11 @@ class BlockStatesMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.queue)
     @rule(good=st.sets(st.integers(0, HOSTS - 1)), bad=st.sets(st.integers(0, HOSTS - 1)))
     def restart(self, good: set[int], bad: set[int]) -> None:
-        """Another daemon finds what was committed; some of it is verified or corrupt."""
+        """Restore the committed blocks in another daemon. Some are verified, others corrupt."""
         hosts = np.arange(HOSTS)
         parts = self.states.loadable_parts(hosts)
-        whole = [int(host) for host in hosts if int(host) not in parts]
-        committed = {**dict.fromkeys(whole, (0, FACTOR)), **parts}
+        complete = [int(host) for host in hosts if int(host) not in parts]
+        committed = {**dict.fromkeys(complete, (0, FACTOR)), **parts}
         committed = {host: part for host, part in committed.items() if part[1]}
         self.states = BlockStates.for_layout(self.layout, HOSTS)
         self.states.restore_blocks(committed.items())
@@ -171,7 +170,7 @@ class BlockStatesMachine(RuleBasedStateMachine):
         self.cells.clear(list(bad))
 
     @invariant()
-    def what_is_committed_is_loadable(self) -> None:
+    def committed_blocks_are_loadable(self) -> None:
         if not hasattr(self, "states"):
             return
         for host, part in self.states.loadable_parts(np.arange(HOSTS)).items():

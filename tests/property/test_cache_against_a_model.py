@@ -1,4 +1,4 @@
-"""The cache against a plain model of it, with every policy: each answer is the model's."""
+"""The cache with every policy, compared with a simple model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from support.cache_model import READY, CacheModel
 from support.plain_policies import PLAIN
 
 KEYS = st.sampled_from([bytes([letter]) for letter in b"abcdefghij"])
-OFTEN = ["offer", "store", "store", "store", "store", "store", "touch", "touch", "pin", "unpin"]
+FREQUENT = ["offer", "store", "store", "store", "store", "store", "touch", "touch", "pin", "unpin"]
 PARTS = st.dictionaries(KEYS, st.sampled_from([(0, 2), (0, 3), (1, 4)]), max_size=3)
 Step: TypeAlias = tuple[str, list[bytes], int, bool, dict[bytes, tuple[int, int]]]
-RARELY = ["end_store", "end_store", "end_again", "lookup", "drain", "reset", "restart", "discard"]
-RARELY += ["verify", "verify"]
+RARE = ["end_store", "end_store", "end_again", "lookup", "drain", "reset", "restart", "discard"]
+RARE += ["verify", "verify"]
 TIERS = ["promote", "promote", "end_promotion", "release_promotion", "take_writes", "end_writes"]
-NAMES = OFTEN * 2 + RARELY + TIERS * 2
+NAMES = FREQUENT * 2 + RARE + TIERS * 2
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(NAMES),
@@ -32,15 +32,15 @@ STEPS = st.lists(
 )
 
 
-def take(
+def run_step(
     model: CacheModel,
     name: str,
     keys: list[bytes],
-    which: int,
+    index: int,
     success: bool,
     parts: dict[bytes, tuple[int, int]],
 ) -> None:
-    """One step. `which`: of the jobs under way, or of the ready keys."""
+    """Run a step of the model and the cache. index: of a job in flight, or of a ready key."""
     match name:
         case "touch" | "lookup" | "discard" | "verify":
             getattr(model, name)(keys)
@@ -51,15 +51,15 @@ def take(
             model.end_store(-1, success=True)
         case "pin":
             ready = sorted(model.keys_that_are(READY))
-            model.pin(ready[which : which + 2] + ready[which : which + 1] if success else keys)
+            model.pin(ready[index : index + 2] + ready[index : index + 1] if success else keys)
         case "end_store" | "end_again":
-            getattr(model, name)(which, success)
+            getattr(model, name)(index, success)
         case "promote":
             model.promote(keys)
         case "end_promotion" | "end_writes":
-            getattr(model, name)(which, success)
+            getattr(model, name)(index, success)
         case "unpin" | "release_promotion" | "take_writes":
-            getattr(model, name)(which)
+            getattr(model, name)(index)
         case _:
             getattr(model, name)()
 
@@ -67,13 +67,13 @@ def take(
 @pytest.mark.parametrize("policy", PLAIN)
 @settings(max_examples=300)
 @given(st.integers(1, 6), st.sampled_from([1, 1, 1, 2]), st.booleans(), STEPS)
-def test_every_answer_is_that_of_the_model(
-    policy: str, capacity: int, threshold: int, patient: bool, steps: list[Step]
+def test_every_result_equals_that_of_the_model(
+    policy: str, capacity: int, threshold: int, drains_late: bool, steps: list[Step]
 ) -> None:
     model = CacheModel(policy, capacity, threshold)
     for step in steps:
-        take(model, *step)
+        run_step(model, *step)
         model.check()
-        if not patient:
+        if not drains_late:
             model.drain()
     model.drain()

@@ -1,4 +1,4 @@
-"""Anything legal happens to the core, in any order; checked_core.py checks its actions."""
+"""The core with random legal steps in any order. checked_core.py checks its actions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @initialize(timeline=st.sampled_from([None, 3]))
     def begin(self, timeline: int | None) -> None:
-        """Most steps need a session with tensors."""
+        """Open a session with tensors, because most steps need one."""
         self.server.open_session("a")
         (session,) = self.server.engine_of
         message = wire.AllocateKVCaches(next(self.request_ids), LAYOUT, 8192, timeline)
@@ -68,7 +68,7 @@ class CoreMachine(RuleBasedStateMachine):
         layout=st.sampled_from([LAYOUT, OTHER]),
         host_bytes=st.sampled_from([None, 1, 4096, 8192, POOL]),
         timeline=st.sampled_from([None, 3]),
-        own=st.booleans(),
+        own_tensors=st.booleans(),
     )
     def register(
         self,
@@ -76,13 +76,13 @@ class CoreMachine(RuleBasedStateMachine):
         layout: KVLayout,
         host_bytes: int | None,
         timeline: int | None,
-        own: bool,
+        own_tensors: bool,
     ) -> None:
         request_id, session = next(self.request_ids), self.session(data)
-        if own:
-            where = (memory.FdAllocation(1, 8192),), (memory.Location(0, data.draw(_OFFSETS)),)
+        if own_tensors:
+            memories = (memory.FdAllocation(1, 8192),), (memory.Location(0, data.draw(_OFFSETS)),)
             message: wire.ClientMessage = wire.RegisterKVCaches(
-                request_id, layout, *where, host_bytes, timeline
+                request_id, layout, *memories, host_bytes, timeline
             )
             self.server.send(session, message, wire.Registered)
         else:
@@ -93,7 +93,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         job_id=st.integers(0, 5),
-        make=st.sampled_from([store, store, load]),
+        make_spec=st.sampled_from([store, store, load]),
         fits=st.sampled_from([True, True, True, False]),
         wait_for=st.sampled_from([0, 0, 0, 4]),
     )
@@ -101,18 +101,18 @@ class CoreMachine(RuleBasedStateMachine):
         self,
         data: st.DataObject,
         job_id: int,
-        make: Any,
+        make_spec: Any,
         fits: bool,
         wait_for: int,
     ) -> None:
-        """fits: host blocks that are there, and as many GPU blocks as fill them."""
+        """fits: valid host blocks, and the number of GPU blocks that fill them."""
         session = self.session(data)
         engine = self.server.engine_of[session]
         registration = self.server.open_registration(engine)
-        direction = Direction.STORE if make is store else Direction.LOAD
+        direction = Direction.STORE if make_spec is store else Direction.LOAD
         plans = () if registration is None else tuple(registration.plans.values())
-        mine = [plan for plan in plans if self.server.owner.get(plan.serial) == session]
-        busy = [plan for plan in mine if plan.direction is direction]
+        own_plans = [plan for plan in plans if self.server.owner.get(plan.serial) == session]
+        busy = [plan for plan in own_plans if plan.direction is direction]
         faults = {
             Code.SHUTTING_DOWN: self.server.core.stopping,
             Code.NOT_REGISTERED: registration is None,
@@ -128,13 +128,13 @@ class CoreMachine(RuleBasedStateMachine):
         else:
             hosts = tuple(data.draw(st.lists(st.integers(0, 2), max_size=3)))
             blocks = data.draw(st.lists(st.integers(0, 8), max_size=3))
-        src, dst = make(*blocks, hosts=hosts)
+        src, dst = make_spec(*blocks, hosts=hosts)
         refusals = self.server.submit(session, wire.Submit(job_id, src, dst, wait_for))
         if any(faults.values()):
             assert len(refusals) == 1
             assert faults.get(Code(refusals[0]))
         elif refusals:
-            assert set(refusals) <= _SPEC_FAULTS | ({Code.STALE} if make is load else set())
+            assert set(refusals) <= _SPEC_FAULTS | ({Code.STALE} if make_spec is load else set())
             assert len(refusals) == 1
         else:
             assert registration is not None
@@ -145,19 +145,19 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(data=st.data(), job_ids=st.lists(st.integers(0, 6), max_size=4))
     def cancel(self, data: st.DataObject, job_ids: list[int]) -> None:
         session = self.session(data)
-        wanted = {(self.server.engine_of[session], job_id) for job_id in job_ids}
+        jobs = {(self.server.engine_of[session], job_id) for job_id in job_ids}
         before = set(self.server.cancelled)
         self.server.send(session, wire.Cancel(tuple(job_ids)))
         assert self.server.cancelled == before | {
-            s for s, job in self.server.jobs.items() if job in wanted
+            s for s, job in self.server.jobs.items() if job in jobs
         }
 
     @precondition(lambda self: self.server.engine_of)
     @rule(data=st.data(), job_ids=st.lists(st.integers(0, 6), max_size=4))
     def wait(self, data: st.DataObject, job_ids: list[int]) -> None:
         session, request_id = self.session(data), next(self.request_ids)
-        wanted = {(self.server.engine_of[session], job_id) for job_id in job_ids}
-        serials = {serial for serial, job in self.server.jobs.items() if job in wanted}
+        jobs = {(self.server.engine_of[session], job_id) for job_id in job_ids}
+        serials = {serial for serial, job in self.server.jobs.items() if job in jobs}
         self.server.send(session, wire.Wait(request_id, tuple(job_ids)), wire.Waited)
         if serials:
             assert (session, request_id) in self.server.due
@@ -173,28 +173,28 @@ class CoreMachine(RuleBasedStateMachine):
         assert (session, request_id) not in self.server.due
 
     @precondition(lambda self: len(self.server.engine_of) > 1)
-    @rule(data=st.data(), polite=st.booleans())
-    def leave(self, data: st.DataObject, polite: bool) -> None:
+    @rule(data=st.data(), goodbye=st.booleans())
+    def disconnect(self, data: st.DataObject, goodbye: bool) -> None:
         session = self.session(data)
-        mine = {serial for serial, who in self.server.owner.items() if who == session}
-        held = {
+        serials = {s for s, owner in self.server.owner.items() if owner == session}
+        registered = {
             c.number
             for c in self.server.registrations.values()
             if c.session == session and not c.failed
         }
-        if polite:
+        if goodbye:
             first, *actions = self.server.core.handle(session, wire.Goodbye(), now=101.0)
             assert first == SendMessage(session, wire.Goodbye())
         else:
             actions = self.server.core.close_session(session)
         self.server.perform(actions)
         assert session not in self.server.engine_of
-        assert mine <= self.server.cancelled
-        assert all(self.server.registrations[number].leaving for number in held)
+        assert serials <= self.server.cancelled
+        assert all(self.server.registrations[number].leaving for number in registered)
 
     @rule(stops=st.sampled_from([False] * 15 + [True]))
     def stop(self, stops: bool) -> None:
-        """Seldom: then all that follows is refused."""
+        """Rare, because all later requests are refused."""
         if stops:
             self.server.core.stop()
 
@@ -229,19 +229,19 @@ class CoreMachine(RuleBasedStateMachine):
         leaving = [c for c in self.server.registrations.values() if c.mapped and c.leaving]
         self.server.unmap(data.draw(st.sampled_from(leaving)))
 
-    # Always
+    # Invariants
 
     @invariant()
-    def busy_while_anything_is_under_way(self) -> None:
+    def the_core_is_busy_while_jobs_or_mappings_are_in_flight(self) -> None:
         settled = all(c.mapped and not c.leaving for c in self.server.registrations.values())
         assert self.server.core.busy == bool(self.server.jobs or not settled)
 
     @invariant()
-    def sessions_are_those_that_came_and_did_not_go(self) -> None:
+    def sessions_are_those_that_are_connected(self) -> None:
         assert set(self.server.core.sessions) == set(self.server.engine_of)
 
     @invariant()
-    def jobs_are_those_that_were_accepted_and_did_not_end(self) -> None:
+    def jobs_are_those_that_were_accepted_and_have_not_ended(self) -> None:
         status = self.server.core.status(now=101.0)
         assert sum(engine.jobs for engine in status.engines) == len(self.server.jobs)
         assert status.pool.reserved_bytes <= POOL
@@ -251,11 +251,11 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 _OFFSETS = st.sampled_from([0, 0, 4096, 8192])
+# A load may also be STALE, if its host blocks were not stored.
 _SPEC_FAULTS = {Code.BLOCK_OUT_OF_RANGE, Code.SIZE_MISMATCH, Code.DUPLICATE_BLOCK}
-"""Of a load also STALE, where its host blocks were never stored to."""
 
 
-def test_every_reply_and_action_is_what_the_model_expects() -> None:
+def test_every_reply_and_action_equals_that_of_the_model() -> None:
     run_state_machine_as_test(
         CoreMachine,
         settings=settings(max_examples=500, stateful_step_count=60),

@@ -1,9 +1,8 @@
-"""The disk tier against a dict, with kills and power cuts at any point.
+"""The disk tier compared with a dictionary, with kills and power cuts at random points.
 
-The tier is large enough for all keys, so that none is evicted: what the dict has must be found,
-with its bytes. What it does not have must be missing, with one exception: a key that was dropped by
-itself may be found again when the index is rebuilt, because its slot is still there; with its
-bytes.
+The tier is large enough for all keys, so it evicts none. A key of the dictionary must be found with
+its bytes. Other keys must be missing, with one exception: a key that was dropped individually may
+be found with its bytes after the index was rebuilt, because its slot still exists.
 """
 
 from __future__ import annotations
@@ -43,31 +42,31 @@ steps = st.lists(
 )
 
 
-class Model:
+class DiskTierModel:
     def __init__(self, disk: KillableDisk) -> None:
         self.disk = disk
         self.stored: dict[str, set[int]] = {name: set() for name in NAMESPACES}
-        # Keys that may be found or not.
-        self.unsure: dict[str, set[int]] = {name: set() for name in NAMESPACES}
+        # Keys that may be found or missing.
+        self.uncertain: dict[str, set[int]] = {name: set() for name in NAMESPACES}
         self.dropped: dict[str, set[int]] = {name: set() for name in NAMESPACES}
 
-    def take(self, step: tuple[str, str, list[int]]) -> None:
-        verb, name, some = step
+    def run_step(self, step: tuple[str, str, list[int]]) -> None:
+        verb, name, numbers = step
         disk = self.disk
         match verb:
             case "put":
-                assert set(disk.put(some, name)) <= {OK, Result.PRESENT}
-                self._note_stored(name, some)
+                assert set(disk.put(numbers, name)) <= {OK, Result.PRESENT}
+                self._record_stored(name, numbers)
             case "fetch":
-                self.check(name, some)
+                self.check(name, numbers)
             case "drop":
-                disk.drop(some, name)
-                self.stored[name] -= set(some)
-                self.unsure[name] -= set(some)
-                self.dropped[name] |= set(some)
+                disk.drop(numbers, name)
+                self.stored[name] -= set(numbers)
+                self.uncertain[name] -= set(numbers)
+                self.dropped[name] |= set(numbers)
             case "reset":
                 disk.drop(None, name)
-                for keys in (self.stored, self.unsure, self.dropped):
+                for keys in (self.stored, self.uncertain, self.dropped):
                     keys[name].clear()
             case "kill":
                 disk.kill()
@@ -81,16 +80,16 @@ class Model:
             case "maintain":
                 disk.tier.maintain()
             case _:
-                self._die(name, some, committed=verb == "die-committed")
+                self._die(name, numbers, committed=verb == "die-committed")
 
-    def _note_stored(self, name: str, some: list[int]) -> None:
-        self.stored[name] |= set(some)
-        self.unsure[name] -= set(some)
+    def _record_stored(self, name: str, numbers: list[int]) -> None:
+        self.stored[name] |= set(numbers)
+        self.uncertain[name] -= set(numbers)
 
-    def _die(self, name: str, some: list[int], *, committed: bool) -> None:
+    def _die(self, name: str, numbers: list[int], *, committed: bool) -> None:
         disk = self.disk
-        disk.put(some[:1], name)  # the store is there
-        self._note_stored(name, some[:1])
+        disk.put(numbers[:1], name)  # this creates the store
+        self._record_stored(name, numbers[:1])
         store = disk.tier._stores[name]
         commit = store._commit
 
@@ -102,11 +101,11 @@ class Model:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(store, "_commit", die)
             with pytest.raises(Killed):
-                disk.put(some, name)
+                disk.put(numbers, name)
         if committed:
-            self._note_stored(name, some)
-        else:  # the slots were written: a later rebuild may find them
-            self.dropped[name] |= set(some) - self.stored[name]
+            self._record_stored(name, numbers)
+        else:  # the slots are written, so a later rebuild may find them
+            self.dropped[name] |= set(numbers) - self.stored[name]
         disk.kill()
         self._open()
 
@@ -114,15 +113,15 @@ class Model:
         self.disk.open()
         if self.disk.tier._rebuild:
             for name in NAMESPACES:
-                self.unsure[name] |= self.dropped[name] - self.stored[name]
+                self.uncertain[name] |= self.dropped[name] - self.stored[name]
 
-    def check(self, name: str, some: list[int]) -> None:
-        found = self.disk.contains(some, name)
-        results = self.disk.fetch(some, name)  # compares the bytes
-        for number, there, result in zip(some, found, results, strict=True):
-            assert (result is OK) is there
-            if number not in self.unsure[name]:
-                assert there is (number in self.stored[name]), number
+    def check(self, name: str, numbers: list[int]) -> None:
+        found = self.disk.contains(numbers, name)
+        results = self.disk.fetch(numbers, name)  # compares the bytes
+        for number, present, result in zip(numbers, found, results, strict=True):
+            assert (result is OK) is present
+            if number not in self.uncertain[name]:
+                assert present is (number in self.stored[name]), number
 
 
 @pytest.fixture(scope="module")
@@ -134,15 +133,15 @@ def pool() -> Iterator[PoolMemory]:
 
 @given(steps)
 @settings(max_examples=150)
-def test_the_disk_tier_is_a_dict_that_survives(
-    pool: PoolMemory, taken: list[tuple[str, str, list[int]]]
+def test_the_disk_tier_equals_the_dictionary(
+    pool: PoolMemory, script: list[tuple[str, str, list[int]]]
 ) -> None:
     with tempfile.TemporaryDirectory() as root:
         disk = KillableDisk(pool, Path(root) / "tier")
-        model = Model(disk)
+        model = DiskTierModel(disk)
         try:
-            for step in taken:
-                model.take(step)
+            for step in script:
+                model.run_step(step)
             for name in NAMESPACES:
                 model.check(name, list(range(12)))
             assert disk.usage().used_bytes <= disk.size

@@ -1,8 +1,8 @@
-"""Tensors that are kept, against a device worker that releases only what it is told to.
+"""Kept tensors, compared with a device worker that releases only memory of ReleaseTensors.
 
-Engines connect, allocate, disconnect and are released in any order, while the device worker lags
-behind. Once it has caught up, it holds what the status shows, neither more nor less: memory that
-nobody can name is lost, and memory that has two names is used twice.
+Engines connect, allocate, disconnect and are released in any order, while the device worker is
+behind. After it has processed all commands, it holds exactly the memory that the status shows.
+Otherwise memory would be lost, or used by two engines.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ PROFILE = settings(max_examples=400)
 Step = tuple[str, str, int, int]
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["allocate", "keep", "keep", "own", "leave", "leave", "release", "lag"]),
+        st.sampled_from(
+            ["allocate", "keep", "keep", "register", "disconnect", "disconnect", "release", "work"]
+        ),
         st.sampled_from(ENGINES),
         st.integers(0, 1),
         st.integers(1, 12),
@@ -51,7 +53,7 @@ steps = st.lists(
 
 @dataclass(eq=False)
 class ModelMemory:
-    """What one Map allocated, and for whom."""
+    """The memory that a MapTensors allocated, and its engine."""
 
     layout: KVLayout
     engine: str
@@ -60,12 +62,13 @@ class ModelMemory:
 @dataclass
 class KeptTensorsModel:
     core: Core
-    orders: deque[Action] = field(default_factory=deque)
+    # Commands that the device worker has not processed.
+    commands: deque[Action] = field(default_factory=deque)
+    # Memory that the device worker holds, by registration.
     held: dict[int, ModelMemory] = field(default_factory=dict)
-    """What the device worker holds, by registration."""
     mapped: dict[int, ModelMemory] = field(default_factory=dict)
+    # The session of each connected engine.
     sessions: dict[str, str] = field(default_factory=dict)
-    """The session of each engine that is here."""
     numbers: count[int] = field(default_factory=lambda: count(1))
     failing: bool = False
 
@@ -75,31 +78,31 @@ class KeptTensorsModel:
             self.core.open_session(session, wire.Hello(1, 1, session, engine))
         return self.sessions[engine]
 
-    def take(self, step: Step) -> None:
+    def run_step(self, step: Step) -> None:
         verb, engine, choice, size = step
-        layout, room, number = LAYOUTS[choice], size << 10, next(self.numbers)
+        layout, host_bytes, number = LAYOUTS[choice], size << 10, next(self.numbers)
         match verb:
             case "allocate" | "keep":
                 keep = verb == "keep"
-                self.send(engine, wire.AllocateKVCaches(number, layout, room, None, keep))
-            case "own":
-                where = (FdAllocation(1, 1 << 20),), (Location(0, 0),)
-                self.send(engine, wire.RegisterKVCaches(number, layout, *where, room))
-            case "leave" if engine in self.sessions:
-                self.obey(self.core.close_session(self.sessions.pop(engine)))
+                self.send(engine, wire.AllocateKVCaches(number, layout, host_bytes, None, keep))
+            case "register":
+                memories = (FdAllocation(1, 1 << 20),), (Location(0, 0),)
+                self.send(engine, wire.RegisterKVCaches(number, layout, *memories, host_bytes))
+            case "disconnect" if engine in self.sessions:
+                self.perform(self.core.close_session(self.sessions.pop(engine)))
             case "release":
                 self.send(engine, wire.ReleaseKVCaches(number, ENGINES[choice]))
-            case "lag":
+            case "work":
                 self.failing = size > 9
-                for _ in range(min(size, len(self.orders))):
+                for _ in range(min(size, len(self.commands))):
                     self.work()
                 self.failing = False
 
     def send(self, engine: str, message: wire.ClientMessage) -> None:
-        self.obey(self.core.handle(self.session(engine), message, 1.0))
+        self.perform(self.core.handle(self.session(engine), message, 1.0))
 
-    def obey(self, actions: list[Action]) -> None:
-        self.orders.extend(
+    def perform(self, actions: list[Action]) -> None:
+        self.commands.extend(
             a for a in actions if isinstance(a, MapTensors | UnmapTensors | ReleaseTensors)
         )
         for action in actions:
@@ -107,36 +110,36 @@ class KeptTensorsModel:
                 assert action.message.nbytes > 0
 
     def work(self) -> None:
-        """The device worker does its oldest order."""
-        match self.orders.popleft():
-            case MapTensors() as wanted:
-                self.obey(self.core.report(self.map(wanted)))
+        """Process the oldest command of the device worker."""
+        match self.commands.popleft():
+            case MapTensors() as command:
+                self.perform(self.core.report(self.map(command)))
             case UnmapTensors(number):
                 self.mapped.pop(number, None)
-                self.obey(self.core.report(TensorsUnmapped(number)))
+                self.perform(self.core.report(TensorsUnmapped(number)))
             case ReleaseTensors(number):
                 self.held.pop(number, None)
 
-    def map(self, wanted: MapTensors) -> TensorsMapped:
-        number = wanted.registration
-        layout = msgspec.convert(wanted.layout.layout_arrays.to_lists(), KVLayout)
+    def map(self, command: MapTensors) -> TensorsMapped:
+        number = command.registration
+        layout = msgspec.convert(command.layout.layout_arrays.to_lists(), KVLayout)
         if self.failing:
-            return TensorsMapped(number, wanted.session, ErrorInfo(Code.DRIVER, "out of memory"))
-        memory, reused = ModelMemory(layout, wanted.session[0]), False
-        if wanted.reuse is not None and wanted.reuse in self.held:
-            memory, reused = self.held[wanted.reuse], True
-            assert (memory.layout, memory.engine) == (layout, wanted.session[0])
-        if wanted.locations is None:
-            assert memory not in self.mapped.values()  # the very same: nobody else writes to it
+            return TensorsMapped(number, command.session, ErrorInfo(Code.DRIVER, "out of memory"))
+        memory, reused = ModelMemory(layout, command.session[0]), False
+        if command.reuse is not None and command.reuse in self.held:
+            memory, reused = self.held[command.reuse], True
+            assert (memory.layout, memory.engine) == (layout, command.session[0])
+        if command.locations is None:
+            assert memory not in self.mapped.values()  # no other registration may write to it
         self.mapped[number] = memory
-        if wanted.keep:
+        if command.keep:
             self.held[number] = memory
-        where = (FdAllocation(1, 1 << 20),) if wanted.locations is None else ()
-        return TensorsMapped(number, wanted.session, None, where, reused=reused)
+        allocations = (FdAllocation(1, 1 << 20),) if command.locations is None else ()
+        return TensorsMapped(number, command.session, None, allocations, reused=reused)
 
     def check(self) -> None:
-        """With a device worker that has caught up."""
-        while self.orders:
+        """Process all commands, and compare the held memory with the status."""
+        while self.commands:
             self.work()
         status = {engine.name: engine for engine in self.core.status(1.0).engines}
         kept = {name: e.kept_bytes for name, e in status.items() if e.kept_bytes}
@@ -153,12 +156,12 @@ def test_the_device_worker_holds_what_the_status_shows(script: list[Step]) -> No
     limits = proto_status.Limits(1 << 20, 1 << 10, 8)
     model = KeptTensorsModel(Core(DaemonIdentity("0.1", "boot", 1, device, limits, 0.0), POOL))
     for step in script:
-        model.take(step)
+        model.run_step(step)
     model.check()
     for engine in tuple(model.sessions):
-        model.take(("leave", engine, 0, 0))
+        model.run_step(("disconnect", engine, 0, 0))
     model.check()
     for engine in "ab":
-        model.take(("release", "c", ENGINES.index(engine), 0))
+        model.run_step(("release", "c", ENGINES.index(engine), 0))
     model.check()
     assert not [memory for memory in model.held.values() if memory.engine != "c"]

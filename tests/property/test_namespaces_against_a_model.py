@@ -1,7 +1,7 @@
-"""Namespaces against dictionaries: keys load what was stored under them, and mirrors are right.
+"""Namespaces compared with dictionaries: keys load their stored bytes, and mirrors are correct.
 
-The machine draws what engines ask and what the device worker reports, in any order. The model is in
-support/namespaces_model.py, requests and their checks are in support/checked_namespaces.py.
+The machine draws requests of engines and reports of the device worker, in any order. The model is
+in support/namespaces_model.py. Requests and their checks are in support/checked_namespaces.py.
 """
 
 from __future__ import annotations
@@ -47,89 +47,89 @@ T = TypeVar("T")
 
 
 class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
-    def one_of(self, things: Iterable[T]) -> T:
-        thing: T = self.draw(st.sampled_from(list(things)))
-        return thing
+    def draw_from(self, values: Iterable[T]) -> T:
+        value: T = self.draw(st.sampled_from(list(values)))
+        return value
 
-    # What happens
+    # Steps
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
         self.draw: Any = data.draw
         plain, hybrid = LAYOUTS
-        layouts = {plain: self.one_of(FITTING[PLAIN]), hybrid: self.one_of(FITTING[HYBRID])}
+        layouts = {plain: self.draw_from(FITTING[PLAIN]), hybrid: self.draw_from(FITTING[HYBRID])}
         for engine, fingerprint in (("a", plain), ("b", plain), ("c", hybrid)):
             session = self.connect(engine)
-            self.open_namespace(session, fingerprint, self.one_of(POLICIES))
+            self.open_namespace(session, fingerprint, self.draw_from(POLICIES))
             self.register(session, layouts[fingerprint])
             self.map_tensors(self.registrations()[engine])
-            self.store_some(session, Outcome.DONE)
+            self.store_drawn_keys(session, Outcome.DONE)
             self.read_all(self.subscribe(session))
 
     @rule(data=st.data())
-    def something_happens(self, data: st.DataObject) -> None:
+    def run_step(self, data: st.DataObject) -> None:
         self.draw = data.draw
-        getattr(self, self.one_of(self.possible_steps()))()
+        getattr(self, self.draw_from(self.possible_steps()))()
 
     def possible_steps(self) -> list[str]:
-        """Names of methods, likely ones more than once."""
+        """Names of methods. Frequent ones occur more than once."""
         steps = ["toggle_newcomer"] * 3
         if len(self.sessions) < MAX_SESSIONS:
-            steps += ["connect_one"] * 4
+            steps += ["connect_session"] * 4
         if self.sessions:
-            steps += ["disconnect_one"] * 2
-        if self.ready_to_ask():
-            steps += ["open_one"]
+            steps += ["disconnect_session"] * 2
+        if self.idle_sessions():
+            steps += ["open_other_namespace"]
         if self.submitters():
-            steps += ["store_one"] * 12 + ["load_one"] * 9
+            steps += ["store_keys"] * 12 + ["load_keys"] * 9
         if self.transfers():
-            steps += ["end_one"] * 8
+            steps += ["end_drawn_transfer"] * 8
         if self.unmapped():
-            steps += ["map_one"] * 2
+            steps += ["map_drawn_registration"] * 2
         if self.closing():
-            steps += ["unmap_one"] * 3
+            steps += ["unmap_drawn_registration"] * 3
         if self.namespaces:
-            steps += ["disconnect_all"] * 2
+            steps += ["disconnect_all_sessions"] * 2
         if self.in_namespaces():
-            steps += ["pin_some"] * 3 + ["unpin_some"] * 3 + ["touch_some"]
-            steps += ["reset_one"] * 3 + ["subscribe_one"] * 2
+            steps += ["pin_keys"] * 3 + ["unpin_keys"] * 3 + ["touch_keys"]
+            steps += ["reset_drawn_namespace"] * 3 + ["subscribe_session"] * 2
         if self.ready_to_register():
-            steps += ["register_one"] * 3
+            steps += ["register_session"] * 3
         if self.unread():
             steps += ["read_part"] * 3
         return steps
 
     # Sessions and registrations
 
-    def ready_to_ask(self) -> list[str]:
+    def idle_sessions(self) -> list[str]:
         return [session for session in self.sessions if session not in self.waiting]
 
     def ready_to_register(self) -> list[str]:
-        return [session for session in self.ready_to_ask() if self.namespace_of(session)]
+        return [session for session in self.idle_sessions() if self.namespace_of(session)]
 
-    def connect_one(self) -> None:
-        session = self.connect(self.one_of("abc"))
-        self.open_namespace(session, self.one_of(LAYOUTS), self.one_of(POLICIES))
+    def connect_session(self) -> None:
+        session = self.connect(self.draw_from("abc"))
+        self.open_namespace(session, self.draw_from(LAYOUTS), self.draw_from(POLICIES))
 
-    def open_one(self) -> None:
-        session = self.one_of(self.ready_to_ask())
-        self.open_namespace(session, self.one_of(LAYOUTS), self.one_of(POLICIES))
+    def open_other_namespace(self) -> None:
+        session = self.draw_from(self.idle_sessions())
+        self.open_namespace(session, self.draw_from(LAYOUTS), self.draw_from(POLICIES))
 
-    def disconnect_one(self) -> None:
-        self.disconnect(self.one_of(self.sessions))
+    def disconnect_session(self) -> None:
+        self.disconnect(self.draw_from(self.sessions))
 
-    def disconnect_all(self) -> None:
-        """All sessions of one namespace, whose tensors are unmapped. A successor may register."""
-        namespace = self.namespaces[self.one_of(self.namespaces)]
+    def disconnect_all_sessions(self) -> None:
+        """Disconnect all sessions of a namespace and unmap their tensors. A successor registers."""
+        namespace = self.namespaces[self.draw_from(self.namespaces)]
         for session in self.draw(st.permutations(list(namespace.sessions))):
             self.disconnect(session)
             for registration in self.closing():
-                self.unmap_tensors(registration, self.one_of(OUTCOMES))
+                self.unmap_tensors(registration, self.draw_from(OUTCOMES))
         if len(self.sessions) < MAX_SESSIONS:
             successor = self.connect("successor")
-            self.open_namespace(successor, namespace.fingerprint, self.one_of(POLICIES))
+            self.open_namespace(successor, namespace.fingerprint, self.draw_from(POLICIES))
             if self.namespace_of(successor):
-                self.register(successor, self.one_of([PLAIN, HYBRID, SHORT]))
+                self.register(successor, self.draw_from([PLAIN, HYBRID, SHORT]))
 
     def toggle_newcomer(self) -> None:
         if self.newcomer is None:
@@ -137,102 +137,105 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
         else:
             self.disconnect_newcomer()
 
-    def register_one(self) -> None:
-        """More likely an engine without a registration, and a layout that is accepted."""
-        sessions, held = self.ready_to_register(), self.registrations()
-        session = self.one_of([s for s in sessions if self.sessions[s] not in held] or sessions)
+    def register_session(self) -> None:
+        """Prefers engines without a registration, and layouts that are accepted."""
+        sessions, registrations = self.ready_to_register(), self.registrations()
+        new = [s for s in sessions if self.sessions[s] not in registrations]
+        session = self.draw_from(new or sessions)
         namespace = self.namespace_of(session)
         assert namespace is not None
         layouts = FITTING[LAYOUTS[namespace.fingerprint]]
         if namespace.layout_is_fixed and namespace.layout:
             layouts = [namespace.layout, namespace.layout, PLAIN, HYBRID, SHORT]
-        self.register(session, self.one_of(layouts))
-        if self.one_of([True, False]) and self.unmapped():
+        self.register(session, self.draw_from(layouts))
+        if self.draw_from([True, False]) and self.unmapped():
             self.map_tensors(self.unmapped()[-1])
 
     def unmapped(self) -> list[Any]:
         return [r for r in self.registrations().values() if not r.mapped]
 
-    def map_one(self) -> None:
-        self.map_tensors(self.one_of(self.unmapped()), self.one_of([True, True, False]))
+    def map_drawn_registration(self) -> None:
+        self.map_tensors(self.draw_from(self.unmapped()), self.draw_from([True, True, False]))
 
-    def unmap_one(self) -> None:
-        self.unmap_tensors(self.one_of(self.closing()), self.one_of(OUTCOMES))
+    def unmap_drawn_registration(self) -> None:
+        self.unmap_tensors(self.draw_from(self.closing()), self.draw_from(OUTCOMES))
 
     # Transfers
 
     def submitters(self) -> list[str]:
-        usable = {engine for engine, one in self.registrations().items() if one.usable}
+        usable = {engine for engine, r in self.registrations().items() if r.usable}
         return [session for session, engine in self.sessions.items() if engine in usable]
 
-    def store_one(self) -> None:
-        self.store_some(self.one_of(self.submitters()), self.one_of([None, None, Outcome.DONE]))
+    def store_keys(self) -> None:
+        self.store_drawn_keys(
+            self.draw_from(self.submitters()), self.draw_from([None, None, Outcome.DONE])
+        )
 
-    def store_some(self, session: str, outcome: Outcome | None) -> None:
+    def store_drawn_keys(self, session: str, outcome: Outcome | None) -> None:
         registration = self.registrations()[self.sessions[session]]
         namespace = registration.namespace
         in_part = namespace.ready.keys() - namespace.hits()
         partial = [[key for key in letters if key in in_part] for letters in LETTERS]
-        keys = self.one_of([LETTERS, LETTERS, partial])
+        keys = self.draw_from([LETTERS, LETTERS, partial])
         request = self.draw(key_requests(registration.layout, keys))
         keep = tuple(self.draw(st.lists(st.sampled_from([b"a", b"b", b"u"]), max_size=2)))
-        generation = self.one_of([0, namespace.generation])
+        generation = self.draw_from([0, namespace.generation])
         transfer = self.store(session, request, keep, generation)
         if transfer and outcome:
             self.end_transfer(transfer, outcome)
 
-    def load_one(self) -> None:
-        session = self.one_of(self.submitters())
+    def load_keys(self) -> None:
+        session = self.draw_from(self.submitters())
         registration = self.registrations()[self.sessions[session]]
         ready = registration.namespace.ready
         present = [[key for key in letters if key in ready] for letters in LETTERS]
-        keys = self.one_of([present, present, LETTERS])
+        keys = self.draw_from([present, present, LETTERS])
         self.load(session, self.draw(key_requests(registration.layout, keys)))
 
-    def end_one(self) -> None:
-        self.end_transfer(self.one_of(self.transfers()), self.one_of(OUTCOMES))
+    def end_drawn_transfer(self) -> None:
+        self.end_transfer(self.draw_from(self.transfers()), self.draw_from(OUTCOMES))
 
     # Keys
 
     def session_and_namespace(self) -> tuple[str, NamespaceModel]:
-        session = self.one_of(self.in_namespaces())
+        session = self.draw_from(self.in_namespaces())
         namespace = self.namespace_of(session)
         assert namespace is not None
         return session, namespace
 
-    def some_keys(self, namespace: NamespaceModel) -> tuple[bytes, ...]:
-        """Mostly ready ones."""
+    def draw_keys(self, namespace: NamespaceModel) -> tuple[bytes, ...]:
+        """Draw keys, mostly ready ones."""
         ready = [st.sampled_from(sorted(namespace.ready))] if namespace.ready else []
         letters = st.sampled_from([bytes([letter]) for letter in b"abcuvw"])
         return tuple(self.draw(st.lists(st.one_of(*ready, *ready, letters), max_size=4)))
 
-    def pin_some(self) -> None:
+    def pin_keys(self) -> None:
         session, namespace = self.session_and_namespace()
-        self.pin(session, self.some_keys(namespace))
+        self.pin(session, self.draw_keys(namespace))
 
-    def unpin_some(self) -> None:
+    def unpin_keys(self) -> None:
         session, namespace = self.session_and_namespace()
         pinned = [key for key, pins in namespace.pins[session].items() for _ in pins]
         count = self.draw(st.integers(0, 4))
         self.unpin(session, self.draw(st.permutations(pinned))[:count])
 
-    def touch_some(self) -> None:
+    def touch_keys(self) -> None:
         session, namespace = self.session_and_namespace()
-        assert self.send(session, wire.Touch(self.some_keys(namespace))) == []
+        assert self.send(session, wire.Touch(self.draw_keys(namespace))) == []
 
-    def reset_one(self) -> None:
-        """More likely a namespace with transfers in flight."""
+    def reset_drawn_namespace(self) -> None:
+        """Prefers namespaces with transfers in flight."""
         namespaces = self.namespaces.values()
         likely = [session for n in namespaces if n.transfers for session in n.sessions]
-        self.reset(self.one_of(likely or self.in_namespaces()))
+        self.reset(self.draw_from(likely or self.in_namespaces()))
 
-    def subscribe_one(self) -> None:
-        mirror = self.subscribe(self.one_of(self.in_namespaces()))
-        if self.one_of([True, False]):
+    def subscribe_session(self) -> None:
+        mirror = self.subscribe(self.draw_from(self.in_namespaces()))
+        if self.draw_from([True, False]):
             self.read_all(mirror)
 
     def unread(self) -> list[MirrorModel]:
-        """Mirrors that have not read all of their snapshot."""
+        """Mirrors with an incomplete snapshot."""
         return [mirror for mirror in self.mirrors() if mirror.snapshot is not None]
 
     def read_part(self) -> None:
@@ -242,7 +245,7 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
         while mirror.snapshot is not None:
             mirror.read_part()
 
-    # What always holds
+    # Invariants
 
     @invariant()
     def caches_agree_with_the_model(self) -> None:
@@ -260,28 +263,31 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
             assert set(cache.ready_keys()) == namespace.hits()
 
     @invariant()
-    def a_restarted_daemon_has_the_ready_keys_and_no_others(self) -> None:
+    def a_restarted_daemon_has_exactly_the_ready_keys(self) -> None:
         restarted = new_core("next")
         for found in self.records.found():
             restarted.restore_region(found)
-        restored = {one.name: one for one in restarted._namespaces}
+        restored = {namespace.name: namespace for namespace in restarted._namespaces}
         assert restored.keys() == self.namespaces.keys()
         for name, namespace in self.namespaces.items():
-            ours, theirs = self.core._namespaces._by_name[name], restored[name]
-            theirs.cache.check_integrity()
-            entries = dict(theirs.cache.entries())
-            assert entries == dict(ours.cache.entries())
-            assert theirs.record == ours.record
+            old, new = self.core._namespaces._by_name[name], restored[name]
+            new.cache.check_integrity()
+            entries = dict(new.cache.entries())
+            assert entries == dict(old.cache.entries())
+            assert new.record == old.record
             for key in entries:
-                assert theirs.cache.stored_part(key) == ours.cache.stored_part(key)
-            assert theirs.take_key_events() is None
-            assert theirs.cache.ready_keys() == []
-            assert set(theirs.cache.pending_keys()) == namespace.hits()
+                assert new.cache.stored_part(key) == old.cache.stored_part(key)
+            assert new.take_key_events() is None
+            assert new.cache.ready_keys() == []
+            assert set(new.cache.pending_keys()) == namespace.hits()
             blocks = np.array(list(entries.values()), dtype=np.int64)
-            restarted.report(BlocksVerified(theirs.region.owner, blocks, tuple(entries)))
-            assert set(theirs.cache.ready_keys()) == namespace.hits()
-        regions = {region.owner: (region.start, region.nbytes) for region in restarted._regions}
-        assert regions == {one.owner: (one.start, one.nbytes) for one in self.core._regions}
+            restarted.report(BlocksVerified(new.region.owner, blocks, tuple(entries)))
+            assert set(new.cache.ready_keys()) == namespace.hits()
+        old_regions, new_regions = (
+            {region.owner: (region.start, region.nbytes) for region in core._regions}
+            for core in (self.core, restarted)
+        )
+        assert new_regions == old_regions
 
     @invariant()
     def mirrors_have_the_hits_and_the_pending_keys(self) -> None:
@@ -292,7 +298,7 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
                     assert mirror.pending == set(namespace.pending)
 
     @invariant()
-    def ready_keys_have_the_bytes_that_were_stored(self) -> None:
+    def ready_keys_have_their_stored_bytes(self) -> None:
         for namespace in self.namespaces.values():
             for key, block in namespace.ready.items():
                 assert namespace.layout is not None
@@ -305,7 +311,7 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
                 self.check_cells(transfer)
 
     @invariant()
-    def no_byte_is_written_by_two_stores(self) -> None:
+    def no_two_stores_write_one_byte(self) -> None:
         written = [
             cell
             for transfer in self.transfers()
@@ -316,7 +322,7 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
         assert len(set(written)) == len(written)
 
     def teardown(self) -> None:
-        """After the last session, no block is held, and all ready keys load."""
+        """After the last session disconnects, no block is held, and all ready keys load."""
         for mirror in self.unread():
             self.read_all(mirror)
         for transfer in self.transfers():
@@ -330,7 +336,7 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
         for namespace in list(self.namespaces.values()):
             usage = self.cache(namespace).usage
             assert (usage.pending, usage.orphaned, usage.pinned) == (0, 0, 0)
-            session = self.connect("heir")
+            session = self.connect("successor")
             layout = namespace.layout or LAYOUTS[namespace.fingerprint]
             self.open_namespace(session, namespace.fingerprint, "lru")
             self.register(session, layout)
@@ -343,7 +349,7 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
             self.unmap_tensors(registration, Outcome.DONE)
 
 
-def test_keys_load_what_was_stored_under_them() -> None:
+def test_keys_load_their_stored_bytes() -> None:
     run_state_machine_as_test(
         NamespacesMachine,
         settings=settings(max_examples=150, stateful_step_count=50),

@@ -1,4 +1,4 @@
-"""Every transfer ends once and in order, whatever the device and the core do."""
+"""The device worker: every transfer ends once and in order, for random events."""
 
 from __future__ import annotations
 
@@ -25,12 +25,10 @@ from support.worker_fixture import (
     taken,
 )
 
-few = st.lists(st.integers(0, 5), max_size=4, unique=True)
+block_lists = st.lists(st.integers(0, 5), max_size=4, unique=True)
 events = st.one_of(
-    st.tuples(st.just("start"), st.sampled_from(Direction), few, st.permutations(range(6))),
-    st.tuples(
-        st.sampled_from(["finish", "finish", "finish", "fail", "abandon"]), st.integers(0, 9)
-    ),
+    st.tuples(st.just("start"), st.sampled_from(Direction), block_lists, st.permutations(range(6))),
+    st.tuples(st.sampled_from(["finish", "finish", "finish", "fail", "cancel"]), st.integers(0, 9)),
     st.just(("refuse",)),
 )
 
@@ -43,10 +41,10 @@ events = st.one_of(
     st.booleans(),
 )
 def test_every_transfer_ends_once_and_in_order(
-    history: list[tuple[Any, ...]], room: ChunkBudget, most: int, unmapped: bool
+    history: list[tuple[Any, ...]], budget: ChunkBudget, max_chunks: int, unmapped: bool
 ) -> None:
     stub = StubEngine()
-    stub.chunk, stub.most = room, most
+    stub.chunk, stub.most = budget, max_chunks
     fixture = WorkerFixture(stub)
     fixture.map()
     plans: dict[int, tuple[Direction, list[int]]] = {}
@@ -58,13 +56,13 @@ def test_every_transfer_ends_once_and_in_order(
                 plans[serial] = direction, blocks
             case ("refuse",):
                 stub.refusals.append(ERROR)
-            case "abandon", number:
+            case "cancel", number:
                 fixture.worker.post_command(CancelTransfers(1, (number + 1,)))
             case verb, number if number < len(stub.in_flight):
                 chunk = stub.in_flight[number]
                 chunk.done, chunk.error = verb == "finish", None if verb == "finish" else ERROR
         ended += [report for report in fixture.settle() if isinstance(report, TransferCompleted)]
-        check_apart(stub.in_flight)
+        check_no_common_blocks(stub.in_flight)
     stub.refusals.clear()
     if unmapped:
         fixture.worker.post_command(UnmapTensors(1))
@@ -74,16 +72,16 @@ def test_every_transfer_ends_once_and_in_order(
     assert sorted(serials(ended)) == sorted(plans)
     assert len(stub.closed) == unmapped
     for direction in Direction:
-        mine = [end for end in ended if plans[end.serial][0] is direction]
-        told = [end.serial for end in mine if end.outcome is not Outcome.CANCELLED]
-        assert told == sorted(told)
+        ends = [end for end in ended if plans[end.serial][0] is direction]
+        order = [end.serial for end in ends if end.outcome is not Outcome.CANCELLED]
+        assert order == sorted(order)
         submitted = [p.blocks for p in chunks if p.direction is direction]
-        if {end.outcome for end in mine} <= {Outcome.DONE}:  # then nothing is left out
-            assert [*chain(*submitted)] == [*chain(*(plans[serial][1] for serial in told))]
+        if {end.outcome for end in ends} <= {Outcome.DONE}:  # then all blocks are submitted
+            assert [*chain(*submitted)] == [*chain(*(plans[serial][1] for serial in order))]
 
 
-def check_apart(chunks: Sequence[FakeChunk]) -> None:
-    """No two chunks in flight, one each way, touch the same block on either side."""
+def check_no_common_blocks(chunks: Sequence[FakeChunk]) -> None:
+    """A store and a load in flight have no common block, neither on the GPU nor on the host."""
     for store in (chunk for chunk in chunks if chunk.direction is STORE):
         for load in (chunk for chunk in chunks if chunk.direction is LOAD):
             assert not set(store.blocks) & set(load.blocks)

@@ -1,4 +1,4 @@
-"""Who may connect: real processes of other users, at both sockets. Needs root."""
+"""Admission at both sockets, with real processes of other users. Needs root."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="starts processes of o
 OTHER_USER = 61002
 GROUP, OTHERS = 61010, 61012
 
-# Connects to both sockets as a user of a group and prints both outcomes. The second socket tells a
-# user that may connect that there is no such session.
+# Connects to both sockets as a user of a group and prints both outcomes. If the user may connect,
+# the second socket replies that the session is unknown.
 CONNECT = """
 import json, os, socket, sys, time
 from pathlib import Path
@@ -45,16 +45,16 @@ result = {}
 try:
     with OffloadClient(directory, timeout=20) as client:
         client.status()
-    result["client"] = "in"
+    result["client"] = "connected"
 except KVFerryError as error:
     result["client"] = error.code
 try:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as fd_socket:
         fd_socket.connect(str(directory / "fds.sock"))
-        fd_socket.send(encode(SendFds("nobody")))
+        fd_socket.send(encode(SendFds("unknown")))
         result["fds"] = decode_descriptor_reply(fd_socket.recv(9999)).error.code
 except PermissionError:
-    result["fds"] = "closed"
+    result["fds"] = "permission denied"
 print(json.dumps(result))
 """
 
@@ -69,13 +69,13 @@ os.setgid(int(sys.argv[3]))
 os.setuid(int(sys.argv[2]))
 try:
     OffloadClient(Path(sys.argv[1]), engine="llama", timeout=20).close()
-    print("in")
+    print("connected")
 except KVFerryError as error:
     print(error.code)
 """
 
-IN = {"client": "in", "fds": "no_session"}
-DENIED_BY_FILES = {"client": "forbidden", "fds": "closed"}
+CONNECTED = {"client": "connected", "fds": "no_session"}
+DENIED_BY_FILES = {"client": "forbidden", "fds": "permission denied"}
 REFUSED = {"client": "forbidden", "fds": "forbidden"}
 
 
@@ -90,14 +90,14 @@ def connect_as(directory: Path, uid: int, gid: int) -> Any:
     return json.loads(done.stdout)
 
 
-def errors(daemon: LocalDaemon) -> dict[str, int]:
+def error_counts(daemon: LocalDaemon) -> dict[str, int]:
     with OffloadClient(daemon.directory) as client:
         return dict(client.status().errors)
 
 
 @pytest.fixture
-def reachable() -> Iterator[Path]:
-    """A directory that other users can reach, as pytest's own are not."""
+def reachable_dir() -> Iterator[Path]:
+    """A directory that other users can reach. They cannot reach those of pytest."""
     path = Path(tempfile.mkdtemp(prefix="kvferry-", dir="/dev/shm"))
     path.chmod(0o755)
     yield path
@@ -105,11 +105,11 @@ def reachable() -> Iterator[Path]:
 
 
 @pytest.fixture
-def start(start_kvferryd: StartKvferryd, reachable: Path) -> Callable[..., LocalDaemon]:
-    """start(**options) -> a daemon in such a directory."""
+def start(start_kvferryd: StartKvferryd, reachable_dir: Path) -> Callable[..., LocalDaemon]:
+    """start(**options) -> a daemon in reachable_dir."""
 
     def run(**options: Any) -> LocalDaemon:
-        daemon = start_kvferryd(runtime_dir=reachable, **options)
+        daemon = start_kvferryd(runtime_dir=reachable_dir, **options)
         until(lambda: "serving" in daemon.log())
         return daemon
 
@@ -121,20 +121,20 @@ def mode(path: Path) -> int:
 
 
 def open_permissions(daemon: LocalDaemon) -> None:
-    """Take the fence away: what is left is the daemon's own word."""
+    """Open all file permissions, so that only the check of the daemon is left."""
     for path in daemon.directory.iterdir():
         path.chmod(0o666)
     daemon.directory.chmod(0o755)
 
 
-def test_without_access_group_only_the_user_itself_may_connect(
+def test_without_access_group_only_the_daemons_user_may_connect(
     start: Callable[..., LocalDaemon],
 ) -> None:
     daemon = start()
     assert mode(daemon.directory) == 0o700
-    assert {mode(path) for path in daemon.directory.iterdir()} == {0o600}, "sockets, and the lock"
+    assert {mode(path) for path in daemon.directory.iterdir()} == {0o600}, "sockets and lock"
     assert connect(daemon, OTHER_USER) == DENIED_BY_FILES
-    assert "forbidden" not in errors(daemon)
+    assert "forbidden" not in error_counts(daemon)
 
 
 COMMAND = """
@@ -147,42 +147,42 @@ from kvferry.client.cli import top
 endpoint.runtime_directories = top.runtime_directories = lambda: [Path(sys.argv[1])]
 with suppress(SystemExit), open(os.devnull, "w") as null, redirect_stdout(null):
     with redirect_stderr(null):
-        cli.main([*sys.argv[3:], "-d", "/nowhere"])  # modules may not be readable, later
+        cli.main([*sys.argv[3:], "-d", "/nowhere"])  # imports modules that the user may not read
 os.setgroups([])
 os.setgid(int(sys.argv[2]))
 os.setuid(int(sys.argv[2]))
 cli.main(sys.argv[3:])
 """
-MAY_NOT = "file permissions deny your user access"
+NO_ACCESS = "file permissions deny your user access"
 
 
 @pytest.mark.parametrize(
-    ("command", "says"),
+    ("command", "expected"),
     [
-        ("status", f"[forbidden] {MAY_NOT}"),
-        ("status -d DIR", f"[forbidden] {MAY_NOT}"),
-        ("release somebody -d DIR", f"[forbidden] {MAY_NOT}"),
-        ("bench -d DIR", f"[forbidden] {MAY_NOT}"),
+        ("status", f"[forbidden] {NO_ACCESS}"),
+        ("status -d DIR", f"[forbidden] {NO_ACCESS}"),
+        ("release engine -d DIR", f"[forbidden] {NO_ACCESS}"),
+        ("bench -d DIR", f"[forbidden] {NO_ACCESS}"),
         ("doctor -d DIR", "permission denied"),
-        ("top --once", MAY_NOT),
-        ("top --once -d DIR", MAY_NOT),
+        ("top --once", NO_ACCESS),
+        ("top --once -d DIR", NO_ACCESS),
     ],
 )
 def test_the_command_line_reports_missing_permission(
-    start: Callable[..., LocalDaemon], command: str, says: str
+    start: Callable[..., LocalDaemon], command: str, expected: str
 ) -> None:
-    """Its folder may not even be read."""
+    """The user may not read the directory either."""
     daemon = start(access_group=GROUP)
     program = [sys.executable, "-c", COMMAND, str(daemon.runtime_dir), str(OTHER_USER)]
-    words = command.replace("DIR", str(daemon.directory)).split()
+    arguments = command.replace("DIR", str(daemon.directory)).split()
     # Another user cannot write coverage's file here, and coverage would print a traceback.
     environ = {name: value for name, value in os.environ.items() if "COVERAGE" not in name}
     environ["COLUMNS"] = "200"
     done = subprocess.run(
-        [*program, *words], capture_output=True, text=True, timeout=50, env=environ
+        [*program, *arguments], capture_output=True, text=True, timeout=50, env=environ
     )
     assert done.returncode == 1, done.stderr
-    assert says in done.stdout + done.stderr
+    assert expected in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -192,13 +192,13 @@ def test_another_user_is_refused_at_both_sockets_and_counted(
     daemon = start(access_group=GROUP)
     open_permissions(daemon)
     assert connect(daemon, OTHER_USER) == REFUSED
-    refused = errors(daemon)["forbidden"]
-    assert refused >= 2  # a ZeroMQ socket that is refused late connects again
-    assert connect(daemon, OTHER_USER, GROUP) == IN
-    assert errors(daemon)["forbidden"] == refused
+    refused = error_counts(daemon)["forbidden"]
+    assert refused >= 2  # a refused ZeroMQ socket connects again
+    assert connect(daemon, OTHER_USER, GROUP) == CONNECTED
+    assert error_counts(daemon)["forbidden"] == refused
 
 
-def test_an_engine_s_name_is_one_user_s_while_it_is_in_use(
+def test_an_engine_in_use_belongs_to_one_user(
     start: Callable[..., LocalDaemon],
 ) -> None:
     daemon = start(access_group=GROUP)
@@ -208,7 +208,7 @@ def test_an_engine_s_name_is_one_user_s_while_it_is_in_use(
         done = subprocess.run(command, capture_output=True, text=True, timeout=50)
         assert done.stdout.strip() == "forbidden", done.stderr
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)
-    assert done.stdout.strip() == "in", done.stderr
+    assert done.stdout.strip() == "connected", done.stderr
 
 
 def test_a_group_may_connect(start: Callable[..., LocalDaemon]) -> None:
@@ -219,7 +219,7 @@ def test_a_group_may_connect(start: Callable[..., LocalDaemon]) -> None:
     assert len(sockets) == 3
     assert {(mode(path), path.stat().st_gid) for path in sockets} == {(0o660, GROUP)}
     assert mode(daemon.directory / "lock") == 0o600
-    assert connect(daemon, OTHER_USER, GROUP) == IN
+    assert connect(daemon, OTHER_USER, GROUP) == CONNECTED
     assert connect(daemon, OTHER_USER) == DENIED_BY_FILES
 
 
@@ -233,7 +233,7 @@ def test_a_reload_changes_who_may_connect(
     file.write_text(f'[access]\ngroup = "{GROUP}"\n')
     daemon.process.send_signal(signal.SIGHUP)
     until(lambda: "configuration reloaded" in daemon.log())
-    assert connect(daemon, OTHER_USER, GROUP) == IN
+    assert connect(daemon, OTHER_USER, GROUP) == CONNECTED
     file.write_text("")
     daemon.process.send_signal(signal.SIGHUP)
     until(lambda: daemon.log().count("configuration reloaded") == 2)
@@ -249,7 +249,7 @@ def test_a_reload_applies_to_a_closed_accept_gate(
     file.write_text("")
     daemon = start(config=file)
     front = daemon.directory / "kvferry.sock"
-    shut = front.rename(front.with_suffix(".full"))  # as where descriptors run out
+    shut = front.rename(front.with_suffix(".full"))  # the gate does so if descriptors run out
     assert not shut.stat().st_mode & stat.S_IRWXG
     file.write_text(f'[access]\ngroup = "{GROUP}"\n')
     daemon.process.send_signal(signal.SIGHUP)
@@ -258,13 +258,13 @@ def test_a_reload_applies_to_a_closed_accept_gate(
     assert shut.stat().st_gid == GROUP
 
 
+# A daemon of one group. It cannot give files to another group, although it is root.
 DAEMON = ["setpriv", "--bounding-set=-chown", f"--regid={OTHERS}", "--clear-groups"]
 DAEMON += [sys.executable, "-m", "kvferry.daemon", "--pool-size", "1MiB", "--runtime-dir"]
-"""A daemon of one group, that cannot give files to another as root may."""
 
 
-def refused(runtime_dir: Path, *flags: str) -> str:
-    """Run such a daemon; it has to refuse, and this is what it says."""
+def start_refused(runtime_dir: Path, *flags: str) -> str:
+    """Start DAEMON, which must refuse its configuration. Returns its error output."""
     command = [*DAEMON, str(runtime_dir), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert done.returncode == 2, done.stderr
@@ -272,15 +272,15 @@ def refused(runtime_dir: Path, *flags: str) -> str:
     return done.stderr
 
 
-def test_a_group_that_the_files_cannot_be_given_to(reachable: Path) -> None:
-    said = refused(reachable, "--access-group", str(GROUP))
-    assert f"to group {GROUP}" in said
+def test_a_group_that_the_daemon_cannot_give_files_to_is_refused(reachable_dir: Path) -> None:
+    message = start_refused(reachable_dir, "--access-group", str(GROUP))
+    assert f"to group {GROUP}" in message
 
 
-def test_a_reload_that_cannot_be_done_leaves_all_as_it_was(reachable: Path) -> None:
-    file, log = reachable / "kvferryd.toml", reachable / "log"
+def test_a_failed_reload_changes_nothing(reachable_dir: Path) -> None:
+    file, log = reachable_dir / "kvferryd.toml", reachable_dir / "log"
     file.write_text(f'[access]\ngroup = "{OTHERS}"\n')
-    command = [*DAEMON, str(reachable), "--config", str(file)]
+    command = [*DAEMON, str(reachable_dir), "--config", str(file)]
     with log.open("wb") as output:
         daemon = subprocess.Popen(command, stdout=output, stderr=output)
     try:
@@ -288,26 +288,26 @@ def test_a_reload_that_cannot_be_done_leaves_all_as_it_was(reachable: Path) -> N
         file.write_text(f'[access]\ngroup = "{GROUP}"\n')
         daemon.send_signal(signal.SIGHUP)
         until(lambda: "cannot give" in log.read_text())
-        assert connect_as(reachable / "cpu", OTHER_USER, OTHERS) == IN
-        assert connect_as(reachable / "cpu", OTHER_USER, GROUP) == DENIED_BY_FILES
+        assert connect_as(reachable_dir / "cpu", OTHER_USER, OTHERS) == CONNECTED
+        assert connect_as(reachable_dir / "cpu", OTHER_USER, GROUP) == DENIED_BY_FILES
     finally:
         daemon.terminate()
         assert daemon.wait(20) == 0, log.read_text()
 
 
-def test_an_unknown_group_is_refused(reachable: Path) -> None:
-    assert "no-such-group" in refused(reachable, "--access-group", "no-such-group")
+def test_an_unknown_group_is_refused(reachable_dir: Path) -> None:
+    assert "no-such-group" in start_refused(reachable_dir, "--access-group", "no-such-group")
 
 
-def test_the_folder_of_another_user_is_not_used(reachable: Path) -> None:
-    (reachable / "cpu").mkdir()
-    os.chown(reachable / "cpu", OTHER_USER, OTHERS)
-    assert f"belongs to user {OTHER_USER}" in refused(reachable)
+def test_a_directory_of_another_user_is_refused(reachable_dir: Path) -> None:
+    (reachable_dir / "cpu").mkdir()
+    os.chown(reachable_dir / "cpu", OTHER_USER, OTHERS)
+    assert f"belongs to user {OTHER_USER}" in start_refused(reachable_dir)
 
 
-def test_a_folder_in_that_of_another_user_is_not_used(reachable: Path) -> None:
-    os.chown(reachable, OTHER_USER, OTHERS)
-    said = refused(reachable)
-    assert f"belongs to user {OTHER_USER}" in said
-    assert str(reachable) in said
-    assert not (reachable / "cpu").exists()
+def test_a_directory_inside_that_of_another_user_is_refused(reachable_dir: Path) -> None:
+    os.chown(reachable_dir, OTHER_USER, OTHERS)
+    message = start_refused(reachable_dir)
+    assert f"belongs to user {OTHER_USER}" in message
+    assert str(reachable_dir) in message
+    assert not (reachable_dir / "cpu").exists()

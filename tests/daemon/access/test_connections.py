@@ -1,4 +1,4 @@
-"""Connections are bounded, live ones and new ones, for each user and for all together."""
+"""Quotas for live and new connections, per user and in total."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvferry.daemon.access.admission import Admission
 from kvferry.daemon.access.connections import ALL_USERS, PER_USER, Connections, Decision, Quota
 from kvferry.proto.errors import Code, Refused
 
-ME = os.geteuid(), os.getegid(), os.getpid()
-FEW = Quota(live=3, per_second=0.5, burst=2)
+OWN = os.geteuid(), os.getegid(), os.getpid()
+SMALL_QUOTA = Quota(live=3, per_second=0.5, burst=2)
 
 
 class ManualClock:
@@ -31,11 +31,11 @@ def sockets() -> Iterator[ExitStack]:
 
 
 def connect(sockets: ExitStack) -> tuple[socket.socket, int]:
-    """A connection of this process: the client's end, and the daemon's descriptor."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    sockets.enter_context(ours)
-    sockets.enter_context(theirs)
-    return theirs, ours.fileno()
+    """A connection of this process: the client's socket and the daemon's descriptor."""
+    server, client = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    sockets.enter_context(server)
+    sockets.enter_context(client)
+    return client, server.fileno()
 
 
 @pytest.mark.parametrize(("quota", "days"), [(PER_USER, 90), (ALL_USERS, 21)])
@@ -44,49 +44,51 @@ def test_a_collision_of_routing_ids_takes_weeks(quota: Quota, days: int) -> None
     assert 2**32 / (2 * quota.live * quota.per_second) / 86_400 > days
 
 
-def test_new_connections_wait_once_the_burst_is_used_up() -> None:
+def test_new_connections_wait_after_the_burst() -> None:
     clock = ManualClock()
-    connections = Connections(Admission(), FEW, Quota(9, 9.0, 9), clock)
-    decisions = [connections.decide_admission(*ME) for _ in range(3)]
+    connections = Connections(Admission(), SMALL_QUOTA, Quota(9, 9.0, 9), clock)
+    decisions = [connections.decide_admission(*OWN) for _ in range(3)]
     assert decisions == [Decision.ADMIT, Decision.ADMIT, Decision.LATER]
     assert connections.refused == 1
     clock.now = 1.9
-    assert connections.decide_admission(*ME) is Decision.LATER
+    assert connections.decide_admission(*OWN) is Decision.LATER
     clock.now = 2.1
-    assert connections.decide_admission(*ME) is Decision.ADMIT
+    assert connections.decide_admission(*OWN) is Decision.ADMIT
 
 
 def test_connection_bursts_are_bounded_per_user_and_in_total() -> None:
-    connections = Connections(Admission(str(os.getegid())), FEW, Quota(9, 1.0, 3), ManualClock())
+    connections = Connections(
+        Admission(str(os.getegid())), SMALL_QUOTA, Quota(9, 1.0, 3), ManualClock()
+    )
     gid = os.getegid()
-    answers = [connections.decide_admission(uid, gid, 1) for uid in (501, 501, 501, 502, 502)]
+    decisions = [connections.decide_admission(uid, gid, 1) for uid in (501, 501, 501, 502, 502)]
     admit, later = Decision.ADMIT, Decision.LATER
-    assert answers == [admit, admit, later, admit, later]
+    assert decisions == [admit, admit, later, admit, later]
 
 
-def test_one_connection_above_the_quota_is_closed(sockets: ExitStack) -> None:
+def test_a_connection_above_the_quota_is_closed(sockets: ExitStack) -> None:
     connections = Connections(Admission(), Quota(2, 9.0, 9), Quota(9, 9.0, 9), ManualClock())
     ends = [connect(sockets) for _ in range(3)]
     for _, descriptor in ends:
         connections.add_connection(descriptor)
     assert ends[2][0].recv(1) == b""
-    assert connections.decide_admission(*ME) is Decision.LATER
+    assert connections.decide_admission(*OWN) is Decision.LATER
     connections.remove_connection(ends[2][1])
-    assert connections.decide_admission(*ME) is Decision.ADMIT
+    assert connections.decide_admission(*OWN) is Decision.ADMIT
 
 
-def test_a_number_that_is_opened_again_counts_once(sockets: ExitStack) -> None:
+def test_a_descriptor_that_is_added_again_counts_once(sockets: ExitStack) -> None:
     connections = Connections(Admission(), Quota(1, 9.0, 9), Quota(9, 9.0, 9), ManualClock())
     _, descriptor = connect(sockets)
     for _ in range(3):
         connections.add_connection(descriptor)
-    assert connections.decide_admission(*ME) is Decision.ADMIT
+    assert connections.decide_admission(*OWN) is Decision.ADMIT
 
 
 def test_a_forbidden_user_does_not_use_up_the_quota() -> None:
-    connections = Connections(Admission(), FEW, FEW, ManualClock())
+    connections = Connections(Admission(), SMALL_QUOTA, SMALL_QUOTA, ManualClock())
     for _ in range(5):
         with pytest.raises(Refused) as caught:
             connections.decide_admission(4711, 4711, 1)
         assert (caught.value.code, caught.value.value) == (Code.FORBIDDEN, "4711")
-    assert connections.decide_admission(*ME) is Decision.ADMIT
+    assert connections.decide_admission(*OWN) is Decision.ADMIT

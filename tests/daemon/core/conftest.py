@@ -1,4 +1,4 @@
-"""A namespace with keys that are stored in part."""
+"""Fixture: a namespace with keys that are stored in part."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from support.namespaces_fixture import NamespacesFixture, stored_in_part
 
 
 @pytest.fixture
-def partly() -> NamespacesFixture:
+def fixture_with_parts() -> NamespacesFixture:
     return stored_in_part()

@@ -1,5 +1,7 @@
-"""Sets of groups that share tensors: those of models, and no more. How block numbers follow from
-shared memory is in test_layout.py."""
+"""Sets of groups that share tensors, and the limits of their number.
+
+test_layout.py tests how block numbers follow from shared memory.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 
 
-def shared(*users: tuple[int, ...]) -> LayoutArrays:
-    """Tensors, each shared by some groups."""
+def layout_of_users(*users: tuple[int, ...]) -> LayoutArrays:
+    """A layout with one tensor for each tuple: the groups that use it."""
     groups = range(1 + max(map(max, users)))
     refs = tuple(
-        tuple(TensorRef(tensor, 8) for tensor, mine in enumerate(users) if group in mine)
+        tuple(TensorRef(tensor, 8) for tensor, sharers in enumerate(users) if group in sharers)
         for group in groups
     )
     return LayoutArrays.from_layout(KVLayout((TensorLayout(4, 8, 8),) * len(users), refs))
@@ -34,12 +36,12 @@ def shared(*users: tuple[int, ...]) -> LayoutArrays:
         ([tuple(range(n)) for n in range(16, 0, -1)], [tuple(range(16))]),
         ([(2 * n, 2 * n + 1) for n in range(64)], [(2 * n, 2 * n + 1) for n in range(64)]),
     ],
-    ids=["one", "all", "uneven", "apart", "chain", "ever fewer", "pairs"],
+    ids=["one group", "all groups", "uneven", "disjoint", "chain", "nested", "pairs"],
 )
 def test_sets_of_groups_that_write_to_one_tensor(
     users: list[tuple[int, ...]], sets: list[tuple[int, ...]]
 ) -> None:
-    assert sorted(sharers_of(shared(*users))) == sets
+    assert sorted(sharers_of(layout_of_users(*users))) == sets
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def test_sets_of_groups_that_write_to_one_tensor(
     ids=["sets", "sets of a group"],
 )
 def test_more_sets_than_models_have_are_refused(users: list[tuple[int, ...]], value: int) -> None:
-    """A load is checked for each: with thousands of them a legal one took the loop for seconds."""
+    """A load is checked against each set. Thousands of sets block the event loop for seconds."""
     with pytest.raises(Refused) as refused:
-        sharers_of(shared(*users))
+        sharers_of(layout_of_users(*users))
     assert (refused.value.code, refused.value.value) == (Code.BAD_LAYOUT, str(value))

@@ -1,4 +1,4 @@
-"""Which host blocks, named by number, may be loaded."""
+"""Host blocks that are addressed by number: which of them may be loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.core_fixture import LAYOUT, CoreFixture, load, store
 
 
 def test_a_host_block_that_the_engine_never_stored_is_not_loaded() -> None:
-    """What lies there is another engine's, perhaps."""
+    """They may contain bytes of another engine."""
     fixture = CoreFixture("a", "b")
     fixture.start("a", 1, store(0, 1, hosts=(0,)))
     fixture.start("a", 2, load(0, 1, hosts=(0,)))
@@ -110,10 +110,10 @@ def test_a_completed_store_is_committed_with_the_parts_that_are_loadable() -> No
         TransferCompleted(fixture.start("a", 3, rest).serial, Outcome.DONE)
     )
     assert isinstance(commit, CommitBlocks)
-    assert commit.block_set.parts == {}  # both halves of it are there now
+    assert commit.block_set.parts == {}  # both halves are stored
 
 
-def test_loads_in_flight_of_a_corrupt_block_fail_and_it_is_stale_then() -> None:
+def test_loads_in_flight_of_a_corrupt_block_fail_and_the_block_becomes_stale() -> None:
     fixture = CoreFixture("a")
     fixture.fill("a")
     plans = [fixture.start("a", job, load(0, 1, hosts=(job,))) for job in (0, 1)]
@@ -137,21 +137,21 @@ def test_blocks_of_an_earlier_daemon_are_stale_until_they_are_verified() -> None
     fixture.core.restore_region(*old.region_records.found())
     fixture.core.open_session("a", wire.Hello(1, 1, "client", "a"))
     (mapping,) = fixture.send("a", wire.AllocateKVCaches(1, LAYOUT, 4096))
-    (answer,) = fixture.report(TensorsMapped(mapping.registration, "a"))
-    assert answer.message.region.reattached
+    (reply,) = fixture.report(TensorsMapped(mapping.registration, "a"))
+    assert reply.message.region.reattached
     assert fixture.refused("a", 1, load(0, hosts=(0,))) == Code.STALE
     fixture.report(BlocksVerified(engine_owner("a"), np.array([0])))
     fixture.start("a", 2, load(0, hosts=(0,)))
     assert fixture.refused("a", 3, load(0, 1, hosts=(0,))) == Code.STALE
     assert fixture.refused("a", 4, load(0, 1, hosts=(1,))) == Code.STALE
-    assert fixture.report(BlocksVerified(engine_owner("nobody"), np.array([0]))) == []
+    assert fixture.report(BlocksVerified(engine_owner("unknown"), np.array([0]))) == []
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_another_user_never_gets_the_host_blocks_of_an_engine_s_name(restarted: bool) -> None:
-    """Its owner does, also after a restart of the daemon."""
+def test_only_the_user_of_an_engine_gets_its_host_blocks(restarted: bool) -> None:
+    """The user who stored the blocks gets them, also after a restart of the daemon."""
     hello = wire.Hello(1, 1, "client", "a")
-    for uid, back in ((1000, True), (1001, False)):
+    for uid, same_user in ((1000, True), (1001, False)):
         fixture = CoreFixture(registered=False)
         fixture.core.open_session("old", hello, 1000)
         (mapping,) = fixture.send("old", wire.AllocateKVCaches(1, LAYOUT, 4096))
@@ -165,10 +165,10 @@ def test_another_user_never_gets_the_host_blocks_of_an_engine_s_name(restarted: 
             fixture.core.restore_region(*records.found())
         fixture.core.open_session("new", hello, uid)
         (mapping,) = fixture.send("new", wire.AllocateKVCaches(1, LAYOUT, 4096))
-        (answer,) = fixture.report(TensorsMapped(mapping.registration, "new"))
-        assert answer.message.region.reattached is back
+        (reply,) = fixture.report(TensorsMapped(mapping.registration, "new"))
+        assert reply.message.region.reattached is same_user
         fixture.report(BlocksVerified(engine_owner("a"), np.array([0, 1])))
-        if back:
+        if same_user:
             fixture.start("new", 1, load(0, 1, hosts=(0,)))
         else:
             assert fixture.refused("new", 1, load(0, 1, hosts=(0,))) == Code.STALE

@@ -1,4 +1,4 @@
-"""The core: sessions, stopping, status."""
+"""The core: sessions, stop, status."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from support.core_fixture import DEVICE, LAYOUT, LIMITS, POOL, CoreFixture, new_
 
 
 @pytest.mark.parametrize(("low", "high", "fits"), [(1, 1, 1), (0, 9, 1), (2, 3, 0), (0, 0, 0)])
-def test_a_session_opens_where_the_protocol_versions_meet(low: int, high: int, fits: int) -> None:
+def test_a_session_opens_if_the_protocol_versions_overlap(low: int, high: int, fits: int) -> None:
     core = new_core()
     (action,) = core.open_session("s", wire.Hello(low, high, "client", "a"))
     assert isinstance(action, SendMessage)
@@ -42,7 +42,7 @@ def test_a_second_hello_is_refused() -> None:
     assert CoreFixture("a").error("a", wire.Hello(1, 1, "client", "b")) == Code.BAD_MESSAGE
 
 
-def test_goodbye_is_answered_and_ends_the_session() -> None:
+def test_goodbye_ends_the_session_with_a_reply() -> None:
     fixture = CoreFixture("a")
     plan = fixture.start("a", 7, store(0))
     assert fixture.send("a", wire.Goodbye("bye")) == [
@@ -54,10 +54,10 @@ def test_goodbye_is_answered_and_ends_the_session() -> None:
     assert fixture.core.sessions == ()
 
 
-# Stopping, status
+# Stop, status
 
 
-def test_a_daemon_that_stops_takes_no_new_work_and_ends_the_old() -> None:
+def test_a_stopping_daemon_refuses_new_jobs_and_cancels_the_others() -> None:
     fixture = CoreFixture("a", "b", registered=False)
     fixture.send("a", wire.AllocateKVCaches(1, LAYOUT, 4096))
     fixture.report(TensorsMapped(1, "a"))

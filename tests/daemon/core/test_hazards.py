@@ -1,4 +1,7 @@
-"""Ordering against its own sentence: wait for the newest of the other way that meets me."""
+"""Hazards between transfers, against a naive definition.
+
+A transfer waits for the newest transfer of the other direction that uses one of its blocks.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ def blocks(gpu: list[int], hosts: list[int]) -> ResolvedBlocks:
     return ResolvedBlocks((), np.array(gpu, dtype=np.int64), np.array(hosts, dtype=np.int64))
 
 
-def after(history: list[tuple[Direction, list[int], list[int]]]) -> list[int]:
-    ordering = HazardTracker(SLOTS, HOSTS)
+def dependencies(history: list[tuple[Direction, list[int], list[int]]]) -> list[int]:
+    tracker = HazardTracker(SLOTS, HOSTS)
     return [
-        ordering.add_transfer(serial, direction, blocks(gpu, hosts))
+        tracker.add_transfer(serial, direction, blocks(gpu, hosts))
         for serial, (direction, gpu, hosts) in enumerate(history, 1)
     ]
 
@@ -31,32 +34,34 @@ def after(history: list[tuple[Direction, list[int], list[int]]]) -> list[int]:
 @pytest.mark.parametrize(
     ("history", "expected"),
     [
-        pytest.param([(STORE, [0], [0]), (LOAD, [1], [0])], [0, 1], id="load-of-what-is-stored"),
-        pytest.param([(LOAD, [0], [0]), (STORE, [1], [0])], [0, 1], id="store-over-what-is-loaded"),
-        pytest.param([(LOAD, [0], [0]), (STORE, [0], [1])], [0, 1], id="store-of-what-is-loaded"),
-        pytest.param([(STORE, [0], [0]), (LOAD, [0], [1])], [0, 1], id="load-over-what-is-stored"),
-        pytest.param([(STORE, [0], [0]), (LOAD, [1], [1])], [0, 0], id="nothing-in-common"),
-        pytest.param([(STORE, [0], [1]), (LOAD, [1], [0])], [0, 0], id="ids-of-different-sides"),
-        pytest.param([(STORE, [0], [0]), (STORE, [0], [0])], [0, 0], id="one-way-is-a-queue"),
+        pytest.param([(STORE, [0], [0]), (LOAD, [1], [0])], [0, 1], id="load-of-a-stored-block"),
+        pytest.param([(LOAD, [0], [0]), (STORE, [1], [0])], [0, 1], id="store-over-a-loaded-block"),
+        pytest.param([(LOAD, [0], [0]), (STORE, [0], [1])], [0, 1], id="store-of-a-loaded-block"),
+        pytest.param([(STORE, [0], [0]), (LOAD, [0], [1])], [0, 1], id="load-over-a-stored-block"),
+        pytest.param([(STORE, [0], [0]), (LOAD, [1], [1])], [0, 0], id="no-block-in-common"),
+        pytest.param(
+            [(STORE, [0], [1]), (LOAD, [1], [0])], [0, 0], id="equal-ids-of-different-sides"
+        ),
+        pytest.param([(STORE, [0], [0]), (STORE, [0], [0])], [0, 0], id="one-direction-is-a-queue"),
         pytest.param(
             [(STORE, [0], [0]), (STORE, [1], [0]), (STORE, [2], [2]), (LOAD, [3], [0])],
             [0, 0, 0, 2],
-            id="the-newest-that-meets",
+            id="the-newest-with-a-common-block",
         ),
         pytest.param(
             [(STORE, [0], [0]), (LOAD, [1], [0]), (STORE, [2], [0]), (LOAD, [3], [0])],
             [0, 1, 2, 3],
-            id="there-and-back",
+            id="alternating-directions",
         ),
         pytest.param(
-            [(STORE, [0, 1], [0, 1]), (LOAD, [], [])], [0, 0], id="nothing-waits-for-none"
+            [(STORE, [0, 1], [0, 1]), (LOAD, [], [])], [0, 0], id="an-empty-transfer-does-not-wait"
         ),
     ],
 )
-def test_a_transfer_waits_for(
+def test_a_transfer_waits_for_its_hazard(
     history: list[tuple[Direction, list[int], list[int]]], expected: list[int]
 ) -> None:
-    assert after(history) == expected
+    assert dependencies(history) == expected
 
 
 sides = st.tuples(
@@ -68,20 +73,22 @@ sides = st.tuples(
 
 @settings(PROFILE)
 @given(st.lists(sides, max_size=25))
-def test_ordering_is_the_naive_one(history: list[tuple[Direction, list[int], list[int]]]) -> None:
+def test_dependencies_equal_the_naive_definition(
+    history: list[tuple[Direction, list[int], list[int]]],
+) -> None:
     naive = [
         max(
             (
                 serial
-                for serial, (other, *theirs) in enumerate(history[:number], 1)
+                for serial, (other, *other_ids) in enumerate(history[:number], 1)
                 if other is not direction
-                and any(set(a) & set(b) for a, b in zip(theirs, mine, strict=True))
+                and any(set(a) & set(b) for a, b in zip(other_ids, ids, strict=True))
             ),
             default=0,
         )
-        for number, (direction, *mine) in enumerate(history)
+        for number, (direction, *ids) in enumerate(history)
     ]
-    assert after(history) == naive
+    assert dependencies(history) == naive
 
 
 @settings(PROFILE)
@@ -89,25 +96,28 @@ def test_ordering_is_the_naive_one(history: list[tuple[Direction, list[int], lis
 def test_ended_transfers_are_not_waited_for(
     history: list[tuple[Direction, list[int], list[int]] | int],
 ) -> None:
-    """A number: one of those under way ends. Who meets one that has not waits for it or a later."""
-    ordering, under_way = (
+    """If a transfer in flight has a common block, a new one waits for it or for a later one.
+
+    A number in the history ends one of the transfers in flight.
+    """
+    tracker, in_flight = (
         HazardTracker(SLOTS, HOSTS),
         dict[int, tuple[Direction, set[int], set[int]]](),
     )
     for serial, event in enumerate(history, 1):
         if isinstance(event, int):
-            if under_way:
-                one = sorted(under_way)[event % len(under_way)]
-                ordering.remove_transfer(under_way.pop(one)[0])
+            if in_flight:
+                ended = sorted(in_flight)[event % len(in_flight)]
+                tracker.remove_transfer(in_flight.pop(ended)[0])
             continue
         direction, gpu, hosts = event
-        others = {
-            number: bool(theirs & set(gpu) or places & set(hosts))
-            for number, (way, theirs, places) in under_way.items()
-            if way is not direction
+        common = {
+            number: bool(other_gpu & set(gpu) or other_hosts & set(hosts))
+            for number, (other, other_gpu, other_hosts) in in_flight.items()
+            if other is not direction
         }
-        found = ordering.add_transfer(serial, direction, blocks(gpu, hosts))
-        assert found >= max((number for number, meets in others.items() if meets), default=0)
-        assert found < serial
-        assert others or not found
-        under_way[serial] = direction, set(gpu), set(hosts)
+        dependency = tracker.add_transfer(serial, direction, blocks(gpu, hosts))
+        assert dependency >= max((number for number, shares in common.items() if shares), default=0)
+        assert dependency < serial
+        assert common or not dependency
+        in_flight[serial] = direction, set(gpu), set(hosts)

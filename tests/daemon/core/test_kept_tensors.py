@@ -1,4 +1,4 @@
-"""Tensors that outlast the engine they were allocated for: when they are held, when they go."""
+"""Tensors that outlive their engine: when they are kept and when they are freed."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def layout(blocks: int = 8) -> KVLayout:
     return KVLayout((TensorLayout(blocks, 1024, 1024),), ((TensorRef(0, 1024),),), 2)
 
 
-def unrecorded(actions: list[Action]) -> list[Action]:
-    """Without what is said to the records of the host pool, and to the shelf."""
+def without_records(actions: list[Action]) -> list[Action]:
+    """Actions except those for the records of the pool and of kept tensors."""
     return [
         a
         for a in actions
@@ -52,7 +52,7 @@ def unrecorded(actions: list[Action]) -> list[Action]:
 
 
 class KeptTensorsFixture:
-    """A core, and what its sessions say. Sessions are named engine/process."""
+    """A core and its sessions. Sessions are named engine/process."""
 
     def __init__(self) -> None:
         device = proto_status.DeviceInfo("cpu", "cpu", "host memory")
@@ -65,36 +65,40 @@ class KeptTensorsFixture:
         self.core.open_session(session, wire.Hello(1, 1, session, session.partition("/")[0]))
 
     def send(self, session: str, message: wire.ClientMessage) -> list[Action]:
-        return unrecorded(self.core.handle(session, message, now=1.0))
+        return without_records(self.core.handle(session, message, now=1.0))
 
-    def wish(self, session: str, keep: bool, shape: KVLayout, **more: Any) -> list[Action]:
+    def send_allocate(self, session: str, keep: bool, shape: KVLayout, **more: Any) -> list[Action]:
         self.open_sessions(session)
         return self.send(session, wire.AllocateKVCaches(1, shape, keep=keep, **more))
 
     def allocate(self, session: str, *, keep: bool = True, shape: KVLayout | None = None) -> Any:
-        """Allocate, with 4096 bytes of the pool; the lane does as it is told. Returns
-        (what was dropped, the Map, the reply)."""
-        *before, mapping = self.wish(session, keep, shape or layout(), host_bytes=4096)
+        """Allocate tensors with 4096 bytes of the pool, and map them.
+
+        Returns the actions before and after MapTensors, MapTensors, and the reply.
+        """
+        *before, mapping = self.send_allocate(session, keep, shape or layout(), host_bytes=4096)
         assert isinstance(mapping, MapTensors)
-        *after, reply = self.mapped(mapping)
+        *after, reply = self.report_mapped(mapping)
         assert isinstance(reply, SendMessage)
         assert isinstance(reply.message, wire.Allocated)
         return [*before, *after], mapping, reply.message
 
-    def mapped(self, mapping: MapTensors, error: ErrorInfo | None = None) -> list[Action]:
-        where = () if error else (memory.FdAllocation(1, SIZE),)
+    def report_mapped(self, mapping: MapTensors, error: ErrorInfo | None = None) -> list[Action]:
+        allocations = () if error else (memory.FdAllocation(1, SIZE),)
         reused = mapping.reuse is not None
-        report = TensorsMapped(mapping.registration, mapping.session, error, where, reused=reused)
-        return unrecorded(self.core.report(report))
+        report = TensorsMapped(
+            mapping.registration, mapping.session, error, allocations, reused=reused
+        )
+        return without_records(self.core.report(report))
 
-    def leave(self, session: str) -> list[Action]:
-        """A session goes, and the lane unmaps what it had; what follows from that."""
+    def disconnect(self, session: str) -> list[Action]:
+        """Close a session and unmap its tensors. Returns the actions that follow."""
         unmaps = [a for a in self.core.close_session(session) if isinstance(a, UnmapTensors)]
         reports = [self.core.report(TensorsUnmapped(unmap.registration)) for unmap in unmaps]
-        return unrecorded([action for actions in reports for action in actions])
+        return without_records([action for actions in reports for action in actions])
 
     def kept(self) -> dict[str, tuple[bool, int]]:
-        """Engine -> (is it here, bytes kept), of those with any."""
+        """Engine -> (is connected, kept bytes), if it has kept tensors."""
         engines = self.core.status(1.0).engines
         return {e.name: (e.present, e.kept_bytes) for e in engines if e.kept_bytes}
 
@@ -105,22 +109,22 @@ def fixture() -> KeptTensorsFixture:
 
 
 def test_a_reconnected_engine_gets_its_tensors(fixture: KeptTensorsFixture) -> None:
-    dropped, mapping, reply = fixture.allocate("a/1")
-    assert (dropped, mapping.keep, mapping.reuse, reply.kept) == ([], True, None, False)
+    released, mapping, reply = fixture.allocate("a/1")
+    assert (released, mapping.keep, mapping.reuse, reply.kept) == ([], True, None, False)
     assert fixture.kept() == {"a": (True, SIZE)}
-    assert fixture.leave("a/1") == []
+    assert fixture.disconnect("a/1") == []
     assert fixture.kept() == {"a": (False, SIZE)}
-    dropped, mapping, reply = fixture.allocate("a/2")
+    released, mapping, reply = fixture.allocate("a/2")
     assert (mapping.reuse, reply.kept) == (1, True)
-    assert dropped == [ReleaseTensors(1)]
+    assert released == [ReleaseTensors(1)]
     assert fixture.kept() == {"a": (True, SIZE)}
 
 
-def test_another_part_of_the_pool_changes_nothing(fixture: KeptTensorsFixture) -> None:
-    """The engine's host blocks are gone, as it wants more of them; its tensors are not."""
+def test_tensors_are_kept_if_the_engine_gets_other_host_blocks(fixture: KeptTensorsFixture) -> None:
+    """Another number of bytes frees the engine's region of the pool, but not its tensors."""
     fixture.allocate("a/1")
-    fixture.leave("a/1")
-    (mapping,) = fixture.wish("a/2", True, layout(), host_bytes=8192)
+    fixture.disconnect("a/1")
+    (mapping,) = fixture.send_allocate("a/2", True, layout(), host_bytes=8192)
     assert isinstance(mapping, MapTensors)
     assert mapping.reuse == 1
 
@@ -129,24 +133,24 @@ def test_without_keep_no_tensors_are_kept(fixture: KeptTensorsFixture) -> None:
     _, mapping, _ = fixture.allocate("a/1", keep=False)
     assert not mapping.keep
     assert fixture.kept() == {}
-    assert fixture.leave("a/1") == []
+    assert fixture.disconnect("a/1") == []
     assert fixture.kept() == {}
     assert fixture.allocate("a/2")[1].reuse is None
 
 
 def test_tensors_allocated_again_without_keep_are_not_kept(fixture: KeptTensorsFixture) -> None:
     fixture.allocate("a/1")
-    fixture.leave("a/1")
-    dropped, mapping, reply = fixture.allocate("a/2", keep=False)
-    assert (dropped, mapping.reuse, reply.kept) == ([ReleaseTensors(1)], 1, True)
-    assert fixture.leave("a/2") == []
+    fixture.disconnect("a/1")
+    released, mapping, reply = fixture.allocate("a/2", keep=False)
+    assert (released, mapping.reuse, reply.kept) == ([ReleaseTensors(1)], 1, True)
+    assert fixture.disconnect("a/2") == []
     assert fixture.kept() == {}
 
 
-def test_another_layout_frees_them_before_it_is_mapped(fixture: KeptTensorsFixture) -> None:
+def test_another_layout_frees_kept_tensors_before_it_is_mapped(fixture: KeptTensorsFixture) -> None:
     fixture.allocate("a/1")
-    fixture.leave("a/1")
-    actions = fixture.wish("a/2", True, layout(4), host_bytes=4096)
+    fixture.disconnect("a/1")
+    actions = fixture.send_allocate("a/2", True, layout(4), host_bytes=4096)
     assert actions[0] == ReleaseTensors(1)
     assert isinstance(actions[1], MapTensors)
     assert actions[1].reuse is None
@@ -158,7 +162,7 @@ def test_an_engine_that_waits_for_the_old_mapping_gets_its_tensors(
 ) -> None:
     fixture.allocate("a/1")
     fixture.core.close_session("a/1")
-    assert fixture.wish("a/2", True, layout(), host_bytes=4096) == []
+    assert fixture.send_allocate("a/2", True, layout(), host_bytes=4096) == []
     (mapping,) = fixture.core.report(TensorsUnmapped(1))
     assert isinstance(mapping, MapTensors)
     assert mapping.reuse == 1
@@ -166,27 +170,29 @@ def test_an_engine_that_waits_for_the_old_mapping_gets_its_tensors(
 
 def test_kept_tensors_stay_if_they_cannot_be_mapped(fixture: KeptTensorsFixture) -> None:
     fixture.allocate("a/1")
-    fixture.leave("a/1")
-    (mapping,) = fixture.wish("a/2", True, layout(), host_bytes=4096)
+    fixture.disconnect("a/1")
+    (mapping,) = fixture.send_allocate("a/2", True, layout(), host_bytes=4096)
     assert isinstance(mapping, MapTensors)
-    (reply,) = fixture.mapped(mapping, ErrorInfo(Code.NOT_SHAREABLE, "the page is not sealed"))
+    (reply,) = fixture.report_mapped(
+        mapping, ErrorInfo(Code.NOT_SHAREABLE, "the page is not sealed")
+    )
     assert isinstance(reply, SendMessage)
     assert isinstance(reply.message, wire.Error)
     assert fixture.kept() == {"a": (False, SIZE)}
-    fixture.leave("a/2")
+    fixture.disconnect("a/2")
     assert fixture.allocate("a/3")[1].reuse == 1
 
 
 def test_kept_tensors_stay_if_the_engine_disconnects_before_they_are_mapped(
     fixture: KeptTensorsFixture,
 ) -> None:
-    """What the lane may have made of them under the new number goes."""
+    """The device worker may have mapped them with the new number. That mapping is released."""
     fixture.allocate("a/1")
-    fixture.leave("a/1")
-    (mapping,) = fixture.wish("a/2", True, layout(), host_bytes=4096)
+    fixture.disconnect("a/1")
+    (mapping,) = fixture.send_allocate("a/2", True, layout(), host_bytes=4096)
     assert isinstance(mapping, MapTensors)
     assert UnmapTensors(2) in fixture.core.close_session("a/2")
-    assert fixture.mapped(mapping) == []
+    assert fixture.report_mapped(mapping) == []
     assert fixture.core.report(TensorsUnmapped(2)) == [ReleaseTensors(2)]
     assert fixture.kept() == {"a": (False, SIZE)}
     assert fixture.allocate("a/3")[1].reuse == 1
@@ -195,13 +201,13 @@ def test_kept_tensors_stay_if_the_engine_disconnects_before_they_are_mapped(
 def test_kept_tensors_are_freed_with_the_region_of_their_engine(
     fixture: KeptTensorsFixture,
 ) -> None:
-    """A newcomer takes the room, by its registration or by its namespace."""
+    """A registration or a namespace of another engine needs the room."""
     for number, session in enumerate(("b/1", "c/1"), 1):
         fixture.allocate(f"a/{number}")
-        fixture.leave(f"a/{number}")
+        fixture.disconnect(f"a/{number}")
         assert fixture.kept() == {"a": (False, SIZE)}
         if session == "b/1":
-            actions = fixture.wish(session, False, layout(), host_bytes=POOL)
+            actions = fixture.send_allocate(session, False, layout(), host_bytes=POOL)
             assert ReleaseTensors(1) in actions
         else:
             fixture.open_sessions(session)
@@ -209,7 +215,7 @@ def test_kept_tensors_are_freed_with_the_region_of_their_engine(
             actions = fixture.send(session, wire.OpenNamespace(1, fingerprint, POOL))
             assert any(isinstance(action, ReleaseTensors) for action in actions)
         assert fixture.kept() == {}
-        fixture.leave(session)
+        fixture.disconnect(session)
 
 
 def test_tensors_are_kept_as_long_as_their_namespace(
@@ -222,49 +228,49 @@ def test_tensors_are_kept_as_long_as_their_namespace(
         (*_, mapping) = fixture.send(session, wire.AllocateKVCaches(2, layout(), keep=True))
         assert isinstance(mapping, MapTensors)
         assert mapping.reuse == (1 if session == "a/2" else None)
-        fixture.mapped(mapping)
-        fixture.leave(session)
+        fixture.report_mapped(mapping)
+        fixture.disconnect(session)
     assert fixture.kept() == {"a": (False, SIZE)}
 
 
 def test_kept_tensors_belong_to_one_namespace(fixture: KeptTensorsFixture) -> None:
-    """The same shape, another model's bytes."""
+    """Equal layouts of two models are not interchangeable."""
     for session, model in (("a/1", "model"), ("a/2", "another")):
         fixture.open_sessions(session)
         fixture.send(session, wire.OpenNamespace(1, proto_status.Fingerprint(model, 2048), 8192))
         actions = fixture.send(session, wire.AllocateKVCaches(2, layout(), keep=True))
         assert isinstance(actions[-1], MapTensors)
         assert actions[-1].reuse is None
-        fixture.mapped(actions[-1])
-        fixture.leave(session)
+        fixture.report_mapped(actions[-1])
+        fixture.disconnect(session)
     assert ReleaseTensors(1) in actions
 
 
-def test_an_engine_with_tensors_of_its_own_needs_none(fixture: KeptTensorsFixture) -> None:
-    """Unless they may be the very same: behind descriptors, in the same layout."""
-    brought: tuple[memory.Allocation, ...] = (
+def test_registered_tensors_of_an_engine_free_its_kept_ones(fixture: KeptTensorsFixture) -> None:
+    """Registered tensors with descriptors and an equal layout may be the kept ones: they stay."""
+    allocations: tuple[memory.Allocation, ...] = (
         memory.FdAllocation(1, SIZE),
         memory.CudaAllocation("GPU-1", bytes(64), SIZE),
     )
-    for number, allocation in enumerate(brought):
+    for number, allocation in enumerate(allocations):
         fixture.allocate(f"a/{number}")
-        fixture.leave(f"a/{number}")
+        fixture.disconnect(f"a/{number}")
         fixture.open_sessions(f"a/own-{number}")
-        where = (allocation,), (memory.Location(0, 0),)
+        memories = (allocation,), (memory.Location(0, 0),)
         actions = fixture.send(
-            f"a/own-{number}", wire.RegisterKVCaches(1, layout(), *where, host_bytes=4096)
+            f"a/own-{number}", wire.RegisterKVCaches(1, layout(), *memories, host_bytes=4096)
         )
         assert isinstance(actions[-1], MapTensors)
-        dropped = any(isinstance(action, ReleaseTensors) for action in actions)
-        assert dropped == isinstance(allocation, memory.CudaAllocation)
+        released = any(isinstance(action, ReleaseTensors) for action in actions)
+        assert released == isinstance(allocation, memory.CudaAllocation)
         fixture.core.report(TensorsMapped(actions[-1].registration, f"a/own-{number}"))
-        fixture.leave(f"a/own-{number}")
-        assert ("a" in fixture.kept()) != dropped
+        fixture.disconnect(f"a/own-{number}")
+        assert ("a" in fixture.kept()) != released
 
 
 def test_kept_tensors_are_released_by_name(fixture: KeptTensorsFixture) -> None:
     fixture.allocate("a/1")
-    fixture.leave("a/1")
+    fixture.disconnect("a/1")
     fixture.open_sessions("b/1")
     reply = SendMessage("b/1", wire.Released(5, SIZE))
     assert fixture.send("b/1", wire.ReleaseKVCaches(5, "a")) == [ReleaseTensors(1), reply]
@@ -282,7 +288,7 @@ def test_released_tensors_of_a_connected_engine_are_freed_when_it_disconnects(
     reply = SendMessage("a/1", wire.Released(5, SIZE))
     assert fixture.send("a/1", wire.ReleaseKVCaches(5, "a")) == [ReleaseTensors(1), reply]
     assert fixture.kept() == {}
-    assert fixture.leave("a/1") == [ReleaseTensors(1)]
+    assert fixture.disconnect("a/1") == [ReleaseTensors(1)]
     assert fixture.allocate("a/2")[1].reuse is None
 
 
@@ -307,5 +313,5 @@ def test_restored_tensors_belong_to_their_engine_if_its_region_was_restored(
     with pytest.raises(Refused):
         fixture.core.restore_kept_tensors(kept)
     assert fixture.kept() == {"a": (False, SIZE)}
-    dropped, mapping, reply = fixture.allocate("a/1")
-    assert (mapping.reuse, reply.kept, dropped) == (1, True, [ReleaseTensors(1)])
+    released, mapping, reply = fixture.allocate("a/1")
+    assert (mapping.reuse, reply.kept, released) == (1, True, [ReleaseTensors(1)])

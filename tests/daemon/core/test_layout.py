@@ -1,4 +1,4 @@
-"""Block maths by example; tests/property holds it against a model."""
+"""Block address maths, by example. tests/property compares it with a model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvferry.proto.specs import (
 )
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
+# Offset of the region in the pool.
 START = 1000
-"""Where the region begins in the pool."""
 
 
 def ids(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -32,23 +32,25 @@ def gpu(*blocks: int, sizes: tuple[int, ...], first: tuple[int, ...]) -> GPULoad
     return GPULoadStoreSpec(blocks, sizes, first)
 
 
-# Two tensors with padded rows; group 0 has a page of both (10 and 6 bytes), group 1 one of 5 bytes
-# in a tensor of its own. A host block: 3 GPU blocks of the wider group, 48 bytes.
+# Two tensors with padded rows. Group 0 has a page in both (10 and 6 bytes). Group 1 has a page of 5
+# bytes in its own tensor. A host block has 3 GPU blocks of the wider group: 48 bytes.
 TENSORS = (TensorLayout(8, 10, 16), TensorLayout(9, 8, 8), TensorLayout(4, 5, 7))
 GROUPS = ((TensorRef(0, 10), TensorRef(1, 6)), (TensorRef(2, 5),))
 LAYOUT = KVLayout(TENSORS, GROUPS, 3)
 
 
 @pytest.fixture
-def geometry() -> BlockLayout:
+def block_layout() -> BlockLayout:
     return BlockLayout(LayoutArrays.from_layout(LAYOUT), START, 20)
 
 
-def test_the_pages_of_a_gpu_block_are_contiguous_in_the_host_block(geometry: BlockLayout) -> None:
+def test_the_pages_of_a_gpu_block_are_contiguous_in_the_host_block(
+    block_layout: BlockLayout,
+) -> None:
     spec = gpu(7, 2, 1, 3, sizes=(2, 2), first=(5, 1))
-    resolved = geometry.resolve(STORE, spec, ids(4, 11, 6))
+    resolved = block_layout.resolve(STORE, spec, ids(4, 11, 6))
     bases = ids(100_000, 200_000, 300_000)
-    parts = [geometry.copy_batch(run, bases, 1_000_000) for run in resolved.extents]
+    parts = [block_layout.copy_batch(run, bases, 1_000_000) for run in resolved.extents]
     got = [row for f in parts for row in zip(f.gpu, f.host, f.size, strict=True)]
     assert got == [row for f in parts for row in f.rows()]
     # Group 0 begins at logical block 5: sub-block 2 of host block 4, then sub-block 0 of 11.
@@ -62,18 +64,18 @@ def test_the_pages_of_a_gpu_block_are_contiguous_in_the_host_block(geometry: Blo
         (300_000 + 1 * 7, pool + 6 * 48 + 1 * 5, 5),
         (300_000 + 3 * 7, pool + 6 * 48 + 2 * 5, 5),
     ]
-    assert geometry.count_bytes(resolved.extents) == 2 * 16 + 2 * 5
-    assert geometry.end_offset(resolved.extents) == START + 11 * 48 + 16
+    assert block_layout.count_bytes(resolved.extents) == 2 * 16 + 2 * 5
+    assert block_layout.end_offset(resolved.extents) == START + 11 * 48 + 16
 
 
-def test_without_sizes_a_transfer_is_one_group_from_its_start() -> None:
+def test_a_spec_without_sizes_is_one_group_from_its_start() -> None:
     layout = KVLayout(TENSORS[:1], ((TensorRef(0, 10),),), 2)
-    plain, said = GPULoadStoreSpec([3, 1, 5]), gpu(3, 1, 5, sizes=(3,), first=(0,))
+    plain, explicit = GPULoadStoreSpec([3, 1, 5]), gpu(3, 1, 5, sizes=(3,), first=(0,))
     runs = [
         BlockLayout(LayoutArrays.from_layout(layout), START, 9)
         .resolve(LOAD, spec, ids(8, 0))
         .extents[0]
-        for spec in (plain, said)
+        for spec in (plain, explicit)
     ]
     assert runs[0].gpu_blocks.tolist() == runs[1].gpu_blocks.tolist() == [3, 1, 5]
     offsets = [START + 8 * 20, START + 8 * 20 + 10, START]
@@ -81,10 +83,13 @@ def test_without_sizes_a_transfer_is_one_group_from_its_start() -> None:
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_an_empty_transfer_is_valid(geometry: BlockLayout, direction: Direction) -> None:
-    resolved = geometry.resolve(direction, gpu(sizes=(0, 0), first=(2, 0)), ids())
+def test_an_empty_transfer_is_valid(block_layout: BlockLayout, direction: Direction) -> None:
+    resolved = block_layout.resolve(direction, gpu(sizes=(0, 0), first=(2, 0)), ids())
     assert resolved.extents == ()
-    assert (geometry.count_bytes(resolved.extents), geometry.end_offset(resolved.extents)) == (0, 0)
+    assert (
+        block_layout.count_bytes(resolved.extents),
+        block_layout.end_offset(resolved.extents),
+    ) == (0, 0)
 
 
 GOOD = gpu(0, 1, 2, 3, sizes=(3, 1), first=(2, 0))
@@ -92,10 +97,13 @@ GOOD_HOSTS = ids(0, 19, 5)
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_the_transfer_that_the_next_test_spoils_is_good(
-    geometry: BlockLayout, direction: Direction
+def test_the_transfer_that_the_next_test_changes_is_valid(
+    block_layout: BlockLayout, direction: Direction
 ) -> None:
-    assert geometry.count_bytes(geometry.resolve(direction, GOOD, GOOD_HOSTS).extents) == 3 * 16 + 5
+    assert (
+        block_layout.count_bytes(block_layout.resolve(direction, GOOD, GOOD_HOSTS).extents)
+        == 3 * 16 + 5
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +112,7 @@ def test_the_transfer_that_the_next_test_spoils_is_good(
         (STORE, GOOD, ids(0, 20, 5), Code.BLOCK_OUT_OF_RANGE, "20"),
         (LOAD, GOOD, ids(0, -1, 5), Code.BLOCK_OUT_OF_RANGE, "-1"),
         (LOAD, GOOD, ids(0, 1 << 62, 5), Code.BLOCK_OUT_OF_RANGE, str(1 << 62)),
-        # group 0 ends with its shorter tensor, at 8
+        # the shorter tensor of group 0 has 8 blocks
         (STORE, gpu(0, 8, 2, 3, sizes=(3, 1), first=(2, 0)), GOOD_HOSTS, "block_out_of_range", "8"),
         (
             LOAD,
@@ -135,7 +143,7 @@ def test_the_transfer_that_the_next_test_spoils_is_good(
     ],
 )
 def test_a_wrong_transfer_is_refused_with_code_and_value(
-    geometry: BlockLayout,
+    block_layout: BlockLayout,
     direction: Direction,
     spec: GPULoadStoreSpec,
     hosts: np.ndarray[tuple[int], np.dtype[np.int64]],
@@ -143,49 +151,54 @@ def test_a_wrong_transfer_is_refused_with_code_and_value(
     value: str,
 ) -> None:
     with pytest.raises(Refused) as caught:
-        geometry.resolve(direction, spec, hosts)
+        block_layout.resolve(direction, spec, hosts)
     assert (caught.value.code, caught.value.value) == (code, value)
 
 
-def test_a_source_block_may_occur_twice(geometry: BlockLayout) -> None:
-    store = geometry.resolve(STORE, gpu(2, 2, 2, 1, sizes=(3, 1), first=(2, 0)), GOOD_HOSTS)
+def test_a_source_block_may_occur_twice(block_layout: BlockLayout) -> None:
+    store = block_layout.resolve(STORE, gpu(2, 2, 2, 1, sizes=(3, 1), first=(2, 0)), GOOD_HOSTS)
     assert store.extents[0].gpu_blocks.tolist() == [2, 2, 2]
-    load = geometry.resolve(LOAD, GOOD, ids(4, 4, 4))
+    load = block_layout.resolve(LOAD, GOOD, ids(4, 4, 4))
     assert load.host_blocks.tolist() == [4, 4, 4]
 
 
 def test_groups_that_share_a_tensor_share_its_slots() -> None:
     groups = ((TensorRef(0, 10),), (TensorRef(0, 8), TensorRef(1, 8)), (TensorRef(2, 5),))
-    geometry = BlockLayout(LayoutArrays.from_layout(KVLayout(TENSORS, groups)), 0, 9)
-    resolved = geometry.resolve(STORE, gpu(1, 1, 1, sizes=(1, 1, 1), first=(0,) * 3), ids(0, 1, 2))
-    one, other, apart = resolved.gpu_slots.tolist()
-    assert one == other != apart
-    assert max(resolved.gpu_slots) < geometry.gpu_slots == 9 + 4
+    block_layout = BlockLayout(LayoutArrays.from_layout(KVLayout(TENSORS, groups)), 0, 9)
+    resolved = block_layout.resolve(
+        STORE, gpu(1, 1, 1, sizes=(1, 1, 1), first=(0,) * 3), ids(0, 1, 2)
+    )
+    first, second, separate = resolved.gpu_slots.tolist()
+    assert first == second != separate
+    assert max(resolved.gpu_slots) < block_layout.gpu_slots == 9 + 4
     with pytest.raises(Refused) as caught:
-        geometry.resolve(LOAD, gpu(1, 1, 1, sizes=(1, 1, 1), first=(0,) * 3), ids(0, 1, 2))
+        block_layout.resolve(LOAD, gpu(1, 1, 1, sizes=(1, 1, 1), first=(0,) * 3), ids(0, 1, 2))
     assert caught.value.code == Code.DUPLICATE_BLOCK
 
 
 def test_groups_that_share_no_tensor_may_load_the_same_block_id() -> None:
-    """Group 1 shares a tensor with either of the others, which share none with each other."""
+    """Group 1 shares a tensor with group 0 and another with group 2. Groups 0 and 2 share none."""
     groups = ((TensorRef(0, 10),), (TensorRef(0, 10), TensorRef(1, 8)), (TensorRef(1, 8),))
-    geometry = BlockLayout(LayoutArrays.from_layout(KVLayout(TENSORS[:2], groups)), 0, 9)
-    resolved = geometry.resolve(LOAD, gpu(3, 3, sizes=(1, 0, 1), first=(0,) * 3), ids(0, 1))
-    assert geometry.count_bytes(resolved.extents) == 18
+    block_layout = BlockLayout(LayoutArrays.from_layout(KVLayout(TENSORS[:2], groups)), 0, 9)
+    resolved = block_layout.resolve(LOAD, gpu(3, 3, sizes=(1, 0, 1), first=(0,) * 3), ids(0, 1))
+    assert block_layout.count_bytes(resolved.extents) == 18
 
 
 @pytest.mark.parametrize("again", [None, 5])
 def test_a_duplicate_among_very_many_block_ids_is_found(again: int | None) -> None:
-    """Where a table of all blocks would take more memory than the ids."""
+    """Here a table of all blocks takes more memory than the ids."""
     layout = KVLayout((TensorLayout(1 << 27, 1, 1),), ((TensorRef(0, 1),),))
-    geometry, blocks = BlockLayout(LayoutArrays.from_layout(layout), 0, 1000), np.arange(1000) << 17
+    block_layout, blocks = (
+        BlockLayout(LayoutArrays.from_layout(layout), 0, 1000),
+        np.arange(1000) << 17,
+    )
     if again is not None:
         blocks[again + 600] = blocks[again]
         with pytest.raises(Refused) as refused:
-            geometry.resolve(LOAD, GPULoadStoreSpec(blocks), np.arange(1000))
+            block_layout.resolve(LOAD, GPULoadStoreSpec(blocks), np.arange(1000))
         assert (refused.value.code, refused.value.value) == (Code.DUPLICATE_BLOCK, str(5 << 17))
     else:
-        assert geometry.resolve(LOAD, GPULoadStoreSpec(blocks), np.arange(1000)).extents
+        assert block_layout.resolve(LOAD, GPULoadStoreSpec(blocks), np.arange(1000)).extents
 
 
 @pytest.mark.parametrize(
@@ -200,14 +213,14 @@ def test_a_duplicate_among_very_many_block_ids_is_found(again: int | None) -> No
         (1 << 20, 1, [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1), (1, 1)]),
     ],
 )
-def test_a_chunk_is_of_one_group_and_holds_what_fits_or_one_block(
-    geometry: BlockLayout, max_bytes: int, max_blocks: int, counts: list[tuple[int, int]]
+def test_a_chunk_has_blocks_of_one_group_within_the_limits_but_at_least_one(
+    block_layout: BlockLayout, max_bytes: int, max_blocks: int, counts: list[tuple[int, int]]
 ) -> None:
     spec = gpu(0, 1, 2, 3, 0, 1, sizes=(4, 2), first=(0, 0))
-    rest = geometry.resolve(STORE, spec, ids(0, 1, 2)).extents
+    rest = block_layout.resolve(STORE, spec, ids(0, 1, 2)).extents
     chunks = []
     while rest:
-        chunk, rest = geometry.split_chunk(rest, max_bytes, max_blocks)
+        chunk, rest = block_layout.split_chunk(rest, max_bytes, max_blocks)
         chunks.append((chunk.group, chunk.gpu_blocks.size))
     assert chunks == counts
 
@@ -227,59 +240,61 @@ def test_two_sides_of_one_kind_are_refused(spec: GPULoadStoreSpec | CPULoadStore
 
 
 def test_tensors_that_overlap_share_their_slots() -> None:
-    """Rows of attention and state, packed: the same block of either group is the same memory."""
+    """Attention and state share packed rows: a block of either group is the same memory."""
     layout = KVLayout(
         (TensorLayout(5, 20, 40), TensorLayout(5, 12, 40), TensorLayout(5, 8, 8)),
         ((TensorRef(0, 20),), (TensorRef(1, 12),), (TensorRef(2, 8),)),
     )
     places = [Location(0, 0), Location(0, 24), Location(0, 4096)]
-    geometry = BlockLayout(LayoutArrays.from_layout(layout), 0, 9, places)
-    resolved = geometry.resolve(LOAD, gpu(3, 3, 3, sizes=(1, 1, 1), first=(0,) * 3), ids(0, 1, 2))
-    packed, other, apart = resolved.gpu_slots.tolist()
-    assert packed == other != apart
-    elsewhere = BlockLayout(
+    block_layout = BlockLayout(LayoutArrays.from_layout(layout), 0, 9, places)
+    resolved = block_layout.resolve(
+        LOAD, gpu(3, 3, 3, sizes=(1, 1, 1), first=(0,) * 3), ids(0, 1, 2)
+    )
+    attention, state, separate = resolved.gpu_slots.tolist()
+    assert attention == state != separate
+    other_allocation = BlockLayout(
         LayoutArrays.from_layout(layout), 0, 9, [Location(0, 0), Location(1, 24), Location(0, 4096)]
     )
-    resolved = elsewhere.resolve(LOAD, gpu(3, 3, 3, sizes=(1, 1, 1), first=(0,) * 3), ids(0, 1, 2))
+    resolved = other_allocation.resolve(
+        LOAD, gpu(3, 3, 3, sizes=(1, 1, 1), first=(0,) * 3), ids(0, 1, 2)
+    )
     assert len(set(resolved.gpu_slots.tolist())) == 3
 
 
-def test_tensors_within_another_share_memory_with_all_that_it_spans_and_the_next_does_not() -> None:
-    """Whichever comes first, and where the first ends before the last begins."""
-    whole, part = TensorLayout(5, 20, 40), TensorLayout(5, 8, 8)
-    layout = KVLayout((part, whole, part, part), tuple((TensorRef(n, 8),) for n in range(4)))
-    places = [Location(0, 100), Location(0, 0), Location(0, 0), Location(0, whole.span_bytes)]
+def test_tensors_inside_another_share_its_memory_and_the_next_tensor_does_not() -> None:
+    """The order of the tensors has no effect, also if the first ends before the last begins."""
+    outer, inner = TensorLayout(5, 20, 40), TensorLayout(5, 8, 8)
+    layout = KVLayout((inner, outer, inner, inner), tuple((TensorRef(n, 8),) for n in range(4)))
+    places = [Location(0, 100), Location(0, 0), Location(0, 0), Location(0, outer.span_bytes)]
     resolved = BlockLayout(LayoutArrays.from_layout(layout), 0, 9, places).resolve(
         LOAD, gpu(3, 3, 3, 3, sizes=(1,) * 4, first=(0,) * 4), ids(0, 1, 2, 3)
     )
-    inside, around, front, behind = resolved.gpu_slots.tolist()
-    assert inside == around == front != behind
+    middle, around, front, after = resolved.gpu_slots.tolist()
+    assert middle == around == front != after
 
 
 @pytest.mark.parametrize("bad", [-1, 99, -(1 << 62), 1 << 62])
 def test_each_of_many_ids_is_checked(bad: int) -> None:
     count = FEW + 2
     layout = KVLayout((TensorLayout(99, 8, 8),), ((TensorRef(0, 8),),))
-    geometry, good = BlockLayout(LayoutArrays.from_layout(layout), START, 99), np.arange(count)
-    assert geometry.resolve(STORE, GPULoadStoreSpec(good), good).gpu_slots.size == count
-    spoiled = good.copy()
-    spoiled[count // 2] = bad
-    for blocks, hosts in ((spoiled, good), (good, spoiled)):
+    block_layout, good = BlockLayout(LayoutArrays.from_layout(layout), START, 99), np.arange(count)
+    assert block_layout.resolve(STORE, GPULoadStoreSpec(good), good).gpu_slots.size == count
+    changed = good.copy()
+    changed[count // 2] = bad
+    for blocks, hosts in ((changed, good), (good, changed)):
         for direction in Direction:
             with pytest.raises(Refused) as refused:
-                geometry.resolve(direction, GPULoadStoreSpec(blocks), hosts)
+                block_layout.resolve(direction, GPULoadStoreSpec(blocks), hosts)
             error = refused.value
             assert (error.code, error.value) == (Code.BLOCK_OUT_OF_RANGE, str(bad))
 
 
 @pytest.mark.parametrize(
-    ("start", "chunk", "whole"), [(96, 480, True), (96, 481, False), (100, 480, False)]
+    ("start", "chunk", "within"), [(96, 480, True), (96, 481, False), (100, 480, False)]
 )
-def test_whether_a_host_block_may_lie_across_two_chunks(
-    start: int, chunk: int, whole: bool
-) -> None:
+def test_whether_each_host_block_is_within_one_chunk(start: int, chunk: int, within: bool) -> None:
     """A host block has 48 bytes."""
     assert (
         BlockLayout(LayoutArrays.from_layout(LAYOUT), start, 20).blocks_within_chunks(chunk)
-        is whole
+        is within
     )

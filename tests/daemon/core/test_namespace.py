@@ -34,8 +34,9 @@ from support.namespaces_fixture import (
 # Stores
 
 
-def test_a_store_gets_blocks_of_the_region_and_its_keys_load_once_it_is_done() -> None:
-    fixture = NamespacesFixture("n", fingerprint=OTHER)  # so that the region does not begin at 0
+def test_a_store_gets_blocks_of_the_region_and_its_keys_load_after_it_is_done() -> None:
+    # The region of "n" is first, so that of "a" does not begin at 0.
+    fixture = NamespacesFixture("n", fingerprint=OTHER)
     fixture.open_sessions("a")
     fixture.open_namespace("a")
     fixture.register("a")
@@ -94,7 +95,7 @@ def test_a_load_does_not_wait_for_a_store_that_left_its_key_out() -> None:
         assert fixture.start("a", load(letter)).after == stored.serial
 
 
-def test_a_key_twice_in_one_store_is_stored_once_from_where_it_came_first() -> None:
+def test_a_key_twice_in_one_store_is_stored_once_from_its_first_block() -> None:
     fixture = NamespacesFixture("a")
     plan = fixture.start("a", store(b"abab", blocks([3, 4, 5, 6])))
     assert gpu_blocks(plan) == [3, 4]
@@ -104,19 +105,19 @@ def test_a_key_twice_in_one_store_is_stored_once_from_where_it_came_first() -> N
     assert fixture.usage("free", "ready") == (2, 2)
 
 
-def test_two_engines_that_store_a_key_at_once_store_it_once() -> None:
+def test_two_engines_that_store_a_key_concurrently_store_it_once() -> None:
     fixture = NamespacesFixture("a", "b")
-    mine, theirs = fixture.start("a", store(b"ab")), fixture.start("b", store(b"bc"))
-    assert (gpu_blocks(mine), gpu_blocks(theirs)) == ([0, 1], [1])
-    fixture.end(theirs)
+    first, second = fixture.start("a", store(b"ab")), fixture.start("b", store(b"bc"))
+    assert (gpu_blocks(first), gpu_blocks(second)) == ([0, 1], [1])
+    fixture.end(second)
     assert fixture.loadable("b") == b"c"
-    fixture.end(mine, FAILED)  # nobody stored b after all
+    fixture.end(first, FAILED)  # then b is not stored
     assert fixture.loadable("b") == b"c"
     assert gpu_blocks(fixture.stored("b", b"bc")) == [0]
 
 
 def test_left_out_host_blocks_leave_out_their_gpu_blocks() -> None:
-    """Seven GPU blocks from index 1 on, three a host block: a has two, b three, and c two."""
+    """Seven GPU blocks from index 1 on, three per host block: a has two, b three, and c two."""
     fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=12 * PAGE)
     spec = store(b"abc", blocks([9, 8, 7, 6, 5, 4, 3], (7, 1)))
     fixture.stored("a", b"b", blocks([0, 1, 2]))
@@ -131,7 +132,7 @@ def test_left_out_host_blocks_leave_out_their_gpu_blocks() -> None:
     assert gpu_blocks(fixture.start("a", spec)) == [7, 6, 5]
 
 
-def test_every_group_has_keys_of_its_own() -> None:
+def test_every_group_has_its_own_keys() -> None:
     """Group 0: blocks 1 to 4 from index 2 on, in a and b. Group 1: blocks 5 to 9, in c and d."""
     fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=HYBRID, quota=12 * PAGE)
     spec = store(b"abcd", blocks(range(1, 10), (4, 2), (5, 4)))
@@ -156,7 +157,7 @@ def test_every_group_has_keys_of_its_own() -> None:
 
 def test_a_store_evicts_the_least_recent_key_but_none_of_the_same_offer() -> None:
     fixture = NamespacesFixture("a")
-    fixture.stored("a", b"abcd")  # d goes first: of a prefix the tail
+    fixture.stored("a", b"abcd")  # d is evicted first: it is the tail of the prefix
     assert gpu_blocks(fixture.stored("a", b"dce")) == [2]
     assert fixture.loadable("a") == b"acde"
     fixture.send("a", wire.Touch(each(b"dc")))
@@ -195,7 +196,7 @@ def test_a_bad_transfer_reserves_nothing_and_pins_nothing(spec: TransferSpec, co
 
 
 @pytest.mark.parametrize("outcome", [DONE, FAILED, CANCELLED])
-def test_a_load_keeps_its_blocks_until_it_ends(outcome: Outcome) -> None:
+def test_a_load_pins_its_blocks_until_it_ends(outcome: Outcome) -> None:
     fixture = NamespacesFixture("a", "b")
     fixture.stored("a", b"abcd")
     plans = [fixture.start("a", load(b"abc")), fixture.start("b", load(b"cd"))]
@@ -211,7 +212,7 @@ def test_a_load_keeps_its_blocks_until_it_ends(outcome: Outcome) -> None:
     assert fixture.usage("pinned", "ready") == (0, 4)
 
 
-def test_a_load_with_an_absent_or_pending_key_is_refused_whole() -> None:
+def test_a_load_with_an_absent_or_pending_key_is_refused_entirely() -> None:
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"ab")
     fixture.start("a", store(b"c"))
@@ -249,36 +250,39 @@ def test_a_load_with_an_absent_or_pending_key_is_refused_whole() -> None:
     ],
 )
 def test_a_block_stored_in_part_loads_as_far_as_it_was_stored(
-    partly: NamespacesFixture, letters: bytes, size: int, index: int, fits: bool
+    fixture_with_parts: NamespacesFixture, letters: bytes, size: int, index: int, fits: bool
 ) -> None:
     spec = load(letters, blocks(range(size), (size, index)))
     if fits:
-        assert gpu_blocks(partly.start("a", spec)) == list(range(size))
+        assert gpu_blocks(fixture_with_parts.start("a", spec)) == list(range(size))
     else:
-        assert partly.refused("a", spec) == Code.KEY_ABSENT
-        assert partly.usage("pinned") == (0,)
+        assert fixture_with_parts.refused("a", spec) == Code.KEY_ABSENT
+        assert fixture_with_parts.usage("pinned") == (0,)
 
 
 def test_a_key_stored_in_part_is_a_miss_to_mirrors_until_a_store_covers_more(
-    partly: NamespacesFixture,
+    fixture_with_parts: NamespacesFixture,
 ) -> None:
-    whole = blocks([0, 1, 2])
-    assert partly.snapshot("a") == (b"b", b"")
-    assert partly.stored("a", b"a", blocks([0], (1, 2))).extents == ()  # no more than is there
-    plan = partly.start("a", store(b"a", whole))
+    all_parts = blocks([0, 1, 2])
+    assert fixture_with_parts.snapshot("a") == (b"b", b"")
+    # This store covers no additional part.
+    assert fixture_with_parts.stored("a", b"a", blocks([0], (1, 2))).extents == ()
+    plan = fixture_with_parts.start("a", store(b"a", all_parts))
     assert gpu_blocks(plan) == [0, 1, 2]
-    assert partly.refused("a", load(b"a", blocks([0], (1, 2)))) == Code.KEY_ABSENT
-    assert partly.snapshot("a") == (b"b", b"a")
-    partly.end(plan)
-    assert partly.snapshot("a") == (b"ab", b"")
-    partly.start("a", load(b"a", whole))
+    assert fixture_with_parts.refused("a", load(b"a", blocks([0], (1, 2)))) == Code.KEY_ABSENT
+    assert fixture_with_parts.snapshot("a") == (b"b", b"a")
+    fixture_with_parts.end(plan)
+    assert fixture_with_parts.snapshot("a") == (b"ab", b"")
+    fixture_with_parts.start("a", load(b"a", all_parts))
 
 
-def test_a_key_stored_in_part_is_not_replaced_while_it_is_loaded(partly: NamespacesFixture) -> None:
-    part = partly.start("a", load(b"a", blocks([0], (1, 2))))
-    assert partly.stored("a", b"a", blocks([0, 1, 2])).extents == ()
-    partly.end(part)
-    assert gpu_blocks(partly.stored("a", b"a", blocks([0, 1, 2]))) == [0, 1, 2]
+def test_a_key_stored_in_part_is_not_replaced_while_it_is_loaded(
+    fixture_with_parts: NamespacesFixture,
+) -> None:
+    part = fixture_with_parts.start("a", load(b"a", blocks([0], (1, 2))))
+    assert fixture_with_parts.stored("a", b"a", blocks([0, 1, 2])).extents == ()
+    fixture_with_parts.end(part)
+    assert gpu_blocks(fixture_with_parts.stored("a", b"a", blocks([0, 1, 2]))) == [0, 1, 2]
 
 
 def test_a_key_stored_in_part_is_abandoned_for_subscribers() -> None:
@@ -294,8 +298,8 @@ def test_a_key_stored_in_part_is_abandoned_for_subscribers() -> None:
     assert fixture.snapshot("a") == (b"cdef", b"")
 
 
-def test_resident_keys_of_an_offer_are_no_victims_of_it() -> None:
-    """Of an offer of b, c, d and e the client names c, d and e, and says that b is there."""
+def test_a_store_does_not_evict_resident_keys_of_its_offer() -> None:
+    """The engine offers b, c, d and e. The client stores c, d and e, and names b as resident."""
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"a")
     fixture.stored("a", b"b")
@@ -307,7 +311,7 @@ def test_resident_keys_of_an_offer_are_no_victims_of_it() -> None:
     assert fixture.refused("a", spec) == Code.CACHE_FULL
 
 
-def test_keys_to_keep_are_checked_like_those_to_store() -> None:
+def test_resident_keys_of_an_offer_are_validated() -> None:
     fixture = NamespacesFixture("a")
     spec = blocks([0]), KeyLoadStoreSpec(each(b"a"), 0, (b"long",))
     assert fixture.refused("a", spec) == Code.BAD_KEY
@@ -322,11 +326,11 @@ def test_a_failed_partial_store_does_not_limit_later_loads(outcome: Outcome) -> 
 
 
 def test_stored_parts_survive_the_engine_and_a_change_of_policy(
-    partly: NamespacesFixture,
+    fixture_with_parts: NamespacesFixture,
 ) -> None:
-    partly.close_sessions("a")
-    partly.open_sessions("b")
-    assert partly.open_namespace("b", OF_THREE, 12 * PAGE, "arc").reattached
-    partly.register("b", WIDE)
-    assert partly.refused("b", load(b"a", blocks([0, 1, 2]))) == Code.KEY_ABSENT
-    partly.start("b", load(b"a", blocks([0, 1], (2, 1))))
+    fixture_with_parts.close_sessions("a")
+    fixture_with_parts.open_sessions("b")
+    assert fixture_with_parts.open_namespace("b", OF_THREE, 12 * PAGE, "arc").reattached
+    fixture_with_parts.register("b", WIDE)
+    assert fixture_with_parts.refused("b", load(b"a", blocks([0, 1, 2]))) == Code.KEY_ABSENT
+    fixture_with_parts.start("b", load(b"a", blocks([0, 1], (2, 1))))

@@ -28,7 +28,7 @@ from support.namespaces_fixture import (
 
 
 def test_a_subscriber_gets_all_events_in_order() -> None:
-    """The sets that a follower keeps are, at every step, the keys that are ready and pending."""
+    """After each step, the sets of a subscriber equal the ready and the pending keys."""
     fixture = NamespacesFixture("a", "b", "c")
     ready, pending, sequence = set[bytes](), set[bytes](), 0
     (stream,) = fixture.send("b", wire.Subscribe())
@@ -36,25 +36,25 @@ def test_a_subscriber_gets_all_events_in_order() -> None:
     assert list(stream.messages) == [wire.Snapshot(0, 0, False, (), True)]
     plans: list[CopyPlan] = []
 
-    def begin(letters: bytes) -> list[Any]:
+    def start_store(letters: bytes) -> list[Any]:
         start, *actions = fixture.submit("a", store(letters))
         plans.append(start.plan)
         return actions
 
     steps: list[tuple[Any, list[tuple[str, bytes]] | None]] = [
-        (lambda: begin(b"ab"), [("pending", b"ab")]),
-        (lambda: begin(b"c"), [("pending", b"c")]),
+        (lambda: start_store(b"ab"), [("pending", b"ab")]),
+        (lambda: start_store(b"c"), [("pending", b"c")]),
         (lambda: fixture.end(plans.pop()), [("stored", b"c")]),
         (lambda: fixture.end(plans.pop()), [("stored", b"ab")]),
-        (lambda: begin(b"def"), [("removed", b"ba"), ("pending", b"def")]),
+        (lambda: start_store(b"def"), [("removed", b"ba"), ("pending", b"def")]),
         (lambda: fixture.end(plans.pop(), FAILED), [("abandoned", b"def")]),
-        (lambda: begin(b"cd"), [("pending", b"d")]),
+        (lambda: start_store(b"cd"), [("pending", b"d")]),
         (lambda: fixture.send("a", wire.Touch(each(b"a"), 1, 1)), None),
         (lambda: fixture.send("a", wire.Reset(5)), [("cleared", b"")]),
-        (lambda: begin(b"d"), [("pending", b"d")]),
+        (lambda: start_store(b"d"), [("pending", b"d")]),
         (lambda: fixture.end(plans.pop(0)), None),
         (lambda: fixture.end(plans.pop()), [("stored", b"d")]),
-        (lambda: begin(b"d"), None),
+        (lambda: start_store(b"d"), None),
     ]
     for step, expected in steps:
         actions = step()
@@ -65,12 +65,13 @@ def test_a_subscriber_gets_all_events_in_order() -> None:
                 sequence += 1
                 assert action.message.sequence == sequence
                 for event in action.message.events:
-                    apply(event, ready, pending)
-        (truth,) = fixture.core._namespaces
-        assert (ready, pending) == ({*truth.cache.ready_keys()}, {*truth.cache.pending_keys()})
+                    apply_event(event, ready, pending)
+        (namespace,) = fixture.core._namespaces
+        cache = namespace.cache
+        assert (ready, pending) == ({*cache.ready_keys()}, {*cache.pending_keys()})
 
 
-def apply(event: wire.KeyEvent, ready: set[bytes], pending: set[bytes]) -> None:
+def apply_event(event: wire.KeyEvent, ready: set[bytes], pending: set[bytes]) -> None:
     ready.difference_update(event.keys)
     pending.difference_update(event.keys)
     match event.kind:
@@ -106,7 +107,7 @@ def test_subscribers_get_each_event_once_after_the_reply() -> None:
     assert key_events_of(rest) == [("stored", b"a")]
 
 
-def test_events_go_to_sessions_of_the_namespace_only() -> None:
+def test_events_are_sent_only_to_sessions_of_the_namespace() -> None:
     fixture = NamespacesFixture("a", "b")
     fixture.open_sessions("n")
     fixture.open_namespace("n", OTHER)
@@ -118,7 +119,7 @@ def test_events_go_to_sessions_of_the_namespace_only() -> None:
     fixture.register("n")
     (action,) = (a for a in fixture.submit("n", store(b"a")) if isinstance(a, Broadcast))
     assert action.sessions == ("n",)
-    assert action.message.sequence == 1  # each namespace counts for itself
+    assert action.message.sequence == 1  # each namespace has its own sequence
 
 
 def test_a_part_of_a_snapshot_lists_the_keys_of_some_blocks_when_it_is_created() -> None:

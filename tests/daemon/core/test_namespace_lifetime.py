@@ -1,4 +1,4 @@
-"""How long namespaces live: engines that disconnect, and regions that others need."""
+"""Lifetime of namespaces: engines that disconnect, and regions that other engines need."""
 
 from __future__ import annotations
 
@@ -33,17 +33,19 @@ from support.namespaces_fixture import (
 )
 
 
-def test_pending_stores_of_a_dead_engine_are_abandoned_and_no_others() -> None:
+def test_only_pending_stores_of_a_dead_engine_are_abandoned() -> None:
     fixture = NamespacesFixture("a/worker", "b", "a/scheduler")
     fixture.stored("a/worker", b"a")
     fixture.stored("b", b"b")
-    mine, theirs = fixture.start("a/worker", store(b"c")), fixture.start("a/scheduler", store(b"d"))
-    left = fixture.core.close_session("a/worker")
-    assert left == [CloseSession("a/worker"), CancelTransfers(1, (mine.serial,)), UnmapTensors(1)]
+    first = fixture.start("a/worker", store(b"c"))
+    second = fixture.start("a/scheduler", store(b"d"))
+    actions = fixture.core.close_session("a/worker")
+    cancel = CancelTransfers(1, (first.serial,))
+    assert actions == [CloseSession("a/worker"), cancel, UnmapTensors(1)]
     assert fixture.usage("pending", "ready", "free") == (2, 2, 0)
-    assert fixture.refused("b", store(b"efg")) == Code.CACHE_FULL  # bytes may still arrive there
-    assert key_events_of(fixture.end(mine, CANCELLED), PublishKVEvents) == [("abandoned", b"c")]
-    finished, published = fixture.end(theirs, CANCELLED)
+    assert fixture.refused("b", store(b"efg")) == Code.CACHE_FULL  # the copy may still write there
+    assert key_events_of(fixture.end(first, CANCELLED), PublishKVEvents) == [("abandoned", b"c")]
+    finished, published = fixture.end(second, CANCELLED)
     assert isinstance(finished, SendMessage)
     assert isinstance(finished.message, wire.Finished)
     error = finished.message.results[0].error
@@ -66,7 +68,7 @@ def test_a_store_that_completed_before_its_engine_died_is_resident() -> None:
     assert fixture.loadable("b") == b"a"
 
 
-def test_a_namespace_outlives_its_engines() -> None:
+def test_a_namespace_stays_after_its_engines_disconnect() -> None:
     fixture = NamespacesFixture("a/worker", "a/scheduler", "b")
     plan = fixture.stored("a/worker", b"abc")
     loading = fixture.start("b", load(b"a"))
@@ -93,9 +95,9 @@ def test_an_unused_namespace_is_freed_if_its_room_is_needed(as_namespace: bool) 
         request = wire.AllocateKVCaches(1, LAYOUT, 2 * ROOM)
     assert fixture.error("n", request)[0] == Code.POOL_FULL
     fixture.core.close_session("a")
-    assert fixture.send("n", request) == []  # its bytes may still be on their way
-    answered = [type(action) for action in fixture.report(TensorsUnmapped(1))]
-    assert answered.count(SendMessage if as_namespace else MapTensors) == 1
+    assert fixture.send("n", request) == []  # a copy of "a" may still write there
+    actions = [type(action) for action in fixture.report(TensorsUnmapped(1))]
+    assert actions.count(SendMessage if as_namespace else MapTensors) == 1
     assert [n.name for n in fixture.namespaces()] == ([OTHER.name] if as_namespace else [])
     assert fixture.error("b", wire.OpenNamespace(1, FINGERPRINT, ROOM))[0] == Code.POOL_FULL
     fixture.close_sessions("n")

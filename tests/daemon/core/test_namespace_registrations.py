@@ -1,4 +1,4 @@
-"""Engines that register in a namespace: layouts, and what an earlier daemon left."""
+"""Engines that register in a namespace: layouts, and namespaces of an earlier daemon."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from support.namespaces_fixture import (
 )
 
 
-def test_an_engine_in_a_namespace_has_no_host_memory_of_its_own() -> None:
+def test_an_engine_in_a_namespace_gets_no_region() -> None:
     fixture = NamespacesFixture()
     fixture.open_sessions("a")
     fixture.open_namespace("a")
@@ -63,7 +63,7 @@ def test_a_layout_whose_host_blocks_have_another_size_is_refused(layout: KVLayou
     fixture.register("a")
 
 
-def test_a_layout_that_splits_the_same_bytes_otherwise_is_refused() -> None:
+def test_a_layout_that_splits_the_same_bytes_differently_is_refused() -> None:
     fixture = NamespacesFixture("a")
     halves = (TensorRef(0, PAGE // 2), TensorRef(1, PAGE // 2))
     fixture.open_sessions("b")
@@ -71,12 +71,12 @@ def test_a_layout_that_splits_the_same_bytes_otherwise_is_refused() -> None:
     split = KVLayout((ROW, ROW), (halves,))
     assert fixture.error("b", wire.AllocateKVCaches(1, split))[0] == Code.NAMESPACE_MISMATCH
     padded = KVLayout((TensorLayout(99, PAGE, 4 * PAGE),), LAYOUT.groups)
-    fixture.register("b", padded)  # how its rows lie on the GPU is its own business
+    fixture.register("b", padded)  # the stride on the GPU may differ
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_layout_whose_host_blocks_are_of_more_gpu_blocks_is_refused(restarted: bool) -> None:
-    """What is all of a host block to one is a part of it to the other."""
+def test_a_layout_with_more_gpu_blocks_per_host_block_is_refused(restarted: bool) -> None:
+    """A complete host block of one layout is a part of a host block of the other."""
     two = KVLayout((ROW,), ((TensorRef(0, PAGE),),), 2)
     fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=two)
     fixture.stored("a", b"k", blocks([0, 1]))
@@ -94,24 +94,24 @@ def test_a_layout_whose_host_blocks_are_of_more_gpu_blocks_is_refused(restarted:
 
 
 def test_a_restored_namespace_without_the_layout_of_its_blocks_is_refused() -> None:
-    """An earlier daemon did not write down of how many GPU blocks they are."""
+    """The record of the earlier daemon lacks the number of GPU blocks per host block."""
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"a")
     (found,) = fixture.region_records.found()
-    record, other = msgspec.structs.replace(found.record, factor=0), NamespacesFixture()
+    record, restarted = msgspec.structs.replace(found.record, factor=0), NamespacesFixture()
     with pytest.raises(Refused) as caught:
-        other.core.restore_region(msgspec.structs.replace(found, record=record))
+        restarted.core.restore_region(msgspec.structs.replace(found, record=record))
     assert caught.value.code == Code.BAD_LAYOUT
-    other.core.restore_region(RecoveredRegion(record))  # nothing is in it
+    restarted.core.restore_region(RecoveredRegion(record))  # it has no blocks
 
 
 def test_a_restored_namespace_has_its_keys_and_parts_and_sends_no_events(
-    partly: NamespacesFixture,
+    fixture_with_parts: NamespacesFixture,
 ) -> None:
-    partly.send("a", wire.Reset(5))
-    partly.stored("a", b"x", blocks([0, 1, 2]))
-    partly.stored("a", b"y", blocks([0, 1]))
-    records, fixture = partly.region_records, NamespacesFixture()
+    fixture_with_parts.send("a", wire.Reset(5))
+    fixture_with_parts.stored("a", b"x", blocks([0, 1, 2]))
+    fixture_with_parts.stored("a", b"y", blocks([0, 1]))
+    records, fixture = fixture_with_parts.region_records, NamespacesFixture()
     fixture.region_records = records
     fixture.core.restore_region(*records.found())
     fixture.open_sessions("b")
@@ -119,14 +119,15 @@ def test_a_restored_namespace_has_its_keys_and_parts_and_sends_no_events(
     assert [type(action) for action in actions] == [SendMessage]
     assert actions[0].message.generation == 2
     fixture.register("b", WIDE)
-    whole = blocks([0, 1, 2])
+    all_parts = blocks([0, 1, 2])
     assert (fixture.snapshot("b"), fixture.loadable("b", b"x")) == ((b"", b"x"), b"")
     region, keys = fixture.region_records.found()[0].record.owner, each(b"xy")
-    held = {one.key: one.block for one in fixture.region_records.found()[0].residents}
-    actions = fixture.report(BlocksVerified(region, np.array([held[key] for key in keys]), keys))
+    block_of = {found.key: found.block for found in fixture.region_records.found()[0].residents}
+    verified = np.array([block_of[key] for key in keys])
+    actions = fixture.report(BlocksVerified(region, verified, keys))
     assert key_events_of(actions, PublishKVEvents) == [("stored", b"x")]
-    fixture.start("b", load(b"x", whole))
-    assert fixture.refused("b", load(b"y", whole)) == Code.KEY_ABSENT
+    fixture.start("b", load(b"x", all_parts))
+    assert fixture.refused("b", load(b"y", all_parts)) == Code.KEY_ABSENT
     fixture.start("b", load(b"y", blocks([0, 1])))
 
 
@@ -134,17 +135,15 @@ def test_a_restored_namespace_with_inconsistent_keys_is_refused() -> None:
     fixture = NamespacesFixture("a", quota=POOL)
     fixture.stored("a", b"ab")
     (found,) = fixture.region_records.found()
-    other, twice = (
-        NamespacesFixture(),
-        msgspec.structs.replace(found, residents=found.residents[:1] * 2),
-    )
+    restarted = NamespacesFixture()
+    duplicated = msgspec.structs.replace(found, residents=found.residents[:1] * 2)
     with pytest.raises(Refused) as caught:
-        other.core.restore_region(twice)
+        restarted.core.restore_region(duplicated)
     assert caught.value.code == Code.BAD_SPEC
-    assert (other.namespaces(), other.core.status(101.0).pool.reserved_bytes) == ((), 0)
+    assert (restarted.namespaces(), restarted.core.status(101.0).pool.reserved_bytes) == ((), 0)
 
 
-def test_a_layout_that_leaves_room_in_a_host_block_begins_each_where_it_begins() -> None:
+def test_a_layout_with_smaller_blocks_keeps_the_offsets_of_the_host_blocks() -> None:
     fixture = NamespacesFixture()
     fixture.open_sessions("a")
     fixture.open_namespace("a")
@@ -155,7 +154,7 @@ def test_a_layout_that_leaves_room_in_a_host_block_begins_each_where_it_begins()
     assert plan.nbytes == 2 * PAGE
 
 
-def test_an_engine_with_host_memory_of_its_own_names_no_keys() -> None:
+def test_transfers_by_key_outside_a_namespace_are_refused() -> None:
     fixture = NamespacesFixture()
     fixture.open_sessions("a")
     fixture.register("a")
@@ -163,7 +162,7 @@ def test_an_engine_with_host_memory_of_its_own_names_no_keys() -> None:
         assert fixture.refused("a", spec) == Code.UNKNOWN_NAMESPACE
 
 
-def test_an_engine_in_a_namespace_names_no_host_blocks() -> None:
+def test_transfers_by_host_block_in_a_namespace_are_refused() -> None:
     fixture = NamespacesFixture("a")
     gpu, host = GPULoadStoreSpec([0]), CPULoadStoreSpec([0])
     assert fixture.refused("a", (gpu, host)) == Code.BAD_SPEC
@@ -182,11 +181,11 @@ def test_an_engine_in_a_namespace_names_no_host_blocks() -> None:
 )
 def test_messages_with_keys_outside_a_namespace_are_refused(message: wire.ClientMessage) -> None:
     fixture = NamespacesFixture("a/worker")
-    fixture.open_sessions("a/scheduler")  # each session enters by itself
+    fixture.open_sessions("a/scheduler")  # each session must open the namespace
     assert fixture.error("a/scheduler", message)[0] == Code.UNKNOWN_NAMESPACE
 
 
-def test_a_registration_that_failed_leaves_the_namespace_to_others() -> None:
+def test_the_namespace_is_usable_after_a_failed_registration() -> None:
     fixture = NamespacesFixture()
     fixture.open_sessions("a")
     fixture.open_namespace("a")
@@ -198,7 +197,7 @@ def test_a_registration_that_failed_leaves_the_namespace_to_others() -> None:
     assert fixture.usage("engines", "ready") == ((), 1)
 
 
-def test_a_layout_without_stored_keys_does_not_bind_later_engines() -> None:
+def test_without_stored_keys_later_engines_may_use_another_layout() -> None:
     fixture = NamespacesFixture()
     fixture.open_sessions("a", "b")
     fixture.open_namespace("a")
@@ -210,7 +209,7 @@ def test_a_layout_without_stored_keys_does_not_bind_later_engines() -> None:
     assert isinstance(fixture.send("b", wire.AllocateKVCaches(1, LAYOUT))[0], MapTensors)
 
 
-def test_a_layout_with_stored_keys_binds_later_engines_until_a_reset() -> None:
+def test_with_stored_keys_later_engines_must_use_their_layout_until_a_reset() -> None:
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"a")
     fixture.close_sessions("a")

@@ -32,10 +32,10 @@ def test_a_reset_makes_every_key_absent_at_once() -> None:
     fixture.stored("a", b"abc")
     fixture.start("a", store(b"d"))
     fixture.send("b", wire.Subscribe())
-    *news, sweep, done = fixture.send("b", wire.Reset(5))
-    assert key_events_of(news, PublishKVEvents) == key_events_of(news) == [("cleared", b"")]
-    assert isinstance(sweep, FreeDeferred)
-    assert not sweep.deferred.free_some()
+    *events, free, done = fixture.send("b", wire.Reset(5))
+    assert key_events_of(events, PublishKVEvents) == key_events_of(events) == [("cleared", b"")]
+    assert isinstance(free, FreeDeferred)
+    assert not free.deferred.free_some()
     assert done == SendMessage("b", wire.Done(5))
     assert fixture.loadable("a") == b""
     assert fixture.snapshot("a") == (b"", b"")
@@ -52,11 +52,11 @@ def test_jobs_from_before_a_reset_keep_their_blocks_and_change_no_key(outcome: O
     fixture.send("a", wire.Reset(5))
     assert fixture.usage("free", "pending", "ready", "orphaned", "pinned") == (2, 0, 0, 2, 0)
     assert fixture.refused("a", store(b"abc")) == Code.CACHE_FULL
-    anew = fixture.start("a", store(b"ac"))
-    assert not set(offsets(anew)) & {*offsets(loading[0]), *offsets(storing)}
+    storing_again = fixture.start("a", store(b"ac"))
+    assert not set(offsets(storing_again)) & {*offsets(loading[0]), *offsets(storing)}
     assert key_events_of(fixture.end(storing, outcome), PublishKVEvents) is None
     assert fixture.loadable("a") == b""
-    fixture.end(anew)
+    fixture.end(storing_again)
     assert fixture.loadable("a") == b"ac"
     fixture.end(loading[0], outcome)
     assert fixture.usage("free", "orphaned") == (1, 1)
@@ -79,7 +79,7 @@ def test_a_store_of_an_older_generation_is_refused() -> None:
     assert fixture.namespaces() == before
     for letter, generation in ((b"a", 2), (b"b", 0)):
         fixture.end(fixture.start("a", (gpu, KeyLoadStoreSpec((letter,), generation))))
-    fixture.start("a", (KeyLoadStoreSpec((b"a",), 1), gpu))  # a load finds its key, or does not
+    fixture.start("a", (KeyLoadStoreSpec((b"a",), 1), gpu))  # a load may have any generation
 
 
 def test_opened_and_snapshots_have_the_generation() -> None:
@@ -95,11 +95,11 @@ def test_opened_and_snapshots_have_the_generation() -> None:
     assert fixture.open_namespace("b", policy="arc").generation == 3
 
 
-def test_a_reset_forgets_which_parts_were_stored(partly: NamespacesFixture) -> None:
-    whole = blocks(range(12))
-    partly.send("a", wire.Reset(5))
-    partly.stored("a", b"abcd", whole)
-    assert gpu_blocks(partly.start("a", load(b"abcd", whole))) == list(range(12))
+def test_a_reset_clears_the_stored_parts(fixture_with_parts: NamespacesFixture) -> None:
+    all_parts = blocks(range(12))
+    fixture_with_parts.send("a", wire.Reset(5))
+    fixture_with_parts.stored("a", b"abcd", all_parts)
+    assert gpu_blocks(fixture_with_parts.start("a", load(b"abcd", all_parts))) == list(range(12))
 
 
 def test_a_partial_store_across_a_reset_does_not_limit_later_loads() -> None:

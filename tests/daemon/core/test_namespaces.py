@@ -37,7 +37,7 @@ def test_opening_creates_a_namespace() -> None:
     assert fixture.core.status(101.0).pool.reserved_bytes == ROOM + 100
 
 
-def test_a_namespace_without_a_quota_takes_what_is_free() -> None:
+def test_a_namespace_without_a_quota_gets_all_free_bytes() -> None:
     fixture = NamespacesFixture()
     fixture.open_sessions("a")
     assert fixture.open_namespace("a", quota=None).num_blocks == POOL // PAGE
@@ -78,9 +78,9 @@ def test_a_fingerprint_that_differs_in_one_field_is_another_namespace(
     fixture.stored("a", b"a")
     fixture.open_sessions("b")
     opened = fixture.open_namespace("b", msgspec.structs.replace(FINGERPRINT, **{field: value}))
-    there = getattr(FINGERPRINT, field)
-    differs = f"{FINGERPRINT.name}: {field}: {value!r} here, {there!r} there"
-    assert (opened.reattached, opened.unlike) == (False, (differs,))
+    original = getattr(FINGERPRINT, field)
+    difference = f"{FINGERPRINT.name}: {field}: {value!r} here, {original!r} there"
+    assert (opened.reattached, opened.unlike) == (False, (difference,))
     assert opened.name != FINGERPRINT.name
     assert [(n.name, n.engines, n.ready) for n in fixture.namespaces()] == [
         (FINGERPRINT.name, ("a",), 1),
@@ -112,8 +112,8 @@ def test_differences_to_other_namespaces_are_bounded() -> None:
     assert "00: None here, 'e0e0" in unlike[0]
 
 
-def test_a_fingerprint_that_is_long_is_refused() -> None:
-    """All of them are told in one message."""
+def test_a_too_long_fingerprint_is_refused() -> None:
+    """One message reports the fingerprints of all namespaces."""
     fixture = NamespacesFixture()
     fixture.open_sessions("a")
     for texts, fits in ((15, True), (16, False)):
@@ -133,9 +133,9 @@ def test_a_fingerprint_that_is_long_is_refused() -> None:
 def test_the_sessions_of_an_engine_are_in_one_namespace(second: str) -> None:
     fixture = NamespacesFixture("a/worker")
     fixture.open_sessions("a/scheduler")
-    wrong = msgspec.structs.replace(FINGERPRINT, kv_dtype="fp8", rank=3)
+    other = msgspec.structs.replace(FINGERPRINT, kv_dtype="fp8", rank=3)
     before = fixture.namespaces()
-    assert fixture.error(second, wire.OpenNamespace(5, wrong, ROOM)) == (
+    assert fixture.error(second, wire.OpenNamespace(5, other, ROOM)) == (
         Code.NAMESPACE_MISMATCH,
         "kv_dtype: 'fp8' here, '' there, rank: 3 here, 0 there",
     )
@@ -143,7 +143,7 @@ def test_the_sessions_of_an_engine_are_in_one_namespace(second: str) -> None:
     assert fixture.open_namespace(second).reattached
 
 
-def test_the_order_of_what_is_extra_does_not_part_the_sessions_of_an_engine() -> None:
+def test_the_order_of_extra_fields_is_ignored() -> None:
     fixture = NamespacesFixture()
     fixture.open_sessions("a")
     extra = (("rope", "yarn"), ("tokenizer", "v2"))
@@ -175,7 +175,7 @@ def test_an_engine_may_change_its_fingerprint_after_its_last_session() -> None:
 
 
 @pytest.mark.parametrize("quota", [0, 1, PAGE - 1, POOL + 1])
-def test_a_quota_that_holds_no_block_or_that_the_pool_does_not_is_refused(quota: int) -> None:
+def test_a_quota_below_one_block_or_above_the_pool_is_refused(quota: int) -> None:
     fixture = NamespacesFixture()
     fixture.open_sessions("a")
     assert fixture.error("a", wire.OpenNamespace(5, FINGERPRINT, quota)) == (
@@ -206,7 +206,7 @@ def test_an_unknown_policy_is_refused() -> None:
     assert fixture.namespaces() == ()
 
 
-def test_a_daemon_that_stops_opens_no_namespace() -> None:
+def test_a_stopping_daemon_opens_no_namespace() -> None:
     fixture = NamespacesFixture()
     fixture.open_sessions("a")
     fixture.core.stop()
@@ -234,8 +234,8 @@ def test_opening_a_used_namespace_with_other_settings_keeps_its_settings() -> No
     assert fixture.loadable("a") == b"ab"
 
 
-def test_opening_while_an_engine_is_unmapped_keeps_the_settings() -> None:
-    """Its session has gone, and yet its tensors are mapped, and its jobs under way."""
+def test_opening_while_an_engine_is_being_unmapped_keeps_the_settings() -> None:
+    """Its session is closed, but its tensors are mapped and its jobs are in flight."""
     fixture = NamespacesFixture("a")
     plan = fixture.start("a", store(b"a"))
     fixture.core.close_session("a")
@@ -262,7 +262,7 @@ def test_opening_an_unused_namespace_changes_its_policy_and_keeps_the_keys() -> 
 
 
 def test_a_change_of_policy_sends_no_events_and_keeps_the_counters() -> None:
-    """A million keys told anew were 34 MB, and seconds in which nobody else was heard."""
+    """Events for a million keys have 34 MB and block the event loop for seconds."""
     fixture = NamespacesFixture("a")
     fixture.send("a", wire.Touch((), 3, 4))
     fixture.stored("a", b"abcd")

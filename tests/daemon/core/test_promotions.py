@@ -1,4 +1,4 @@
-"""Keys below the host pool: found, promoted if that is faster than computing, and released late."""
+"""Keys in the tiers: searched, promoted if that is faster than computing, and released."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ from support.namespaces_fixture import (
     store,
 )
 
-QUOTA = 4 * ROOM  # 16 blocks: eight may be promoted at a time
+# 16 blocks: eight may be promoted at a time.
+QUOTA = 4 * ROOM
 
 
-def letters_of(action: FindKeys | FetchBlocks) -> bytes:
+def keys_of(action: FindKeys | FetchBlocks) -> bytes:
     return b"".join(action.keys)
 
 
@@ -43,22 +44,22 @@ def new_fixture(*tiers: str) -> NamespacesFixture:
     return NamespacesFixture("a", quota=QUOTA, tiers=tiers or ("disk",))
 
 
-def of_kind(actions: list[Any], kind: type[Any]) -> list[Any]:
+def actions_of(actions: list[Any], kind: type[Any]) -> list[Any]:
     return [action for action in actions if isinstance(action, kind)]
 
 
-def reply(actions: list[Any]) -> Any:
-    (action,) = of_kind(actions, SendMessage)
+def reply_of(actions: list[Any]) -> Any:
+    (action,) = actions_of(actions, SendMessage)
     return action.message
 
 
-def find(fixture: NamespacesFixture, letters: bytes, seconds: float = 0.0) -> FindKeys:
+def start_search(fixture: NamespacesFixture, letters: bytes, seconds: float = 0.0) -> FindKeys:
     (action,) = fixture.send("a", wire.FindInTiers(1, each(letters), seconds))
     assert isinstance(action, FindKeys)
     return action
 
 
-def found(
+def end_search(
     fixture: NamespacesFixture, search: FindKeys, *tiers: int, known: bool = True
 ) -> list[Any]:
     return fixture.report(
@@ -67,22 +68,22 @@ def found(
 
 
 def promote(fixture: NamespacesFixture, letters: bytes) -> FetchBlocks:
-    actions = found(fixture, find(fixture, letters), *(0 for _ in letters))
-    (fetch,) = of_kind(actions, FetchBlocks)
+    actions = end_search(fixture, start_search(fixture, letters), *(0 for _ in letters))
+    (fetch,) = actions_of(actions, FetchBlocks)
     assert isinstance(fetch, FetchBlocks)
     return fetch
 
 
-def test_a_prefix_is_promoted_up_to_the_first_key_that_is_nowhere() -> None:
+def test_a_prefix_is_promoted_up_to_the_first_missing_key() -> None:
     fixture = new_fixture()
     fixture.stored("a", b"b")
     fixture.send("a", wire.Subscribe())
-    search = find(fixture, b"abcde")
-    assert letters_of(search) == b"acde"
-    actions = found(fixture, search, 0, 0, -1, 0)
+    search = start_search(fixture, b"abcde")
+    assert keys_of(search) == b"acde"
+    actions = end_search(fixture, search, 0, 0, -1, 0)
     assert key_events_of(actions) == [("pending", b"ac")]
-    assert reply(actions) == wire.TiersFound(1, 3, 2, 0.25)
-    (fetch,) = of_kind(actions, FetchBlocks)
+    assert reply_of(actions) == wire.TiersFound(1, 3, 2, 0.25)
+    (fetch,) = actions_of(actions, FetchBlocks)
     assert (fetch.tier, fetch.store, fetch.keys) == (0, search.store, search.keys[:2])
     assert fetch.offsets.tolist() == (fetch.blocks * PAGE).tolist()
     assert isinstance(actions[-1], SendMessage)
@@ -94,7 +95,7 @@ def test_fetched_keys_become_loadable_and_committed_and_failed_ones_absent() -> 
     fetch = promote(fixture, b"ab")
     actions = fixture.core.report(BlocksFetched(fetch.fetch, (True, False)))
     assert key_events_of(actions) == [("stored", b"a"), ("abandoned", b"b")]
-    (commit,) = of_kind(actions, CommitBlocks)
+    (commit,) = actions_of(actions, CommitBlocks)
     assert (commit.serial, commit.block_set.keys) == (-fetch.fetch, each(b"a"))
     assert commit.block_set.blocks.tolist() == fetch.blocks[:1].tolist()
     assert fixture.usage("free", "ready", "orphaned") == (14, 1, 1)
@@ -105,8 +106,8 @@ def test_fetched_keys_become_loadable_and_committed_and_failed_ones_absent() -> 
 @pytest.mark.parametrize(("seconds", "promoted"), [(0.0, 2), (0.0009, 0), (0.0011, 2)])
 def test_keys_are_promoted_only_if_computing_them_is_slower(seconds: float, promoted: int) -> None:
     fixture = new_fixture()
-    answer = reply(found(fixture, find(fixture, b"ab", seconds), 0, 0))
-    assert (answer.prefix, answer.promoted) == (promoted, promoted)
+    message = reply_of(end_search(fixture, start_search(fixture, b"ab", seconds), 0, 0))
+    assert (message.prefix, message.promoted) == (promoted, promoted)
     assert fixture.core.tier_counters() == {"disk": {"skipped": 2 - promoted, "dropped_writes": 0}}
 
 
@@ -114,82 +115,89 @@ def test_keys_are_promoted_only_if_computing_them_is_slower(seconds: float, prom
     ("computing", "seconds"),
     [(0.0, 0.25), (0.0011, 0.25), (0.3, 0.25)],
 )
-def test_a_short_promotion_has_a_quarter_of_a_second(computing: float, seconds: float) -> None:
+def test_the_shortest_timeout_of_a_promotion_is_a_quarter_of_a_second(
+    computing: float, seconds: float
+) -> None:
     fixture = new_fixture()
-    assert reply(found(fixture, find(fixture, b"ab", computing), 0, 0)).seconds == seconds
+    assert (
+        reply_of(end_search(fixture, start_search(fixture, b"ab", computing), 0, 0)).seconds
+        == seconds
+    )
 
 
 @pytest.mark.parametrize(
     ("rate", "computing", "seconds"),
     [(10, 0.0, 0.4), (10, 0.2, 0.4), (10, 0.15, 0.3), (10, 0.11, 0.25), (1, 0.0, 2.0), (1, 9, 2.0)],
 )
-def test_a_promotion_has_twice_its_estimate_and_at_most_the_time_of_computing(
+def test_the_timeout_of_a_promotion_is_twice_its_estimate_and_at_most_the_computing_time(
     rate: float, computing: float, seconds: float
 ) -> None:
     fixture = new_fixture()
-    search = find(fixture, b"ab", computing)
+    search = start_search(fixture, b"ab", computing)
     report = KeysFound(search.search, (0, 0), (rate * PAGE,), (0.0,), (True,))
-    assert reply(fixture.report(report)).seconds == pytest.approx(seconds)
+    assert reply_of(fixture.report(report)).seconds == pytest.approx(seconds)
 
 
-def test_a_rate_that_is_not_known_is_measured_with_keys_that_nobody_waits_for() -> None:
-    """The first keys are absent, so the prompt is computed at once."""
+def test_an_unknown_rate_is_measured_with_keys_that_no_request_waits_for() -> None:
+    """The reply reports no promoted prefix, so the engine computes the prompt at once."""
     fixture = new_fixture("fast", "slow")
-    search = find(fixture, b"abcde", 0.0005)
-    actions = found(fixture, search, 0, 0, 1, 0, 1, known=False)
-    (fetch,) = of_kind(actions, FetchBlocks)
-    assert (fetch.tier, letters_of(fetch), fetch.seconds) == (1, b"e", 2.0)
-    assert reply(actions) == wire.TiersFound(1, 0)
+    search = start_search(fixture, b"abcde", 0.0005)
+    actions = end_search(fixture, search, 0, 0, 1, 0, 1, known=False)
+    (fetch,) = actions_of(actions, FetchBlocks)
+    assert (fetch.tier, keys_of(fetch), fetch.seconds) == (1, b"e", 2.0)
+    assert reply_of(actions) == wire.TiersFound(1, 0)
     counters = fixture.core.tier_counters()
     assert [counters[tier]["skipped"] for tier in ("fast", "slow")] == [3, 2]
-    one = find(fixture, b"z", 0.0005)
-    assert not of_kind(found(fixture, one, 0, known=False), FetchBlocks)
+    search = start_search(fixture, b"z", 0.0005)
+    assert not actions_of(end_search(fixture, search, 0, known=False), FetchBlocks)
 
 
 def test_keys_in_two_tiers_are_fetched_from_each() -> None:
     fixture = new_fixture("fast", "slow")
-    fetches = of_kind(found(fixture, find(fixture, b"abc"), 1, 0, 1), FetchBlocks)
-    assert [(one.tier, letters_of(one)) for one in fetches] == [(0, b"b"), (1, b"ac")]
+    fetches = actions_of(end_search(fixture, start_search(fixture, b"abc"), 1, 0, 1), FetchBlocks)
+    assert [(fetch.tier, keys_of(fetch)) for fetch in fetches] == [(0, b"b"), (1, b"ac")]
 
 
-def test_a_second_request_counts_keys_that_are_being_promoted() -> None:
+def test_a_second_search_counts_keys_that_are_being_promoted() -> None:
     fixture = new_fixture()
-    first, second = find(fixture, b"ab"), find(fixture, b"ab")
-    found(fixture, first, 0, 0)
-    assert reply(found(fixture, second, 0, 0)) == wire.TiersFound(1, 2)
-    assert reply(fixture.send("a", wire.FindInTiers(1, each(b"ab")))) == wire.TiersFound(1, 2)
+    first, second = start_search(fixture, b"ab"), start_search(fixture, b"ab")
+    end_search(fixture, first, 0, 0)
+    assert reply_of(end_search(fixture, second, 0, 0)) == wire.TiersFound(1, 2)
+    assert reply_of(fixture.send("a", wire.FindInTiers(1, each(b"ab")))) == wire.TiersFound(1, 2)
 
 
-def test_half_of_the_blocks_is_promoted_at_a_time() -> None:
+def test_at_most_half_of_the_blocks_are_promoted_at_a_time() -> None:
     fixture = new_fixture()
     fetch = promote(fixture, b"abcdefghij")
-    assert letters_of(fetch) == b"abcdefgh"
-    assert reply(found(fixture, find(fixture, b"ij"), 0, 0)) == wire.TiersFound(1, 0)
+    assert keys_of(fetch) == b"abcdefgh"
+    assert reply_of(end_search(fixture, start_search(fixture, b"ij"), 0, 0)) == wire.TiersFound(
+        1, 0
+    )
     fixture.report(BlocksFetched(fetch.fetch, (True,) * 8))
     fixture.report(FetchReleased(fetch.fetch))
-    assert letters_of(promote(fixture, b"ij")) == b"ij"
+    assert keys_of(promote(fixture, b"ij")) == b"ij"
 
 
-def test_too_many_searches_of_a_session_are_refused_until_one_is_answered() -> None:
+def test_too_many_searches_of_a_session_are_refused_until_one_ends() -> None:
     fixture = new_fixture()
-    searches = [find(fixture, b"a") for _ in range(MAX_SEARCHES)]
+    searches = [start_search(fixture, b"a") for _ in range(MAX_SEARCHES)]
     message = wire.FindInTiers(1, each(b"a"))
     assert fixture.error("a", message) == (Code.BUSY, str(MAX_SEARCHES))
-    found(fixture, searches[0], -1)
-    find(fixture, b"a")
+    end_search(fixture, searches[0], -1)
+    start_search(fixture, b"a")
 
 
-def test_a_reset_is_done_once_the_tiers_dropped_the_namespace() -> None:
+def test_the_reply_to_a_reset_waits_until_the_tiers_dropped_the_namespace() -> None:
     fixture = new_fixture()
-    search = find(fixture, b"a")
+    search = start_search(fixture, b"a")
     actions = fixture.send("a", wire.Reset(5))
-    (drop,) = of_kind(actions, DropStore)
+    (drop,) = actions_of(actions, DropStore)
     assert search.store.startswith(f"{drop.namespace}-")
-    assert not of_kind(actions, SendMessage)
-    assert reply(found(fixture, search, 0)) == wire.TiersFound(1, 0)
-    assert reply(fixture.send("a", wire.FindInTiers(1, each(b"a")))) == wire.TiersFound(1, 0)
-    assert reply(fixture.report(StoreDropped(drop.drop))) == wire.Done(5)
-    find(fixture, b"a")
+    assert not actions_of(actions, SendMessage)
+    assert reply_of(end_search(fixture, search, 0)) == wire.TiersFound(1, 0)
+    assert reply_of(fixture.send("a", wire.FindInTiers(1, each(b"a")))) == wire.TiersFound(1, 0)
+    assert reply_of(fixture.report(StoreDropped(drop.drop))) == wire.Done(5)
+    start_search(fixture, b"a")
 
 
 def test_blocks_from_before_a_reset_are_free_only_after_their_release() -> None:
@@ -204,15 +212,15 @@ def test_blocks_from_before_a_reset_are_free_only_after_their_release() -> None:
 
 def test_a_search_of_a_closed_session_promotes_nothing() -> None:
     fixture = new_fixture()
-    search = find(fixture, b"a")
+    search = start_search(fixture, b"a")
     fixture.close_sessions("a")
     fixture.open_sessions("a")
     fixture.open_namespace("a", quota=QUOTA)
-    assert found(fixture, search, 0) == []
+    assert end_search(fixture, search, 0) == []
     assert fixture.usage("free") == (16,)
 
 
-def test_a_region_with_a_promotion_is_not_given_away_before_its_release() -> None:
+def test_a_region_with_a_promotion_is_not_freed_before_its_release() -> None:
     fixture = new_fixture()
     fetch = promote(fixture, b"a")
     fixture.close_sessions("a")
@@ -231,34 +239,34 @@ def test_a_store_skips_a_key_that_is_being_promoted() -> None:
     assert fixture.start("a", store(b"ab")).nbytes == PAGE
 
 
-def test_opened_names_the_tiers() -> None:
+def test_opened_lists_the_tiers() -> None:
     fixture = new_fixture("fast", "slow")
     assert fixture.open_namespace("a", quota=QUOTA).tiers == ("fast", "slow")
 
 
 def test_a_namespace_of_fewer_than_four_blocks_promotes_one_at_a_time() -> None:
     fixture = NamespacesFixture("a", quota=3 * PAGE, tiers=("disk",))
-    assert letters_of(promote(fixture, b"ab")) == b"a"
+    assert keys_of(promote(fixture, b"ab")) == b"a"
 
 
 def test_a_reset_before_any_registration_drops_the_keys_of_every_composition() -> None:
     fixture = NamespacesFixture(tiers=("disk",))
     fixture.open_sessions("a")
     name = fixture.open_namespace("a").name
-    (drop,) = of_kind(fixture.send("a", wire.Reset(5)), DropStore)
+    (drop,) = actions_of(fixture.send("a", wire.Reset(5)), DropStore)
     assert drop.namespace == name
 
 
 def test_keys_of_another_composition_are_in_another_store() -> None:
     halves = KVLayout((ROW,), ((TensorRef(0, PAGE // 2),),))
-    wholes = find(new_fixture(), b"a")
+    full = start_search(new_fixture(), b"a")
     fixture = NamespacesFixture("a", layout=halves, tiers=("disk",))
-    other = find(fixture, b"a")
-    assert other.keys == wholes.keys
-    assert other.store != wholes.store
+    other = start_search(fixture, b"a")
+    assert other.keys == full.keys
+    assert other.store != full.store
 
 
-def test_reports_with_a_number_that_is_not_in_flight_are_ignored() -> None:
+def test_reports_with_unknown_numbers_are_ignored() -> None:
     fixture = new_fixture()
     fetch = promote(fixture, b"a")
     done = BlocksFetched(fetch.fetch, (True,))
@@ -275,7 +283,7 @@ def test_reports_with_a_number_that_is_not_in_flight_are_ignored() -> None:
     assert fixture.usage("free", "ready", "orphaned", "pinned") == (15, 1, 0, 0)
 
 
-def test_keys_that_are_released_without_having_been_read_are_absent() -> None:
+def test_keys_that_are_released_before_they_were_read_are_absent() -> None:
     fixture = new_fixture()
     fixture.send("a", wire.Subscribe())
     fetch = promote(fixture, b"a")

@@ -1,4 +1,4 @@
-"""The host pool, divided: who gets which bytes, who keeps them, who has to go."""
+"""Regions of the host pool: which bytes an engine gets, when it keeps them, when they are freed."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ PAGE, SMALL = layout(ALIGNMENT), layout(1000)
 
 
 def engines(regions: Regions) -> dict[str, tuple[int, int]]:
-    """name -> (first page, pages)"""
+    """Engine -> (first page, number of pages)."""
     return {r.owner.name: (r.start // ALIGNMENT, r.nbytes // ALIGNMENT) for r in regions}
 
 
-def divided(pages: int, **claims: int) -> Regions:
+def new_regions(pages: int, **claims: int) -> Regions:
     regions = Regions(pages * ALIGNMENT)
     for name, size in claims.items():
         regions.assign_region(engine_owner(name), PAGE, size * ALIGNMENT)
     return regions
 
 
-def claim(regions: Regions, name: str, pages: int | None) -> int:
-    """First page of what `name` got."""
+def assign(regions: Regions, name: str, pages: int | None) -> int:
+    """Assign a region to an engine. Returns its first page."""
     region, _ = regions.assign_region(
         engine_owner(name), PAGE, None if pages is None else pages * ALIGNMENT
     )
@@ -48,7 +48,7 @@ def claim(regions: Regions, name: str, pages: int | None) -> int:
 
 
 def test_regions_are_contiguous() -> None:
-    assert engines(divided(10, a=3, b=2)) == {"a": (0, 3), "b": (3, 2)}
+    assert engines(new_regions(10, a=3, b=2)) == {"a": (0, 3), "b": (3, 2)}
 
 
 def test_regions_begin_at_whole_pages_and_hold_whole_blocks() -> None:
@@ -60,22 +60,22 @@ def test_regions_begin_at_whole_pages_and_hold_whole_blocks() -> None:
     assert regions.reserved_bytes == 5500
 
 
-def test_without_a_size_an_engine_gets_what_is_free_in_a_row() -> None:
-    regions = divided(10, a=2, b=1)
-    assert claim(regions, "c", None) == 3
+def test_without_a_size_an_engine_gets_the_largest_gap() -> None:
+    regions = new_regions(10, a=2, b=1)
+    assert assign(regions, "c", None) == 3
     assert engines(regions)["c"] == (3, 7)
 
 
-def test_first_room_that_is_large_enough_is_taken() -> None:
-    """So that the large rooms stay whole for those who need them."""
-    regions = divided(8, a=2, b=1)
+def test_the_first_gap_that_is_large_enough_is_used() -> None:
+    """Large gaps stay free for large regions."""
+    regions = new_regions(8, a=2, b=1)
     regions.mark_deserted(engine_owner("a"))
-    assert claim(regions, "a", 1) == 0  # its old room has a page too many: it is a newcomer
-    assert claim(regions, "c", 5) == 3
+    assert assign(regions, "a", 1) == 0  # its region has 2 pages, so it gets a new one
+    assert assign(regions, "c", 5) == 3
 
 
 def test_a_reconnected_engine_gets_its_region() -> None:
-    regions = divided(10, a=2, b=3)
+    regions = new_regions(10, a=2, b=3)
     regions.mark_deserted(engine_owner("b"))
     assert not next(r for r in regions if r.owner.name == "b").present
     region, reattached = regions.assign_region(engine_owner("b"), PAGE, 3 * ALIGNMENT)
@@ -86,7 +86,7 @@ def test_a_reconnected_engine_gets_its_region() -> None:
 
 @pytest.mark.parametrize(("shape", "pages"), [(SMALL, 3), (PAGE, 2), (PAGE, 4)])
 def test_another_layout_or_size_is_another_region(shape: LayoutArrays, pages: int) -> None:
-    regions = divided(10, a=2, b=3)
+    regions = new_regions(10, a=2, b=3)
     regions.mark_deserted(engine_owner("b"))
     region, reattached = regions.assign_region(engine_owner("b"), shape, pages * ALIGNMENT)
     assert not reattached
@@ -94,34 +94,34 @@ def test_another_layout_or_size_is_another_region(shape: LayoutArrays, pages: in
     assert engines(regions) == {"a": (0, 2), "b": (2, pages)}
 
 
-def test_an_unused_region_stays_while_there_is_other_room() -> None:
-    regions = divided(4, a=1, b=1)
+def test_an_unused_region_stays_if_there_is_other_room() -> None:
+    regions = new_regions(4, a=1, b=1)
     regions.mark_deserted(engine_owner("a"))
-    assert claim(regions, "c", 2) == 2
+    assert assign(regions, "c", 2) == 2
     assert "a" in engines(regions)
 
 
 def test_the_region_unused_longest_is_freed_first() -> None:
-    regions = divided(4, a=1, b=1, c=1, d=1)
+    regions = new_regions(4, a=1, b=1, c=1, d=1)
     for name in "cab":
         regions.mark_deserted(engine_owner(name))
-    claim(regions, "a", 1)
-    regions.mark_deserted(engine_owner("a"))  # now c, b, a
-    assert [claim(regions, name, 1) for name in "efg"] == [2, 1, 0]
+    assign(regions, "a", 1)
+    regions.mark_deserted(engine_owner("a"))  # the order is c, b, a
+    assert [assign(regions, name, 1) for name in "efg"] == [2, 1, 0]
     assert set(engines(regions)) == set("defg")
 
 
-def test_an_unused_region_that_is_not_in_the_way_stays() -> None:
-    regions = divided(4, a=1, b=1, c=2)
+def test_an_unused_region_outside_the_new_one_stays() -> None:
+    regions = new_regions(4, a=1, b=1, c=2)
     regions.mark_deserted(engine_owner("a"))
     regions.mark_deserted(engine_owner("c"))
-    assert claim(regions, "d", 2) == 2
+    assert assign(regions, "d", 2) == 2
     assert set(engines(regions)) == {"a", "b", "d"}
 
 
 @pytest.mark.parametrize("pages", [2, 5, None])
 def test_a_full_pool_is_refused_and_nothing_changes(pages: int | None) -> None:
-    regions = divided(4, a=1, b=2, c=1)
+    regions = new_regions(4, a=1, b=2, c=1)
     regions.mark_deserted(engine_owner("a"))
     before = deepcopy(list(regions))
     shape = layout(2 * ALIGNMENT)
@@ -141,11 +141,11 @@ def test_less_than_one_host_block_is_refused_with_the_size_of_one() -> None:
 
 def test_the_first_region_starts_at_a_page_behind_the_daemons_own_blocks() -> None:
     regions = Regions(4 * ALIGNMENT, own_bytes=1000)
-    assert claim(regions, "a", None) == 1
+    assert assign(regions, "a", None) == 1
     assert engines(regions) == {"a": (1, 3)}
 
 
-# What an earlier daemon left
+# Regions of an earlier daemon
 
 
 @pytest.mark.parametrize(
@@ -163,26 +163,26 @@ def test_the_first_region_starts_at_a_page_behind_the_daemons_own_blocks() -> No
     ],
     ids=["fits", "last", "own", "behind", "unaligned", "overlaps", "inside", "empty", "small"],
 )
-def test_a_region_is_restored_at_its_place_if_that_is_free(
+def test_a_region_is_restored_at_its_offset_if_those_bytes_are_free(
     start: int, nbytes: int, code: Code | None
 ) -> None:
     regions = Regions(8 * ALIGNMENT, own_bytes=1000)
     regions.restore_region(
-        RecoveredRegion(RegionRecord("there", 3 * ALIGNMENT, 3 * ALIGNMENT, PAGE))
+        RecoveredRegion(RegionRecord("first", 3 * ALIGNMENT, 3 * ALIGNMENT, PAGE))
     )
-    found = RecoveredRegion(RegionRecord("another", start, nbytes, PAGE))
+    found = RecoveredRegion(RegionRecord("second", start, nbytes, PAGE))
     if code is None:
         assert (regions.restore_region(found).start, len(engines(regions))) == (start, 2)
         return
     with pytest.raises(Refused) as refused:
         regions.restore_region(found)
     assert refused.value.code == code
-    assert engines(regions) == {"there": (3, 3)}
+    assert engines(regions) == {"first": (3, 3)}
 
 
 @pytest.mark.parametrize("block", [1, 64, 383])
-def test_small_blocks_are_as_many_as_their_ledger_may_know(block: int) -> None:
-    """It takes more memory than they do."""
+def test_the_number_of_small_blocks_is_limited(block: int) -> None:
+    """The ledger needs more memory than blocks of this size."""
     regions = Regions(1 << 40)
     with pytest.raises(Refused, match="larger block_size_factor") as caught:
         regions.assign_region(engine_owner("a"), layout(block), block * ((1 << 20) + 1))
@@ -192,7 +192,7 @@ def test_small_blocks_are_as_many_as_their_ledger_may_know(block: int) -> None:
     regions.assign_region(engine_owner("b"), layout(384), 384 << 24)
 
 
-# Anything may happen
+# Random histories
 
 
 claims = st.tuples(
@@ -203,7 +203,7 @@ claims = st.tuples(
 
 
 def largest_gap(pool: int, held: list[Region]) -> int:
-    """Page by page: how much is free in a row from a page's start where `held` stay."""
+    """Most contiguous free bytes from the start of a page, if only the regions in `held` exist."""
     taken = {page for r in held for page in range(r.start // ALIGNMENT, -(-r.end // ALIGNMENT))}
     best = row = 0
     for page in range(-(-pool // ALIGNMENT)):
@@ -224,7 +224,7 @@ def test_regions_never_overlap_and_regions_in_use_stay(
         if name in before and before[name].present:
             regions.mark_deserted(engine_owner(name))
             continue
-        stay = [r for r in before.values() if r.present]
+        in_use = [r for r in before.values() if r.present]
         try:
             region, reattached = regions.assign_region(engine_owner(name), shape, nbytes)
         except Refused as error:
@@ -232,7 +232,7 @@ def test_regions_never_overlap_and_regions_in_use_stay(
             assert {r.owner.name: r for r in regions} == before
             block = shape.host_block_bytes
             too_small = nbytes is not None and nbytes < block
-            assert too_small or largest_gap(pool, stay) < (nbytes or block)
+            assert too_small or largest_gap(pool, in_use) < (nbytes or block)
             continue
         old = before.get(name)
         same = old is not None and old.contents == shape and nbytes in (None, old.nbytes)
@@ -241,9 +241,9 @@ def test_regions_never_overlap_and_regions_in_use_stay(
         assert region.num_blocks >= 1
         assert nbytes in (None, region.nbytes)
         after = {r.owner.name: r for r in regions}
-        assert all(after[r.owner.name] == r for r in stay)
-        gone = set(before) - set(after)
-        assert all(before[n].start < region.end and region.start < before[n].end for n in gone)
+        assert all(after[r.owner.name] == r for r in in_use)
+        freed = [before[name] for name in set(before) - set(after)]
+        assert all(r.start < region.end and region.start < r.end for r in freed)
         placed = sorted(regions, key=lambda r: r.start)
         assert all(a.end <= b.start for a, b in pairwise(placed))
         assert placed[-1].end <= pool
@@ -252,7 +252,7 @@ def test_regions_never_overlap_and_regions_in_use_stay(
 
 
 def test_the_number_of_regions_is_bounded() -> None:
-    """The longest deserted makes room for a newcomer; those in use do not."""
+    """A new engine replaces the region that is unused for the longest time. Regions in use stay."""
     regions = Regions(1 << 20, most=2)
     a, b, c, d = (engine_owner(name) for name in "abcd")
     for owner in (a, b):
@@ -265,7 +265,7 @@ def test_the_number_of_regions_is_bounded() -> None:
     regions.assign_region(c, PAGE, ALIGNMENT)
     assert {region.owner for region in regions} == {a, c}
     assert (regions.take_changes(), regions.freed_count) == ([RegionFreed(b)], 1)
-    regions.assign_region(a, PAGE, ALIGNMENT)  # it has one
+    regions.assign_region(a, PAGE, ALIGNMENT)  # it has a region
     with pytest.raises(Refused):
         regions.assign_region(d, PAGE, ALIGNMENT)
 

@@ -23,22 +23,24 @@ from support.core_fixture import LAYOUT, POOL, CoreFixture, store
 
 def test_registering_maps_before_the_reply() -> None:
     fixture = CoreFixture("a", registered=False)
-    where = ((memory.FdAllocation(5, 8192),), (memory.Location(0, 0),))
-    (mapping,) = fixture.send("a", wire.RegisterKVCaches(9, LAYOUT, *where, 8192, 6))
-    assert mapping == MapTensors(1, "a", mapping.layout, *where, 6)
+    memories = ((memory.FdAllocation(5, 8192),), (memory.Location(0, 0),))
+    (mapping,) = fixture.send("a", wire.RegisterKVCaches(9, LAYOUT, *memories, 8192, 6))
+    assert mapping == MapTensors(1, "a", mapping.layout, *memories, 6)
     assert fixture.refused("a", 1, store(0)) == Code.NOT_REGISTERED
-    answer = SendMessage("a", wire.Registered(9, memory.HostRegion(4, 2048, False)))
-    assert fixture.report(TensorsMapped(1, "a")) == [answer]
+    reply = SendMessage("a", wire.Registered(9, memory.HostRegion(4, 2048, False)))
+    assert fixture.report(TensorsMapped(1, "a")) == [reply]
     fixture.start("a", 1, store(0))
 
 
 def test_the_reply_to_an_allocation_has_the_locations() -> None:
     fixture = CoreFixture("a", registered=False)
     fixture.send("a", wire.AllocateKVCaches(9, LAYOUT))
-    where = ((memory.FdAllocation(5, 8192),), (memory.Location(0, 0),))
-    (action,) = fixture.report(TensorsMapped(1, "a", allocations=where[0], locations=where[1]))
+    memories = ((memory.FdAllocation(5, 8192),), (memory.Location(0, 0),))
+    (action,) = fixture.report(
+        TensorsMapped(1, "a", allocations=memories[0], locations=memories[1])
+    )
     whole_pool = memory.HostRegion(POOL // 2048, 2048, False)
-    assert action == SendMessage("a", wire.Allocated(9, whole_pool, *where))
+    assert action == SendMessage("a", wire.Allocated(9, whole_pool, *memories))
 
 
 @pytest.mark.parametrize(
@@ -61,9 +63,9 @@ def test_tensors_that_do_not_lie_inside_their_allocations_are_refused(
     code: str,
 ) -> None:
     fixture = CoreFixture("a", registered=False)
-    where = tuple(memory.FdAllocation(n, size) for n, size in enumerate(allocations))
+    fds = tuple(memory.FdAllocation(n, size) for n, size in enumerate(allocations))
     places = tuple(memory.Location(*place) for place in locations)
-    assert fixture.error("a", wire.RegisterKVCaches(1, layout, where, places)) == code
+    assert fixture.error("a", wire.RegisterKVCaches(1, layout, fds, places)) == code
     assert not fixture.core.busy
 
 
@@ -77,7 +79,7 @@ def test_a_failed_mapping_is_reported_and_frees_the_name() -> None:
 
 
 def test_the_region_of_a_failed_mapping_is_not_reattached() -> None:
-    """Its bytes are somebody else's, or nobody's."""
+    """Its bytes belong to another engine, or they are undefined."""
     fixture = CoreFixture("a", registered=False)
     fixture.send("a", wire.AllocateKVCaches(1, LAYOUT))
     fixture.report(TensorsMapped(1, "a", ErrorInfo(Code.MAP_FAILED, "no memory")))
@@ -98,22 +100,22 @@ def test_a_layout_with_too_many_gpu_blocks_is_refused() -> None:
     assert not fixture.core.busy
 
 
-def test_an_engine_s_name_is_held_by_one_process() -> None:
+def test_one_process_of_an_engine_registers() -> None:
     fixture = CoreFixture("a/worker", "a/scheduler", "b")
-    for session, whose in (("a/scheduler", "another process"), ("a/worker", "this client")):
+    for session, owner in (("a/scheduler", "another process"), ("a/worker", "this client")):
         (action,) = fixture.send(session, wire.AllocateKVCaches(1, LAYOUT))
         assert action.message.error.code == Code.ALREADY_REGISTERED
-        assert whose in action.message.error.message
+        assert owner in action.message.error.message
 
 
-def test_a_pool_that_is_full_refuses_and_counts_it() -> None:
+def test_a_full_pool_is_refused_and_counted() -> None:
     fixture = CoreFixture("a", "b", registered=False)
     fixture.send("a", wire.AllocateKVCaches(1, LAYOUT))
     assert fixture.error("b", wire.AllocateKVCaches(1, LAYOUT)) == Code.POOL_FULL
     assert fixture.core.status(101.0).errors == {"pool_full": 1}
 
 
-def test_a_successor_waits_until_the_old_mapping_is_gone() -> None:
+def test_a_successor_waits_until_the_old_mapping_is_unmapped() -> None:
     fixture = CoreFixture("a/old", "a/new", "a/third")
     plan = fixture.start("a/old", 1, store(0))
     assert UnmapTensors(1) in fixture.core.close_session("a/old")
@@ -127,8 +129,8 @@ def test_a_successor_waits_until_the_old_mapping_is_gone() -> None:
     assert (mapping.registration, mapping.session) == (2, "a/new")
     assert (refusal.session, refusal.message.request_id) == ("a/third", 6)
     assert refusal.message.error.code == Code.ALREADY_REGISTERED
-    answer = wire.Allocated(5, memory.HostRegion(2, 2048, True), (), ())
-    assert fixture.report(TensorsMapped(2, "a/new")) == [SendMessage("a/new", answer)]
+    reply = wire.Allocated(5, memory.HostRegion(2, 2048, True), (), ())
+    assert fixture.report(TensorsMapped(2, "a/new")) == [SendMessage("a/new", reply)]
 
 
 def test_a_waiting_successor_without_room_is_refused() -> None:
@@ -206,10 +208,10 @@ def test_a_session_closed_while_mapping_gets_no_reply() -> None:
     ],
 )
 def test_tensors_that_no_device_could_hold_are_refused(blocks: int, page: int, stride: int) -> None:
-    """Their size would not fit into the number that the driver takes."""
+    """The size does not fit into the integer type of the driver."""
     fixture = CoreFixture("a", registered=False)
     layout = KVLayout((TensorLayout(blocks, page, stride),), ((TensorRef(0, 1),),))
     assert fixture.error("a", wire.AllocateKVCaches(1, layout, POOL)) == Code.BAD_LAYOUT
-    where = (memory.FdAllocation(1, (1 << 48) - 1),), (memory.Location(0, 0),)
-    assert fixture.error("a", wire.RegisterKVCaches(2, layout, *where)) == Code.BAD_LAYOUT
+    memories = (memory.FdAllocation(1, (1 << 48) - 1),), (memory.Location(0, 0),)
+    assert fixture.error("a", wire.RegisterKVCaches(2, layout, *memories)) == Code.BAD_LAYOUT
     assert not fixture.core.busy

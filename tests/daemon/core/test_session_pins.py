@@ -41,11 +41,11 @@ def test_the_oldest_pin_of_a_key_is_released_first() -> None:
         fixture.send("a", wire.Pin(each(b"a")))
         if number < 2:
             fixture.send("a", wire.Reset(number))
-    held = [fixture.usage("orphaned", "pinned")]
+    usage = [fixture.usage("orphaned", "pinned")]
     for _ in range(3):
         fixture.send("a", wire.Unpin(each(b"a")))
-        held.append(fixture.usage("orphaned", "pinned"))
-    assert held == [(2, 1), (1, 1), (0, 1), (0, 0)]
+        usage.append(fixture.usage("orphaned", "pinned"))
+    assert usage == [(2, 1), (1, 1), (0, 1), (0, 0)]
 
 
 def test_unpinning_more_often_than_pinned_unpins_nothing() -> None:
@@ -57,8 +57,8 @@ def test_unpinning_more_often_than_pinned_unpins_nothing() -> None:
     assert fixture.usage("pinned") == (2,)
 
 
-def test_a_session_pins_a_bounded_number_of_keys() -> None:
-    """Absent ones count: the daemon stores each pin."""
+def test_pins_of_a_session_are_bounded() -> None:
+    """Pins of absent keys count, because the daemon stores each pin."""
     fixture = NamespacesFixture("a", "b")
     fixture.stored("a", b"abcd")
     for _ in range(LEAST_PINS // MAX_KEYS - 1):
@@ -80,7 +80,7 @@ def test_many_pins_of_a_key_are_released_in_linear_time() -> None:
     fixture = NamespacesFixture("a", "b")
     fixture.stored("a", b"a")
     fixture.send("b", wire.Pin(each(b"a" * 200)))
-    assert calls(lambda: fixture.core.close_session("b")) < 4 * 200
+    assert count_calls(lambda: fixture.core.close_session("b")) < 4 * 200
 
 
 @pytest.mark.parametrize("make", [wire.Pin, wire.Touch])
@@ -91,8 +91,8 @@ def test_keys_of_another_length_are_refused(make: Any) -> None:
     assert fixture.usage("pinned") == (0,)
 
 
-def calls(function: Callable[[], object]) -> int:
-    """How many Python functions are called for it."""
+def count_calls(function: Callable[[], object]) -> int:
+    """The number of Python functions that it calls."""
     profiled, events = sys.getprofile(), list[str]()
     sys.setprofile(lambda frame, event, argument: events.append(event))
     try:
@@ -107,16 +107,16 @@ def test_unpinning_a_key_many_times_takes_linear_time() -> None:
     fixture.stored("a", b"a")
     many = each(b"a" * 200)
     fixture.send("a", wire.Pin(many))
-    assert calls(lambda: fixture.send("a", wire.Unpin(many))) < 10 * len(many)
+    assert count_calls(lambda: fixture.send("a", wire.Unpin(many))) < 10 * len(many)
 
 
-class Compared(bytes):
-    """A key that counts how often it is compared."""
+class CountedKey(bytes):
+    """A key that counts comparisons."""
 
     times = 0
 
     def __eq__(self, other: object) -> bool:
-        Compared.times += 1
+        CountedKey.times += 1
         return bytes.__eq__(self, other)
 
     __hash__ = bytes.__hash__
@@ -125,6 +125,6 @@ class Compared(bytes):
 def test_unpinning_many_keys_takes_linear_time() -> None:
     fixture = NamespacesFixture("a")
     fixture.send("a", wire.Pin(each(bytes(range(250)))))
-    Compared.times = 0
-    fixture.send("a", wire.Unpin(tuple(Compared([n]) for n in range(250))))
-    assert Compared.times < 10 * 250
+    CountedKey.times = 0
+    fixture.send("a", wire.Unpin(tuple(CountedKey([n]) for n in range(250))))
+    assert CountedKey.times < 10 * 250

@@ -1,4 +1,4 @@
-"""The limits of the core and of the tiers agree, although neither imports the other's."""
+"""The limits of the core and of the tiers agree. Neither imports the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers in the core: credits, results, cancelling, waiting."""
+"""Transfers in the core: credits, results, cancel, wait."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_an_unsuccessful_job_reports_no_bytes() -> None:
         (store(0), 1, Code.NO_TIMELINE),
     ],
 )
-def test_a_bad_job_is_refused_and_leaves_no_trace(
+def test_a_bad_job_is_refused_and_uses_neither_its_id_nor_a_credit(
     spec: TransferSpec, wait_for: int, code: Code
 ) -> None:
     fixture = CoreFixture("a")
     assert fixture.refused("a", 1, spec, wait_for) == code
     assert not fixture.core.busy
-    for job in range(1, 1 + MAX_JOBS):  # neither the id nor a credit is spent
+    for job in range(1, 1 + MAX_JOBS):
         assert fixture.start("a", job, store(job)).serial == job
 
 
@@ -77,7 +77,7 @@ def test_a_refused_job_reports_its_direction() -> None:
         assert action.message.results[0].direction is direction
 
 
-def test_an_engine_s_unfinished_jobs_have_different_ids() -> None:
+def test_job_ids_in_flight_are_unique_per_engine() -> None:
     fixture = CoreFixture("a/worker", "a/scheduler", "b")
     plan = fixture.start("a/worker", 1, store(0))
     assert fixture.refused("a/worker", 1, load(1)) == Code.DUPLICATE_JOB
@@ -102,7 +102,7 @@ def test_jobs_of_a_session_are_bounded_per_direction(
     assert fixture.refused("a/worker", 11, spec(6)) == Code.BUSY
 
 
-def test_cancel_names_only_jobs_in_flight() -> None:
+def test_a_cancel_applies_to_jobs_in_flight_of_its_engine() -> None:
     fixture = CoreFixture("a/worker", "a/scheduler", "b")
     plan = fixture.start("a/worker", 1, store(0))
     fixture.start("b", 2, store(0))
@@ -115,12 +115,12 @@ def test_cancel_names_only_jobs_in_flight() -> None:
 
 
 def test_a_continued_command_is_sent_to_the_worker_again() -> None:
-    """In its turn: others come between."""
+    """It is sent behind the commands that arrived before."""
     rest = CancelTransfers(1, (3, 4))
     assert CoreFixture("a").report(Continue(rest)) == [rest]
 
 
-def test_a_cancel_after_the_completion_changes_nothing() -> None:
+def test_a_cancelled_job_that_completes_is_done() -> None:
     fixture = CoreFixture("a")
     plan = fixture.start("a", 1, store(0))
     fixture.send("a", wire.Cancel((1,)))
@@ -173,7 +173,7 @@ def test_waits_of_a_closed_session_are_dropped() -> None:
 
 
 def test_jobs_of_a_closed_session_are_not_counted() -> None:
-    """They are named anew each time, and a daemon sees any number of them."""
+    """Each session has a new name, so entries of closed sessions accumulate."""
     fixture = CoreFixture("a/worker", "a/scheduler")
     done, late = (fixture.start("a/scheduler", n, store(n)) for n in (1, 2))
     fixture.send("a/scheduler", wire.Wait(5, (2,)))
@@ -190,15 +190,18 @@ def test_jobs_of_a_closed_session_are_not_counted() -> None:
 
 def test_jobs_end_when_the_process_that_owns_the_tensors_disconnects() -> None:
     fixture = CoreFixture("a/worker", "a/scheduler")
-    mine, theirs = fixture.start("a/worker", 1, store(0)), fixture.start("a/scheduler", 2, store(1))
+    first, second = (
+        fixture.start("a/worker", 1, store(0)),
+        fixture.start("a/scheduler", 2, store(1)),
+    )
     fixture.send("a/scheduler", wire.Wait(5, (1, 2)))
     assert fixture.core.close_session("a/worker") == [
         CloseSession("a/worker"),
-        CancelTransfers(1, (mine.serial,)),
+        CancelTransfers(1, (first.serial,)),
         UnmapTensors(1),
     ]
-    assert fixture.report(TransferCompleted(mine.serial, Outcome.CANCELLED)) == []
-    actions = fixture.report(TransferCompleted(theirs.serial, Outcome.CANCELLED))
+    assert fixture.report(TransferCompleted(first.serial, Outcome.CANCELLED)) == []
+    actions = fixture.report(TransferCompleted(second.serial, Outcome.CANCELLED))
     assert finished(actions) == [("a/scheduler", 2, "failed", "engine_gone")]
     assert actions[1:] == [SendMessage("a/scheduler", wire.Waited(5))]
     assert fixture.refused("a/scheduler", 3, store(1)) == Code.NOT_REGISTERED

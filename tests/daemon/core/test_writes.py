@@ -1,4 +1,4 @@
-"""Blocks that the tiers write: which ones, held how long, and written once."""
+"""Writes to the tiers: which blocks are written, once each, and how long they are held."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from support.namespaces_fixture import (
     store,
 )
 
-QUOTA = 4 * ROOM  # 16 blocks: four may be written at a time
+# 16 blocks: four may be written at a time.
+QUOTA = 4 * ROOM
 
 
 def new_fixture(letters: bytes = b"", policy: str = "lru", min_uses: int = 1) -> NamespacesFixture:
@@ -41,7 +42,7 @@ def new_fixture(letters: bytes = b"", policy: str = "lru", min_uses: int = 1) ->
     return fixture
 
 
-def take(
+def take_writes(
     fixture: NamespacesFixture,
     limit: int = 16,
     coldest: float = 1.0,
@@ -50,65 +51,65 @@ def take(
     return fixture.core.writes.take_writes(tier, limit, coldest)
 
 
-def end(fixture: NamespacesFixture, job: WriteJob, done: list[bool]) -> list[Action]:
+def end_write(fixture: NamespacesFixture, job: WriteJob, done: list[bool]) -> list[Action]:
     return fixture.report(BlocksWritten(job.number, tuple(done)))
 
 
-def letters_of(jobs: list[WriteJob]) -> bytes:
+def keys_of(jobs: list[WriteJob]) -> bytes:
     return b"".join(key for job in jobs for key in job.keys)
 
 
 def write_all(fixture: NamespacesFixture, tier: int = 0) -> bytes:
     letters = b""
-    while jobs := take(fixture, tier=tier):
-        letters += letters_of(jobs)
+    while jobs := take_writes(fixture, tier=tier):
+        letters += keys_of(jobs)
         for job in jobs:
-            end(fixture, job, [True] * len(job.keys))
+            end_write(fixture, job, [True] * len(job.keys))
     return letters
 
 
-def test_stored_keys_are_written_once_the_coldest_first() -> None:
+def test_each_stored_key_is_written_once_and_the_coldest_first() -> None:
     fixture = new_fixture(b"abc")
-    (job,) = take(fixture, limit=2)
-    assert letters_of([job]) == b"ab"
+    (job,) = take_writes(fixture, limit=2)
+    assert keys_of([job]) == b"ab"
     assert job.offsets.tolist() == (job.blocks * PAGE).tolist()
     assert (job.block_bytes, job.store.partition("-")[0]) == (PAGE, job.owner.name)
-    end(fixture, job, [True, False])
+    end_write(fixture, job, [True, False])
     assert write_all(fixture) == b"bc"
-    assert take(fixture) == []
+    assert take_writes(fixture) == []
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo"])
-def test_only_the_coldest_share_is_written(policy: str) -> None:
+def test_only_the_coldest_fraction_is_written(policy: str) -> None:
     fixture = new_fixture(b"abcdefgh", policy)
-    assert letters_of(take(fixture, coldest=0.25)) == b"ab"
-    assert take(fixture, coldest=0.25) == []
+    assert keys_of(take_writes(fixture, coldest=0.25)) == b"ab"
+    assert take_writes(fixture, coldest=0.25) == []
 
 
-def test_keys_are_written_from_the_given_use_on() -> None:
+def test_keys_are_written_after_min_uses() -> None:
     fixture = new_fixture(b"abcd", min_uses=2)
-    assert take(fixture) == []
+    assert take_writes(fixture) == []
     fixture.send("a", wire.Touch(each(b"b")))
     fixture.end(fixture.start("a", load(b"d")))
     assert write_all(fixture) in (b"bd", b"db")
 
 
-def test_keys_are_written_once_they_have_a_checksum() -> None:
+def test_keys_are_written_after_they_have_a_checksum() -> None:
     fixture = new_fixture()
     fixture.commits = False
     fixture.stored("a", b"ab")
     owner, blocks, keys = (
         getattr(fixture.stored_last, name) for name in ("owner", "blocks", "keys")
     )
-    assert take(fixture) == []
+    assert take_writes(fixture) == []
     fixture.commit(BlockSet(owner, blocks, keys[::-1]))
-    assert take(fixture) == []  # they are in other blocks
+    assert take_writes(fixture) == []  # they are in other blocks
     fixture.commit(BlockSet(owner, blocks[:1], keys[:1]))
     assert write_all(fixture) == keys[0]
 
 
-def test_keys_that_were_used_since_they_were_written_are_named_in_turn() -> None:
-    """And written again if the tier has lost them."""
+def test_each_written_key_that_was_used_is_returned_once() -> None:
+    """If the tier has lost a key, it is written again."""
     fixture = new_fixture(b"abcdef")
     fixture.open_sessions("b")
     fixture.open_namespace("b", OTHER, QUOTA)
@@ -118,66 +119,66 @@ def test_keys_that_were_used_since_they_were_written_are_named_in_turn() -> None
     assert fixture.core.writes.next_written(0, 16) is None
     fixture.send("a", wire.Touch(each(b"bcd")))
     fixture.send("b", wire.Touch(each(b"v")))
-    named = []
+    returned = []
     while (written := fixture.core.writes.next_written(0, 2)) is not None:
-        named.append(written)
-    assert sorted(map(len, (each.keys for each in named))) == [1, 1, 2]
-    assert sorted(b"".join(key for each in named for key in each.keys)) == sorted(b"bcdv")
-    for each_written in named:
-        fixture.core.writes.reopen_writes(each_written, [key == b"c" for key in each_written.keys])
+        returned.append(written)
+    assert sorted(len(written.keys) for written in returned) == [1, 1, 2]
+    assert sorted(b"".join(key for written in returned for key in written.keys)) == sorted(b"bcdv")
+    for written in returned:
+        fixture.core.writes.reopen_writes(written, [key == b"c" for key in written.keys])
     assert write_all(fixture) == b"c"
     assert fixture.core.writes.next_written(1, 16) is None
 
 
-def test_keys_that_are_written_or_evicted_meanwhile_are_not_written_again() -> None:
+def test_reopening_ignores_keys_in_flight_and_evicted_keys() -> None:
     fixture = new_fixture(b"ab")
     write_all(fixture)
     fixture.send("a", wire.Touch(each(b"ab")))
     written = fixture.core.writes.next_written(0, 16)
     assert written is not None
     fixture.core.writes.reopen_writes(written, [True, True])
-    (job,) = take(fixture, limit=1)
+    (job,) = take_writes(fixture, limit=1)
     fixture.core.writes.reopen_writes(written, [True, True])
-    assert len(letters_of(take(fixture, limit=2))) == 1
-    end(fixture, job, [True])
+    assert len(keys_of(take_writes(fixture, limit=2))) == 1
+    end_write(fixture, job, [True])
     fixture.send("a", wire.Reset(5))
     fixture.core.writes.reopen_writes(written, [True, True])
-    assert take(fixture) == []
+    assert take_writes(fixture) == []
 
 
 @pytest.mark.parametrize(("min_uses", "dropped"), [(0, 0), (1, 14), (2, 2)])
 def test_keys_that_are_evicted_before_they_were_written_are_counted(
     min_uses: int, dropped: int
 ) -> None:
-    """If they should have been written."""
+    """Only keys with min_uses uses count. With min_uses 0 nothing is written."""
     fixture = new_fixture(b"abcdefghijklmnop", min_uses=min_uses)
     fixture.send("a", wire.Touch(each(b"abcd")))
-    for job in take(fixture, limit=2):
-        end(fixture, job, [True, True])
+    for job in take_writes(fixture, limit=2):
+        end_write(fixture, job, [True, True])
     fixture.stored("a", b"0123456789ABCDEF")
     counters = fixture.core.tier_counters()
     assert counters == {"disk": {"skipped": 0, "dropped_writes": dropped}}
-    fixture.close_sessions("a")  # and its region goes to another
+    fixture.close_sessions("a")  # then another namespace gets its region
     fixture.open_sessions("b")
     fixture.open_namespace("b", OTHER, POOL)
     assert fixture.core.tier_counters() == counters
 
 
-def test_pending_keys_are_written_once_they_are_stored() -> None:
+def test_pending_keys_are_written_after_they_are_stored() -> None:
     fixture = new_fixture()
     plan = fixture.start("a", store(b"a"))
-    assert take(fixture) == []
+    assert take_writes(fixture) == []
     fixture.end(plan)
     assert write_all(fixture) == b"a"
 
 
-def test_a_quarter_of_the_blocks_is_written_at_a_time() -> None:
+def test_at_most_a_quarter_of_the_blocks_are_written_at_a_time() -> None:
     fixture = new_fixture(b"abcdef")
-    (job,) = take(fixture)
-    assert letters_of([job]) == b"abcd"
-    assert take(fixture) == []
-    end(fixture, job, [True] * 4)
-    assert letters_of(take(fixture)) == b"ef"
+    (job,) = take_writes(fixture)
+    assert keys_of([job]) == b"abcd"
+    assert take_writes(fixture) == []
+    end_write(fixture, job, [True] * 4)
+    assert keys_of(take_writes(fixture)) == b"ef"
 
 
 def test_a_key_that_is_stored_again_in_another_block_is_written_again() -> None:
@@ -192,19 +193,19 @@ def test_each_tier_is_written() -> None:
     fixture = NamespacesFixture("a", quota=QUOTA, tiers=("disk", "store"))
     for letter in each(b"ab"):
         fixture.stored("a", letter)
-    (job,) = take(fixture, tier=0)
-    (other,) = take(fixture, tier=1)
-    assert letters_of([job]) == letters_of([other]) == b"ab"
+    (job,) = take_writes(fixture, tier=0)
+    (other,) = take_writes(fixture, tier=1)
+    assert keys_of([job]) == keys_of([other]) == b"ab"
     assert job.number != other.number
-    end(fixture, job, [True, False])
-    assert take(fixture, tier=1) == []
-    end(fixture, other, [False, True])
+    end_write(fixture, job, [True, False])
+    assert take_writes(fixture, tier=1) == []
+    end_write(fixture, other, [False, True])
     assert write_all(fixture, tier=0) == b"b"
     assert write_all(fixture, tier=1) == b"a"
 
 
 @pytest.mark.parametrize(
-    ("tier", "faster_ones_take_it", "written"),
+    ("tier", "writes_promoted", "written"),
     [
         (0, False, (b"", b"a", b"a")),
         (2, False, (b"", b"", b"")),
@@ -213,10 +214,10 @@ def test_each_tier_is_written() -> None:
     ],
 )
 def test_promoted_keys_are_not_written_back(
-    tier: int, faster_ones_take_it: bool, written: tuple[bytes, ...]
+    tier: int, writes_promoted: bool, written: tuple[bytes, ...]
 ) -> None:
-    """Nor into faster tiers, unless that is their policy."""
-    tiers = TierDescription("fast", faster_ones_take_it), "middle", "slow"
+    """They are not written to faster tiers either, except with writes_promoted."""
+    tiers = TierDescription("fast", writes_promoted), "middle", "slow"
     fixture = NamespacesFixture("a", quota=QUOTA, tiers=tiers)
     fixture.send("a", wire.FindInTiers(1, each(b"a")))
     (fetch, _) = fixture.report(KeysFound(1, (tier,), (1e9,) * 3, (0.0,) * 3, (True,) * 3))[-2:]
@@ -227,63 +228,63 @@ def test_promoted_keys_are_not_written_back(
     assert tuple(write_all(fixture, tier=number) for number in range(3)) == written
 
 
-def test_a_block_that_is_being_written_is_not_used_for_another_key() -> None:
+def test_a_block_that_is_being_written_is_not_reused() -> None:
     fixture = new_fixture(b"abcdefghijklmnop")
-    (job,) = take(fixture, limit=1)
+    (job,) = take_writes(fixture, limit=1)
     fixture.stored("a", b"q")
     assert fixture.loadable("a", b"abc") == b"ac"
     fixture.send("a", wire.Reset(5))
     assert fixture.usage("free", "orphaned") == (15, 1)
-    end(fixture, job, [True])
-    end(fixture, job, [True])
+    end_write(fixture, job, [True])
+    end_write(fixture, job, [True])
     assert fixture.usage("free", "orphaned") == (16, 0)
 
 
-def test_what_was_written_is_published_with_the_place_of_the_tier() -> None:
+def test_written_keys_are_published_with_the_place_of_the_tier() -> None:
     tiers = TierDescription("disk", locality="LOCAL"), "store"
     fixture = NamespacesFixture("a", quota=QUOTA, tiers=tiers)
     for letter in each(b"abc"):
         fixture.stored("a", letter)
-    (job,), (other,) = take(fixture, tier=0), take(fixture, tier=1)
+    (job,), (other,) = take_writes(fixture, tier=0), take_writes(fixture, tier=1)
     events = wire.KeyEvents(0, (wire.KeyEvent(EventKind.STORED, each(b"ac")),), 1)
     place = Place("STORAGE", "LOCAL", "disk")
     expected = PublishKVEvents(FINGERPRINT.name, FINGERPRINT.block_size, events, place)
-    assert end(fixture, job, [True, False, True]) == [expected]
-    (published,) = end(fixture, other, [True] * 3)
+    assert end_write(fixture, job, [True, False, True]) == [expected]
+    (published,) = end_write(fixture, other, [True] * 3)
     assert isinstance(published, PublishKVEvents)
     assert published.place == Place("STORAGE", None, "store")
-    (job,) = take(fixture)
-    assert end(fixture, job, [False]) == []
+    (job,) = take_writes(fixture)
+    assert end_write(fixture, job, [False]) == []
 
 
-def test_the_end_of_a_write_from_before_a_reset_marks_no_key_of_today() -> None:
-    """Nor is it published: it was dropped."""
+def test_the_end_of_a_write_from_before_a_reset_marks_no_key() -> None:
+    """It is not published, because the tier has dropped the key."""
     fixture = new_fixture(b"a")
-    (job,) = take(fixture)
+    (job,) = take_writes(fixture)
     fixture.send("a", wire.Reset(5))
     fixture.stored("a", b"a")
-    assert end(fixture, job, [True]) == []
+    assert end_write(fixture, job, [True]) == []
     assert write_all(fixture) == b"a"
 
 
-def test_a_region_that_is_being_written_is_not_given_away() -> None:
+def test_a_region_that_is_being_written_is_not_freed() -> None:
     fixture = new_fixture(b"ab")
     fixture.close_sessions("a")
-    (job,) = take(fixture)
+    (job,) = take_writes(fixture)
     fixture.open_sessions("b")
     other = wire.OpenNamespace(7, OTHER, POOL, "lru", 1)
     assert fixture.error("b", other)[0] == Code.POOL_FULL
-    end(fixture, job, [True, True])
+    end_write(fixture, job, [True, True])
     assert fixture.open_namespace("b", OTHER, POOL).num_blocks == POOL // PAGE
 
 
-def test_namespaces_take_turns() -> None:
+def test_writes_alternate_between_namespaces() -> None:
     fixture = new_fixture(b"ab")
     fixture.open_sessions("b")
     fixture.open_namespace("b", OTHER, QUOTA)
     fixture.register("b")
     fixture.stored("b", b"cd")
-    jobs = [take(fixture, limit=1)[0] for _ in range(4)]
+    jobs = [take_writes(fixture, limit=1)[0] for _ in range(4)]
     stores = [job.store for job in jobs]
     assert stores[0] != stores[1]
     assert stores[:2] == stores[2:]

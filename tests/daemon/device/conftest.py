@@ -1,4 +1,4 @@
-"""A StubEngine, a worker over it, and a timeline."""
+"""Fixtures: a StubEngine, a device worker with it, and a timeline."""
 
 from __future__ import annotations
 

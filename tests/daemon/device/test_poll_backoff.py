@@ -1,4 +1,4 @@
-"""Sleeps grow with the time since something happened, within bounds."""
+"""Poll back-off: sleeps grow with the time since the last event, within limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvferry.daemon.device.poll_backoff import MAX_FENCE_POLL, MAX_POLL, MIN_POL
 
 
 @pytest.mark.parametrize("longest", [MAX_POLL, MAX_FENCE_POLL])
-def test_a_sleep_is_an_eighth_of_the_time_since_something_happened(longest: float) -> None:
+def test_a_sleep_is_an_eighth_of_the_time_since_the_last_event(longest: float) -> None:
     now = 5.0
     backoff = PollBackoff(lambda: now)
     backoff.reset()

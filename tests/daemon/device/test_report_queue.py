@@ -1,4 +1,4 @@
-"""Reports on their way to the event loop: none is lost, and the loop is woken once for many."""
+"""The report queue: no report is lost, and several reports wake the event loop once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvferry.daemon.core.actions import PoolRegistered, Report
 from kvferry.daemon.device.report_queue import ReportQueue
 
 
-def test_all_arrive_in_order_from_another_thread() -> None:
+def test_reports_of_another_thread_are_taken_in_order() -> None:
     taken: list[Report] = []
 
     async def serve() -> None:
         done = asyncio.Event()
 
-        def take_in() -> None:
+        def on_reports() -> None:
             taken.extend(reports.take_reports())
             if len(taken) == 3000:
                 done.set()
@@ -29,7 +29,7 @@ def test_all_arrive_in_order_from_another_thread() -> None:
                 if number % 50 == 0:
                     time.sleep(0)
 
-        reports = ReportQueue(asyncio.get_running_loop(), take_in)
+        reports = ReportQueue(asyncio.get_running_loop(), on_reports)
         thread = threading.Thread(target=put)
         thread.start()
         await asyncio.wait_for(done.wait(), 30)
@@ -40,26 +40,26 @@ def test_all_arrive_in_order_from_another_thread() -> None:
 
 
 def test_the_loop_is_woken_once_for_several_reports() -> None:
-    rings = 0
+    wake_ups = 0
     taken: list[Report] = []
 
     async def serve() -> None:
-        def take_in() -> None:
-            nonlocal rings
-            rings += 1
+        def on_reports() -> None:
+            nonlocal wake_ups
+            wake_ups += 1
             for report in reports.take_reports():
-                if report == PoolRegistered(1):  # while they are taken in, more come
+                if report == PoolRegistered(1):  # another report arrives meanwhile
                     reports.put_reports([PoolRegistered(3)])
                 taken.append(report)
 
-        reports = ReportQueue(asyncio.get_running_loop(), take_in)
+        reports = ReportQueue(asyncio.get_running_loop(), on_reports)
         for number in range(3):
             reports.put_reports([PoolRegistered(number)])
         await asyncio.sleep(0.01)
-        assert rings == 2, "once for three, and once for the one that came meanwhile"
+        assert wake_ups == 2, "once for the first three, and once for the next"
         reports.put_reports([PoolRegistered(4)])
         await asyncio.sleep(0.01)
 
     asyncio.run(serve())
-    assert rings == 3
+    assert wake_ups == 3
     assert taken == [PoolRegistered(number) for number in range(5)]

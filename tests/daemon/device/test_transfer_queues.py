@@ -1,4 +1,4 @@
-"""In which order transfers are submitted and end, and what they wait for."""
+"""Transfer queues: the order in which transfers are submitted and end, and what they wait for."""
 
 from __future__ import annotations
 
@@ -53,10 +53,11 @@ def test_plans_of_one_direction_run_and_end_in_order(
     fixture.map()
     first, second = (fixture.start(direction, [block, block + 1]) for block in (0, 2))
     assert fixture.settle() == []
-    one, two = taken(stub)
-    assert (one.blocks, two.blocks, one.direction) == ([0, 1], [2, 3], direction)
-    assert finish(fixture, two) == []
-    assert finish(fixture, one) == [done(first), done(second)]
+    chunks = taken(stub)
+    assert [chunk.blocks for chunk in chunks] == [[0, 1], [2, 3]]
+    assert {chunk.direction for chunk in chunks} == {direction}
+    assert finish(fixture, chunks[1]) == []
+    assert finish(fixture, chunks[0]) == [done(first), done(second)]
     assert stub.timed == [([0, 1], None), ([2, 3], [0, 1])]
 
 
@@ -74,7 +75,7 @@ def test_the_two_directions_overlap(fixture: WorkerFixture, stub: StubEngine) ->
 @pytest.mark.parametrize(
     ("blocks", "hosts"), [([5], [1]), ([1], [5])], ids=["host block", "GPU block"]
 )
-def test_a_transfer_waits_for_the_other_direction_where_they_meet(
+def test_a_transfer_waits_for_the_other_direction_if_they_share_a_block(
     fixture: WorkerFixture,
     stub: StubEngine,
     direction: Direction,
@@ -84,17 +85,17 @@ def test_a_transfer_waits_for_the_other_direction_where_they_meet(
     fixture.map()
     first = fixture.start(direction, [0, 1], [0, 1])
     second = fixture.start(direction, [2])
-    meets = fixture.start(direction.other, blocks, hosts)
+    waiting = fixture.start(direction.other, blocks, hosts)
     fixture.settle()
-    one, two = taken(stub)
-    assert (one.direction, two.direction) == (direction, direction)
-    assert finish(fixture, one) == [done(first)]
-    (three,) = taken(stub)  # it need not wait for the second
-    assert three.direction is direction.other
-    assert sorted(serials(finish(fixture, two, three))) == [second, meets]
+    first_chunk, second_chunk = taken(stub)
+    assert (first_chunk.direction, second_chunk.direction) == (direction, direction)
+    assert finish(fixture, first_chunk) == [done(first)]
+    (third_chunk,) = taken(stub)  # it does not wait for the second
+    assert third_chunk.direction is direction.other
+    assert sorted(serials(finish(fixture, second_chunk, third_chunk))) == [second, waiting]
 
 
-def test_a_plan_of_many_chunks_is_waited_for_to_its_end(
+def test_a_transfer_waits_for_the_last_chunk_of_another(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
     stub.chunk, stub.most = ChunkBudget(64), 2
@@ -106,7 +107,7 @@ def test_a_plan_of_many_chunks_is_waited_for_to_its_end(
         assert all(chunk.direction is STORE for chunk in stub.in_flight)
         assert stub.in_flight[0].blocks == [block]
         reports = finish(fixture, stub.in_flight[0])
-    assert reports == [done(store, 4.0)]  # from the begin of the first to the end of the last
+    assert reports == [done(store, 4.0)]  # from the start of the first to the end of the last
     assert serials(run_out(fixture, stub)) == [load]
 
 
@@ -119,12 +120,12 @@ def test_an_empty_transfer_is_done_at_once(fixture: WorkerFixture, stub: StubEng
 
 def test_an_empty_transfer_ends_in_order(fixture: WorkerFixture, stub: StubEngine) -> None:
     fixture.map()
-    first, nothing = fixture.start(STORE, [0]), fixture.start(STORE, [])
+    first, empty = fixture.start(STORE, [0]), fixture.start(STORE, [])
     assert serials(fixture.settle()) == []
-    assert serials(run_out(fixture, stub)) == [first, nothing]
+    assert serials(run_out(fixture, stub)) == [first, empty]
 
 
-def test_a_plan_that_fails_at_once_ends_behind_what_was_submitted_before(
+def test_a_plan_that_fails_at_once_ends_after_those_submitted_before(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
     fixture.map()
@@ -140,11 +141,11 @@ def test_results_behind_a_cancelled_transfer_are_reported_after_it(
     fixture.map()
     stub.refusals += [None, ERROR]
     first, failing = fixture.start(STORE, [0]), fixture.start(STORE, [1])
-    nothing = fixture.start(STORE, [])
+    empty = fixture.start(STORE, [])
     fixture.settle()
     fixture.worker.post_command(CancelTransfers(1, (first,)))
     assert fixture.settle() == []
-    ends = [cancelled(first), failed(failing), done(nothing, 0.0)]
+    ends = [cancelled(first), failed(failing), done(empty, 0.0)]
     assert run_out(fixture, stub) == ends
 
 
@@ -157,31 +158,31 @@ def test_a_plan_waits_for_the_timeline(
     fixture.map(timeline=timeline.copy)
     timeline.show(2)
     fixture.start(STORE, [0], wait_for=2)
-    held, behind = fixture.start(STORE, [1], wait_for=3), fixture.start(STORE, [2])
-    other_way = fixture.start(LOAD, [3])
+    held, next_store = fixture.start(STORE, [1], wait_for=3), fixture.start(STORE, [2])
+    load = fixture.start(LOAD, [3])
     fixture.settle()
     assert sorted(chunk.blocks for chunk in taken(stub)) == [[0], [3]]
-    assert other_way in serials(run_out(fixture, stub))
+    assert load in serials(run_out(fixture, stub))
     timeline.show(4)
-    chunks = [stub.submitted.get(timeout=TIMEOUT) for _ in range(2)]  # nobody woke the worker
+    chunks = [stub.submitted.get(timeout=TIMEOUT) for _ in range(2)]  # without a wake-up
     assert [chunk.blocks for chunk in chunks] == [[1], [2]]
-    assert finish(fixture, *chunks) == [done(held), done(behind)]
+    assert finish(fixture, *chunks) == [done(held), done(next_store)]
 
 
 def test_an_empty_transfer_waits_for_the_timeline(
     fixture: WorkerFixture, stub: StubEngine, timeline: TimelineFixture
 ) -> None:
     fixture.map(timeline=timeline.copy)
-    first, nothing = fixture.start(STORE, [0]), fixture.start(STORE, [], wait_for=1)
+    first, empty = fixture.start(STORE, [0]), fixture.start(STORE, [], wait_for=1)
     assert serials(run_out(fixture, stub)) == [first]
     timeline.show(1)
-    assert fixture.settle() == [done(nothing, 0.0)]
+    assert fixture.settle() == [done(empty, 0.0)]
 
 
 def test_a_pong_has_the_times_of_the_oldest_running_and_held_job(
     fixture: WorkerFixture, stub: StubEngine, timeline: TimelineFixture
 ) -> None:
-    """Who waits for one that is held is held; what has begun goes, whatever the page says now."""
+    """A job that waits for a held job is held. A started job runs, whatever the timeline is."""
     fixture.map(timeline=timeline.copy)
     fixture.map(2, timeline=timeline.copy)
     now = time.monotonic()
@@ -201,7 +202,7 @@ def test_a_pong_has_the_times_of_the_oldest_running_and_held_job(
     assert (ended.serial, ended.queued >= 60) == (begun, True)
 
 
-def test_a_fence_holds_its_own_registration_alone(
+def test_a_fence_holds_only_its_own_registration(
     fixture: WorkerFixture, stub: StubEngine, timeline: TimelineFixture
 ) -> None:
     fixture.map(1, timeline=timeline.copy)
@@ -211,7 +212,7 @@ def test_a_fence_holds_its_own_registration_alone(
     assert serials(run_out(fixture, stub)) == [free]
 
 
-def test_a_plan_waits_for_the_part_of_the_pool_that_it_touches(
+def test_a_plan_waits_for_the_part_of_the_pool_that_it_uses(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
     fixture.pool.ready_bytes = 3 * 64
@@ -222,39 +223,39 @@ def test_a_plan_waits_for_the_part_of_the_pool_that_it_touches(
     assert serials(run_out(fixture, stub)) == [not_ready]
 
 
-# Cancelling
+# Cancel
 
 
-def test_a_plan_that_waits_is_cancelled_at_once(
+def test_a_waiting_plan_is_cancelled_at_once(
     fixture: WorkerFixture, stub: StubEngine, timeline: TimelineFixture
 ) -> None:
     fixture.map(timeline=timeline.copy)
     held = fixture.start(STORE, [0], wait_for=1)
-    behind, after_it = fixture.start(STORE, [1]), fixture.start(LOAD, [5], [0])
+    store, load = fixture.start(STORE, [1]), fixture.start(LOAD, [5], [0])
     fixture.settle()
     fixture.worker.post_command(CancelTransfers(1, (held,)))
     assert fixture.settle() == [cancelled(held)]
     assert [chunk.blocks for chunk in taken(stub)] in ([[5], [1]], [[1], [5]])
-    assert sorted(serials(run_out(fixture, stub))) == [behind, after_it]
+    assert sorted(serials(run_out(fixture, stub))) == [store, load]
 
 
-def test_a_plan_that_runs_is_cancelled_within_a_chunk(
+def test_a_running_plan_is_cancelled_after_its_chunks_in_flight(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
     stub.chunk, stub.most = ChunkBudget(64), 2
     fixture.map()
-    running, behind = fixture.start(STORE, range(10)), fixture.start(STORE, [20])
+    running, queued = fixture.start(STORE, range(10)), fixture.start(STORE, [20])
     fixture.settle()
-    one, two = taken(stub)
+    first_chunk, second_chunk = taken(stub)
     fixture.worker.post_command(CancelTransfers(1, (running,)))
     assert fixture.settle() == []  # its chunks are in flight, and there is no room
-    assert finish(fixture, one) == []
+    assert finish(fixture, first_chunk) == []
     assert [chunk.blocks for chunk in taken(stub)] == [[20]]
-    assert finish(fixture, two) == [cancelled(running)]
-    assert serials(run_out(fixture, stub)) == [behind]
+    assert finish(fixture, second_chunk) == [cancelled(running)]
+    assert serials(run_out(fixture, stub)) == [queued]
 
 
-def test_a_transfer_behind_a_cancelled_one_waits_for_its_chunks(
+def test_a_transfer_waits_for_the_chunks_of_a_cancelled_one(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
     fixture.map()
@@ -272,7 +273,7 @@ def test_a_transfer_behind_a_cancelled_one_waits_for_its_chunks(
 def test_a_revoked_timeline_cancels_all_jobs_of_its_engine(
     fixture: WorkerFixture, stub: StubEngine, timeline: TimelineFixture
 ) -> None:
-    """No chunk begins any more, and what one under way brings does not count."""
+    """No further chunk is submitted, and the chunk in flight does not make its job done."""
     fixture.map(timeline=timeline.copy)
     stub.most = 1
     first, second = fixture.start(STORE, [1]), fixture.start(STORE, [2])
@@ -290,30 +291,30 @@ def test_a_revoked_timeline_cancels_all_jobs_of_its_engine(
 def test_cancelling_very_many_jobs_does_not_delay_others(
     fixture: WorkerFixture, stub: StubEngine, dies: bool
 ) -> None:
-    """Some at a time; and once its engine has died nothing more of it is submitted."""
+    """The worker cancels some at a time. After the engine died, it submits none of its jobs."""
     fixture.map()
     fixture.map(2)
     stub.crowded = True
     held = [fixture.start(STORE, [1]) for _ in range(5 * MAX_CANCELS)]
     fixture.settle()
     stub.crowded = False
-    told: list[tuple[Direction, int]] = []
-    stub.on_submit = lambda: told.append((stub.in_flight[-1].direction, fixture.told))
+    ends_at_submit: list[tuple[Direction, int]] = []
+    stub.on_submit = lambda: ends_at_submit.append((stub.in_flight[-1].direction, fixture.told))
     loads: list[int] = []
 
-    def load() -> None:
+    def start_load() -> None:
         if not loads:
             loads.append(fixture.start(LOAD, [1], number=2))
 
-    fixture.between = load
+    fixture.between = start_load
     fixture.worker.post_command(
         UnmapTensors(1) if dies else CancelTransfers(1, tuple(reversed(held)))
     )
     ended = serials(run_out(fixture, stub))
     assert sorted(ended) == sorted([*held, *loads])
-    (before,) = [count for direction, count in told if direction is LOAD]
+    (before,) = [count for direction, count in ends_at_submit if direction is LOAD]
     assert before <= 2 * MAX_CANCELS
-    assert dies == (STORE not in dict(told))
+    assert dies == (STORE not in dict(ends_at_submit))
     assert len(stub.closed) == dies
 
 
@@ -343,7 +344,7 @@ def test_a_job_that_is_cancelled_several_times_ends_once(
 
 
 class RevokedWhileRead:
-    """An engine revokes its timeline, and then a late write of its stream reaches the fence."""
+    """The engine revokes its timeline, and then a late write of its stream reaches the fence."""
 
     revoked = False
 

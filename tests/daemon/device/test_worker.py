@@ -1,4 +1,4 @@
-"""The device worker: its start and its end, failures and unmapping."""
+"""The device worker: start and end, failures, unmapping."""
 
 from __future__ import annotations
 
@@ -45,11 +45,16 @@ from support.worker_fixture import (
 # Failures
 
 
-@pytest.mark.parametrize("how", ["fails", "is cancelled"])
-def test_a_load_is_not_copied_if_a_store_that_it_requires(
-    fixture: WorkerFixture, stub: StubEngine, how: str
+def completions(reports: list[Report]) -> dict[int, TransferCompleted]:
+    """The completions among reports, by serial number."""
+    return {report.serial: report for report in reports if isinstance(report, TransferCompleted)}
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CANCELLED])
+def test_a_load_is_stale_if_a_store_that_it_requires_is_not_done(
+    fixture: WorkerFixture, stub: StubEngine, outcome: Outcome
 ) -> None:
-    """A store of block 0 completes, the next of block 1 does not; loads of both wait for them."""
+    """The store of block 0 is done, the store of block 1 is not. A load waits for each."""
     fixture.map()
     good, bad = (fixture.start(STORE, [block]) for block in (0, 1))
     loads = [
@@ -58,7 +63,7 @@ def test_a_load_is_not_copied_if_a_store_that_it_requires(
     ]
     first, second = stub.submitted.get(), stub.submitted.get()
     first.done = True
-    if how == "fails":
+    if outcome is Outcome.FAILED:
         second.error = Failed(Code.COPY_FAILED, "broken")
     else:
         fixture.worker.post_command(CancelTransfers(1, (bad,)))
@@ -66,7 +71,7 @@ def test_a_load_is_not_copied_if_a_store_that_it_requires(
     copied = stub.submitted.get(timeout=TIMEOUT)
     assert (copied.direction, copied.blocks) == (LOAD, [4])
     copied.done = True
-    ends = {one.serial: one for one in fixture.settle() if isinstance(one, TransferCompleted)}
+    ends = completions(fixture.settle())
     assert ends[loads[0]].outcome is Outcome.DONE
     refused = ends[loads[1]]
     assert refused.outcome is Outcome.FAILED
@@ -78,32 +83,32 @@ def test_a_load_is_not_copied_if_a_store_that_it_requires(
 def test_a_load_planned_before_its_store_failed_is_not_copied(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
-    """The core planned it before it heard of that end."""
+    """The core plans the load before it receives the report of the failure."""
     fixture.map()
     late: list[int] = []
 
     def plan_a_load(batch: list[Report]) -> None:
-        if not late and any(isinstance(one, TransferCompleted) for one in batch):
+        if not late and completions(batch):
             late.append(fixture.start(LOAD, [4], [0], requires=(1,)))
 
     take = fixture.take
     fixture.worker._report = lambda batch: (plan_a_load(batch), take(batch))  # type: ignore[assignment, func-returns-value]
     fixture.start(STORE, [0])
     stub.submitted.get().error = Failed(Code.COPY_FAILED, "broken")
-    ends = {one.serial: one for one in fixture.settle() if isinstance(one, TransferCompleted)}
+    ends = completions(fixture.settle())
     assert ends[late[0]].error is not None
     assert stub.submitted.empty()
     queues = fixture.worker._registrations[1]
     assert not queues.failed_stores
 
 
-def test_a_chunk_that_cannot_be_submitted_fails_its_plan_alone(
+def test_a_chunk_that_cannot_be_submitted_fails_only_its_plan(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
     fixture.map()
     stub.refusals.append(ERROR)
-    failing, fine = fixture.start(STORE, [0]), fixture.start(STORE, [1])
-    assert run_out(fixture, stub) == [failed(failing), done(fine)]
+    failing, other = fixture.start(STORE, [0]), fixture.start(STORE, [1])
+    assert run_out(fixture, stub) == [failed(failing), done(other)]
 
 
 def test_a_later_chunk_that_cannot_be_submitted_fails_the_plan_once(
@@ -111,10 +116,10 @@ def test_a_later_chunk_that_cannot_be_submitted_fails_the_plan_once(
 ) -> None:
     stub.chunk, stub.refusals = ChunkBudget(64), [None, ERROR]
     fixture.map()
-    failing, fine = fixture.start(STORE, range(5)), fixture.start(STORE, [9])
+    failing, other = fixture.start(STORE, range(5)), fixture.start(STORE, [9])
     assert fixture.settle() == []  # the first chunk may still write
     assert [chunk.blocks for chunk in stub.in_flight] == [[0], [9]]
-    assert run_out(fixture, stub) == [failed(failing), done(fine)]
+    assert run_out(fixture, stub) == [failed(failing), done(other)]
 
 
 def test_a_chunk_that_fails_on_the_device_fails_its_plan_once(
@@ -122,15 +127,15 @@ def test_a_chunk_that_fails_on_the_device_fails_its_plan_once(
 ) -> None:
     stub.chunk, stub.most = ChunkBudget(64), 2
     fixture.map()
-    failing, fine = fixture.start(STORE, range(5)), fixture.start(STORE, [9])
+    failing, other = fixture.start(STORE, range(5)), fixture.start(STORE, [9])
     fixture.settle()
-    one, two = taken(stub)
-    one.error = ERROR
+    first_chunk, second_chunk = taken(stub)
+    first_chunk.error = ERROR
     assert fixture.settle() == []  # its second chunk may still write
     assert [chunk.blocks for chunk in taken(stub)] == [[9]]
-    two.error = Failed(Code.COPY_FAILED, "the first reason counts")
+    second_chunk.error = Failed(Code.COPY_FAILED, "not reported: the first error is")
     assert fixture.settle() == [failed(failing)]
-    assert run_out(fixture, stub) == [done(fine)]
+    assert run_out(fixture, stub) == [done(other)]
 
 
 def test_a_transfer_ends_if_its_only_chunk_in_flight_fails(
@@ -138,11 +143,11 @@ def test_a_transfer_ends_if_its_only_chunk_in_flight_fails(
 ) -> None:
     stub.chunk, stub.most = ChunkBudget(64), 1
     fixture.map()
-    failing, fine = fixture.start(STORE, range(5)), fixture.start(STORE, [9])
+    failing, other = fixture.start(STORE, range(5)), fixture.start(STORE, [9])
     fixture.settle()
     stub.in_flight[0].error = ERROR
     assert fixture.settle() == [failed(failing)]
-    assert run_out(fixture, stub) == [done(fine)]
+    assert run_out(fixture, stub) == [done(other)]
 
 
 def test_a_cancelled_plan_that_fails_is_cancelled(fixture: WorkerFixture, stub: StubEngine) -> None:
@@ -173,11 +178,11 @@ def test_an_exception_of_the_engine_ends_the_worker_and_is_reported(
 ) -> None:
     raised = threading.Event()
 
-    def breaks(*_: object) -> FakeChunk:
+    def fail(*_: object) -> FakeChunk:
         return cast(FakeChunk, [].pop())
 
     monkeypatch.setattr(threading, "excepthook", lambda _: raised.set())
-    monkeypatch.setattr(stub, "submit", breaks)
+    monkeypatch.setattr(stub, "submit", fail)
     fixture = WorkerFixture(stub, expected=1)
     fixture.map()
     fixture.start(STORE, [0])
@@ -202,13 +207,13 @@ def test_an_error_of_the_device_is_raised_at_the_start(
 def test_at_its_end_the_worker_releases_held_memory_and_the_device(
     stub: StubEngine, timeline: TimelineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there: list[bool] = []
+    open_at_shutdown: list[bool] = []
     held = timeline.copy
-    where = f"/proc/self/fd/{held}"
-    monkeypatch.setattr(stub, "shutdown", lambda: there.append(os.path.lexists(where)))
+    path = f"/proc/self/fd/{held}"
+    monkeypatch.setattr(stub, "shutdown", lambda: open_at_shutdown.append(os.path.lexists(path)))
     fixture = WorkerFixture(stub, held=(held,))
     fixture.close()
-    assert there == [False]
+    assert open_at_shutdown == [False]
 
 
 def test_the_calibration_is_reported_first(
@@ -224,7 +229,7 @@ def test_the_calibration_is_reported_first(
 # Unmapping
 
 
-def test_unmapping_ends_everything_once_and_closes_behind_the_last_chunk(
+def test_unmapping_ends_all_transfers_once_and_closes_after_the_last_chunk(
     fixture: WorkerFixture, stub: StubEngine, timeline: TimelineFixture
 ) -> None:
     fixture.map(1, timeline=timeline.copy)
@@ -279,12 +284,12 @@ def test_a_failed_mapping_is_reported_and_can_be_unmapped(fixture: WorkerFixture
 def test_descriptors_of_a_map_command_are_closed(
     fixture: WorkerFixture, timeline: TimelineFixture, works: bool
 ) -> None:
-    given, time = os.dup(timeline.descriptor), timeline.copy
-    where: dict[str, Any] = {} if works else {"locations": None}
-    report = fixture.map(timeline=time, descriptors=(given,), **where)
+    tensor_fd, timeline_fd = os.dup(timeline.descriptor), timeline.copy
+    options: dict[str, Any] = {} if works else {"locations": None}
+    report = fixture.map(timeline=timeline_fd, descriptors=(tensor_fd,), **options)
     assert (report.error is None) == works
-    closed = {str(given), str(time)}
-    until(lambda: not closed & open_descriptors(), TIMEOUT)  # a thread closes them
+    received = {str(tensor_fd), str(timeline_fd)}
+    until(lambda: not received & open_descriptors(), TIMEOUT)  # a thread closes them
 
 
 def test_an_unsealed_timeline_is_refused(fixture: WorkerFixture) -> None:

@@ -1,4 +1,4 @@
-"""The device worker: in which order the chunks of several transfers are submitted."""
+"""The device worker: the order in which it submits chunks of several transfers."""
 
 from __future__ import annotations
 
@@ -28,20 +28,22 @@ from support.worker_fixture import (
 )
 
 
-def test_registrations_take_turns_chunk_by_chunk(fixture: WorkerFixture, stub: StubEngine) -> None:
+def test_chunks_of_several_registrations_alternate(
+    fixture: WorkerFixture, stub: StubEngine
+) -> None:
     stub.chunk, stub.most = ChunkBudget(64), 1
     for number in (1, 2, 3):
         fixture.map(number)
     fixture.start(STORE, [60], number=3)
-    fixture.settle()  # there is no room until all plans stand behind it
+    fixture.settle()  # it uses the whole budget until all other plans are queued
     plans = [fixture.start(STORE, range(4 - n), number=n) for n in (1, 2, 3)]
     fixture.settle()
-    geometries = {geometry: number for number, geometry in fixture.geometries.items()}
+    number_of = {layout: number for number, layout in fixture.geometries.items()}
     order: list[tuple[int, int]] = []
     reports: list[Report] = []
     while stub.in_flight:
         chunk = stub.in_flight[0]
-        order.append((geometries[chunk.mapping.layout], chunk.blocks[0]))
+        order.append((number_of[chunk.mapping.layout], chunk.blocks[0]))
         reports += finish(fixture, chunk)
     assert order[0] == (3, 60)
     turns = [number for number, _ in order[1:]]
@@ -55,16 +57,16 @@ def test_registrations_take_turns_chunk_by_chunk(fixture: WorkerFixture, stub: S
 def test_a_load_is_submitted_between_two_chunks_of_a_store(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
-    """It arrives while the worker submits the first of many chunks of a store."""
+    """The load arrives while the worker submits the first of many chunks of a store."""
     stub.chunk, stub.most = ChunkBudget(64), 100
     fixture.map()
     load: list[int] = []
 
-    def once() -> None:
+    def start_load() -> None:
         if not load:
             load.append(fixture.start(LOAD, [40]))
 
-    stub.on_submit = once
+    stub.on_submit = start_load
     fixture.start(STORE, range(8))
     reports = run_out(fixture, stub)
     order = [chunk.direction for chunk in taken(stub)]
@@ -72,7 +74,7 @@ def test_a_load_is_submitted_between_two_chunks_of_a_store(
     assert sorted(serials(reports)) == [1, 2]
 
 
-def test_a_load_is_submitted_before_a_store_that_waits_longer(
+def test_a_load_is_submitted_before_an_older_store(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
     fixture.map()
@@ -86,8 +88,8 @@ def test_a_load_is_submitted_before_a_store_that_waits_longer(
     assert [chunk.direction for chunk in taken(stub)] == [LOAD, STORE]
 
 
-def test_a_cancel_acts_between_two_chunks(fixture: WorkerFixture, stub: StubEngine) -> None:
-    """It arrives while the first is submitted, and there is room for all."""
+def test_a_cancel_takes_effect_between_two_chunks(fixture: WorkerFixture, stub: StubEngine) -> None:
+    """It arrives while the first chunk is submitted. The budget has room for all chunks."""
     stub.chunk, stub.most = ChunkBudget(64), 100
     fixture.map()
     stub.on_submit = lambda: fixture.worker.post_command(CancelTransfers(1, (1,)))
@@ -113,7 +115,7 @@ def test_an_end_is_reported_before_the_next_chunk_is_submitted(
 
 
 def test_stores_continue_while_commands_arrive(fixture: WorkerFixture, stub: StubEngine) -> None:
-    """A chunk is submitted in each step of the worker."""
+    """The worker submits one chunk in each step."""
     stub.chunk, stub.most = ChunkBudget(64), 100
     fixture.map()
     stub.on_submit = lambda: fixture.worker.post_command(UnmapTensors(UNKNOWN))
@@ -143,17 +145,17 @@ def test_chunks_are_submitted_within_the_engines_budget(
 
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("large", [False, True])
-def test_one_direction_takes_the_budget_that_the_other_leaves(
+def test_a_completion_of_one_direction_makes_room_for_the_other(
     fixture: WorkerFixture, stub: StubEngine, direction: Direction, large: bool
 ) -> None:
-    """Nothing else happens meanwhile that could have it tried again."""
+    """No other event makes the worker try again."""
     if large:
         fixture.map_large()
     else:
         fixture.map()
-    for number, way in enumerate((direction, direction.other)):
-        if large or way is direction:
-            fixture.start(way, [number])
+    fixture.start(direction, [0])
+    if large:
+        fixture.start(direction.other, [1])
     fixture.settle()
     first, *_ = [chunk for chunk in taken(stub) if chunk.direction is direction]
     stub.crowded = True
@@ -165,20 +167,20 @@ def test_one_direction_takes_the_budget_that_the_other_leaves(
     assert refused in serials(run_out(fixture, stub))
 
 
-@pytest.mark.parametrize("how", ["cancel", "start"])
-def test_a_transfer_without_room_is_tried_again_after_a_cancel_or_start(
-    fixture: WorkerFixture, stub: StubEngine, how: str
+@pytest.mark.parametrize("event", ["cancel", "start"])
+def test_a_transfer_without_room_is_submitted_after_a_cancel_or_start(
+    fixture: WorkerFixture, stub: StubEngine, event: str
 ) -> None:
     fixture.map()
     stub.crowded = True
     first, second = fixture.start(STORE, [0]), fixture.start(STORE, [1])
     fixture.settle()
     stub.crowded = False
-    if how == "cancel":
+    if event == "cancel":
         fixture.worker.post_command(CancelTransfers(1, (first,)))
     else:
         fixture.start(STORE, [2])
-    assert stub.submitted.get(timeout=TIMEOUT).blocks == [int(how == "cancel")]
+    assert stub.submitted.get(timeout=TIMEOUT).blocks == [int(event == "cancel")]
     assert second in serials(run_out(fixture, stub))
 
 

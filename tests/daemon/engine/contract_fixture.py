@@ -1,4 +1,4 @@
-"""An engine under a device worker, and a model of all memory that it may write to."""
+"""A device worker with an engine, and a model of all memory that the engine may write."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from .simulated_driver import SimulatedDriver
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 POOL = 24 << 20
-# Small, so that many blocks lie across two registered chunks.
+# Small, so that many blocks cross two registered chunks.
 CHUNK = 1 << 20
 TIMEOUT = 60.0
 JOBS = 60
@@ -63,9 +63,9 @@ def cuda(mode: str) -> Make:
 
 
 def simulated(mode: str, seed: int = 0, **options: Any) -> Make:
-    """The CUDA engine on a simulated driver; "auto" copies pages of 4 KiB and more directly.
+    """The CUDA engine with a simulated driver. "auto" copies pages of 4 KiB and more directly.
 
-    It has little staging, which is used again and again. options: of CudaOptions.
+    The staging buffer is small, so it is reused often. options: of CudaOptions.
     """
 
     def make(patch: pytest.MonkeyPatch) -> CopyEngine:
@@ -92,7 +92,7 @@ def has_gpu() -> bool:
 
 
 def layout(pages: list[int], paddings: list[int], groups: list[list[int]], factor: int) -> KVLayout:
-    """Tensors of the given pages, rows further apart by the paddings; groups use whole pages."""
+    """Tensors with these page sizes and paddings of rows. Groups use complete pages."""
     tensors = [TensorLayout(40, p, p + pad) for p, pad in zip(pages, paddings, strict=True)]
     refs = [tuple(TensorRef(t, pages[t]) for t in group) for group in groups]
     return KVLayout(tuple(tensors), tuple(refs), factor)
@@ -113,6 +113,7 @@ LAYOUTS = {
     ),
     "large": layout([300_000, 300_000], [0, 0], [[0, 1]], 2),
 }
+# JOBS of these use a staging buffer several times.
 MIXED = {
     "staged": layout([2048] * 64, [0] * 64, [list(range(64))], 1),
     "odd blocks": layout([1008] * 31, [16] * 31, [list(range(31))], 2),
@@ -120,12 +121,11 @@ MIXED = {
         [2048] * 32 + [65536] * 2, [0] * 34, [list(range(32)), [32, 33]], 2
     ),
 }
-"""Enough jobs of these go round a staging buffer several times."""
 
 
 @dataclass
 class ContractFixture:
-    """An engine, its device worker with one registration, and the model beside it."""
+    """An engine, its device worker, and models of its registrations."""
 
     engine: CopyEngine
     pool: HostPool
@@ -133,9 +133,9 @@ class ContractFixture:
     reports: queue.SimpleQueue[Any]
     serials: Iterator[int] = field(default_factory=lambda: count(1))
 
-    def open(self, shape: KVLayout, **wanted: Any) -> ModelledRegistration:
-        """Tensors allocated by the engine and filled; `wanted` as `map` has it."""
-        number, report = self.map(shape, **wanted)
+    def open(self, shape: KVLayout, **options: Any) -> ModelledRegistration:
+        """Allocate tensors and fill them. options: of `map`."""
+        number, report = self.map(shape, **options)
         for descriptor in report.descriptors:
             os.close(descriptor)
         opened = self.opened(number)
@@ -148,17 +148,20 @@ class ContractFixture:
         *,
         keep: bool = False,
         reuse: int | None = None,
-        own: tuple[TensorsMapped, tuple[int, ...]] | None = None,
+        registered: tuple[TensorsMapped, tuple[int, ...]] | None = None,
     ) -> tuple[int, TensorsMapped]:
-        """Have the worker allocate tensors; or open those that `own` says, by its descriptors."""
-        geometry = BlockLayout(
+        """Have the worker allocate tensors, or map those of `registered` by its descriptors."""
+        block_layout = BlockLayout(
             LayoutArrays.from_layout(shape), CHUNK // 2, (POOL - CHUNK) // shape.host_block_bytes
         )
         number = next(self.serials)
-        order = MapTensors(number, "s", geometry, (), None, None, keep, reuse)
-        if own is not None:
-            order = replace(order, allocations=own[0].allocations, locations=own[0].locations)
-        self.worker.post_command(MapCommand(order, own[1] if own else (), None))
+        action = MapTensors(number, "s", block_layout, (), None, None, keep, reuse)
+        if registered is not None:
+            report, descriptors = registered
+            action = replace(action, allocations=report.allocations, locations=report.locations)
+        else:
+            descriptors = ()
+        self.worker.post_command(MapCommand(action, descriptors, None))
         report = self.report(TensorsMapped)
         assert report.error is None, report.error
         return number, report
@@ -181,13 +184,13 @@ class ContractFixture:
 class ModelledRegistration:
     fixture: ContractFixture
     number: int
-    geometry: BlockLayout
+    block_layout: BlockLayout
     mapping: Mapping
     rows: list[Bytes] = field(default_factory=list)
 
     def fill(self) -> None:
         rng = np.random.default_rng(7)
-        for index, span in enumerate(self.geometry.layout_arrays.span_bytes):
+        for index, span in enumerate(self.block_layout.layout_arrays.span_bytes):
             self.rows.append(rng.integers(0, 256, span, dtype=np.uint8))
             self.write(index, self.rows[index])
         self.fill_host()
@@ -207,7 +210,7 @@ class ModelledRegistration:
             ctypes.memmove(address, content.ctypes.data, content.nbytes)
 
     def read(self, tensor: int) -> Bytes:
-        content = np.empty(self.geometry.layout_arrays.span_bytes[tensor], dtype=np.uint8)
+        content = np.empty(self.block_layout.layout_arrays.span_bytes[tensor], dtype=np.uint8)
         address = int(self.mapping.bases[tensor])
         if isinstance(self.fixture.engine, CudaEngine):
             device = self.fixture.engine._driver
@@ -220,42 +223,42 @@ class ModelledRegistration:
     def start(
         self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int], model: bool = True
     ) -> int:
-        """Send a transfer on its way, and do it in the model."""
-        order = self.order(direction, spec, hosts)
-        self.fixture.worker.post_command(order)
+        """Start a transfer, and perform it in the model."""
+        command = self.command(direction, spec, hosts)
+        self.fixture.worker.post_command(command)
         if model:
             self.model(direction, spec, hosts)
-        return order.plan.serial
+        return command.plan.serial
 
-    def order(
+    def command(
         self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]
     ) -> StartTransfer:
-        blocks = self.geometry.resolve(direction, spec, np.array(hosts, dtype=np.int64))
+        blocks = self.block_layout.resolve(direction, spec, np.array(hosts, dtype=np.int64))
         serial, runs = next(self.fixture.serials), blocks.extents
         plan = CopyPlan(
-            serial, self.number, direction, runs, self.geometry.count_bytes(runs), 0, 0,
-            self.geometry.end_offset(runs),
+            serial, self.number, direction, runs, self.block_layout.count_bytes(runs), 0, 0,
+            self.block_layout.end_offset(runs),
         )  # fmt: skip
         return StartTransfer(plan, "session", plan.serial, NO_BLOCKS)
 
     def model(self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]) -> None:
-        shape, left, ids = self.shape, list(hosts), spec.block_ids.tolist()
+        shape, host_blocks, gpu_blocks = self.shape, list(hosts), spec.block_ids.tolist()
         for group, (size, first) in enumerate(
             zip(spec.group_sizes or (), spec.block_indices or (), strict=True)
         ):
             skip = first % shape.block_size_factor
-            mine = [
-                left.pop(0)
+            group_blocks = [
+                host_blocks.pop(0)
                 for _ in range(-(-(size + skip) // shape.block_size_factor) * (size > 0))
             ]
             for position in range(size):
                 block, sub = divmod(skip + position, shape.block_size_factor)
                 at = (
                     CHUNK // 2
-                    + mine[block] * shape.host_block_bytes
+                    + group_blocks[block] * shape.host_block_bytes
                     + sub * shape.group_bytes(group)
                 )
-                row = ids.pop(0)
+                row = gpu_blocks.pop(0)
                 for ref in shape.groups[group]:
                     start = row * shape.tensors[ref.tensor].row_stride_bytes
                     paged = self.rows[ref.tensor][start : start + ref.page_size_bytes]
@@ -270,12 +273,12 @@ class ModelledRegistration:
         for index, rows in enumerate(self.rows):
             assert np.array_equal(self.read(index), rows), f"tensor {index}"
         bad = np.flatnonzero(self.pool != self.host)
-        blocks = (bad - CHUNK // 2) // self.geometry.host_block_bytes
+        blocks = (bad - CHUNK // 2) // self.block_layout.host_block_bytes
         assert not bad.size, f"{bad.size} bytes of host blocks {sorted({*blocks.tolist()})}: {bad}"
 
     @property
     def shape(self) -> KVLayout:
-        return msgspec.convert(self.geometry.layout_arrays.to_lists(), KVLayout)
+        return msgspec.convert(self.block_layout.layout_arrays.to_lists(), KVLayout)
 
     @property
     def pool(self) -> Bytes:
@@ -283,9 +286,9 @@ class ModelledRegistration:
             (ctypes.c_uint8 * POOL).from_address(self.fixture.pool.address)
         )
 
-    def both_ways(self, rng: np.random.Generator) -> tuple[Job, Job]:
-        """A store and a load that have nothing in common with one another's kind."""
-        half, layout = self.geometry.host_blocks // 2, self.shape
+    def both_directions(self, rng: np.random.Generator) -> tuple[Job, Job]:
+        """A store and a load. All stores of this function have other blocks than all its loads."""
+        half, layout = self.block_layout.host_blocks // 2, self.shape
         return (
             (Direction.STORE, *transfer(layout, half, rng, range(20))),
             (Direction.LOAD, *transfer(layout, half, rng, range(20, 40), half)),
@@ -299,7 +302,7 @@ def transfer(
     rows: Sequence[int] = range(40),
     first_host: int = 0,
 ) -> tuple[GPULoadStoreSpec, list[int]]:
-    """A random transfer: some blocks of each group from anywhere in their request."""
+    """A random transfer: some blocks of each group, from any index of a request."""
     factor = shape.block_size_factor
     share = len(rows) // len(shape.groups)
     ids = rng.permutation(rows).tolist()

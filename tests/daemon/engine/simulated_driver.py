@@ -1,9 +1,9 @@
-"""A GPU on paper: the driver calls of the CUDA engine over plain memory, done in a random order.
+"""A simulated GPU: the driver calls of the CUDA engine, performed on host memory in a random order.
 
-Streams, events and waits order operations as CUDA says, and nothing else does: whenever it is
-asked whether an event was reached, the device takes some steps, each by any stream that is not
-held up, and copies and kernels are done in several. So what relies on more than streams and events
-say comes out wrong here sooner or later. What no such model can show is on the GPU's own tests.
+Only streams, events and waits order operations, as in CUDA. Each query of an event runs some steps
+of random streams that are not blocked. A copy or kernel takes several steps. So code that needs
+more order than streams and events give fails in some of the runs. Tests with the marker gpu show
+what a simulation cannot show.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from kvferry.proto.specs import Direction
 from .simulated_memory import Refusal, SimulatedMemory
 
 POISON = 0xEE
+# Steps of a copy or kernel.
 PARTS = 3
-"""A copy or kernel is done in so many steps."""
 _PIECE = struct.Struct("QQQIII4x")
 _PAGE = struct.Struct("QQQQ")
 
 
 @dataclass
 class SimulatedStream:
+    # Each performs a step and returns True, or returns False if it is blocked.
     ops: deque[Callable[[], bool]] = field(default_factory=deque)
-    """Each tells whether it could be done."""
 
 
 @dataclass(eq=False)
-class Mark:
-    """A record of an event: whether it was reached, and at which step. Recorded again the event has
-    another one; who waits for this one still does."""
+class EventRecord:
+    """A record of an event: whether it was reached, and at which step.
+
+    If the event is recorded again, it has a new EventRecord. Earlier waits keep the old one.
+    """
 
     reached: bool = False
     at: int = 0
@@ -51,18 +53,18 @@ class Mark:
 class SimulatedDriver:
     seed: int = 0
     version: int = 13000
+    # Direction and number of blocks of every kernel.
     launches: list[tuple[Direction, int]] = field(default_factory=list)
-    """Direction and blocks of every kernel."""
+    # Whether the device refuses a call: "launch", "cuMemcpyAsync", "cuMemcpyBatchAsync".
     refuse: Callable[[str], bool] = lambda name: False
-    """Whether the device refuses a call: "launch", "cuMemcpyAsync", "cuMemcpyBatchAsync"."""
 
     def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
+        self._rng = random.Random(self.seed)
         self._virtual = SimulatedMemory()
         self._memory: dict[int, np.ndarray[Any, np.dtype[np.uint8]]] = {}
         self._streams: dict[int, SimulatedStream] = {}
-        self._marks: dict[int, Mark] = {}
-        """The last one of each event."""
+        # The last record of each event.
+        self._records: dict[int, EventRecord] = {}
         self._names: dict[int, str] = {}
         self._numbers = count(1)
         self._spare: list[int] = []
@@ -71,8 +73,8 @@ class SimulatedDriver:
     # The device
 
     def step(self, streams: list[SimulatedStream]) -> bool:
-        """One step of any of these streams; False where all of them are held up."""
-        self._random.shuffle(streams)
+        """Run one step of one of these streams. False if all of them are blocked."""
+        self._rng.shuffle(streams)
         self._steps += 1
         for stream in streams:
             if stream.ops and stream.ops[0]():
@@ -85,16 +87,16 @@ class SimulatedDriver:
             assert self.step([*self._streams.values()]), "streams wait for each other"
 
     def _copy(self, pairs: list[tuple[int, int, int]], stream: int) -> None:
-        """(to, from, bytes) each, in any order, in a few steps."""
-        self._random.shuffle(pairs)
+        """Copy (to, from, bytes) in a random order, in PARTS steps."""
+        self._rng.shuffle(pairs)
         for part in range(PARTS):
 
-            def do(some: list[tuple[int, int, int]] = pairs[part::PARTS]) -> bool:
-                for to, origin, nbytes in some:
+            def copy_part(part_pairs: list[tuple[int, int, int]] = pairs[part::PARTS]) -> bool:
+                for to, origin, nbytes in part_pairs:
                     ctypes.memmove(to, origin, nbytes)
                 return True
 
-            self._streams[stream].ops.append(do)
+            self._streams[stream].ops.append(copy_part)
 
     # Memory
 
@@ -118,33 +120,33 @@ class SimulatedDriver:
 
     def record(self, stream: int) -> Event:
         handle = self._spare.pop() if self._spare else next(self._numbers)
-        self._marks[handle] = mark = Mark()
+        self._records[handle] = event_record = EventRecord()
 
-        def do() -> bool:
-            mark.reached, mark.at = True, self._steps
+        def reach() -> bool:
+            event_record.reached, event_record.at = True, self._steps
             return True
 
-        self._streams[stream].ops.append(do)
+        self._streams[stream].ops.append(reach)
         return Event(handle, self._spare)
 
     def reached(self, event: Event) -> bool:
-        for _ in range(self._random.randrange(6)):
+        for _ in range(self._rng.randrange(6)):
             self.step([*self._streams.values()])
-        return self._marks[event.handle].reached
+        return self._records[event.handle].reached
 
     def elapsed_seconds(self, start: Event, end: Event) -> float:
-        one, two = self._marks[start.handle], self._marks[end.handle]
-        assert one.reached, "the first event was not reached"
-        assert two.reached, "the second event was not reached"
-        return (two.at - one.at) / 1e6
+        first, last = self._records[start.handle], self._records[end.handle]
+        assert first.reached, "the first event was not reached"
+        assert last.reached, "the second event was not reached"
+        return (last.at - first.at) / 1e6
 
     # Calls
 
     def call(self, name: str, *arguments: Any) -> None:
         match name, arguments:
             case "cuStreamWaitEvent", (stream, handle, 0):
-                mark = self._marks[handle]
-                self._streams[stream].ops.append(lambda: mark.reached)
+                event_record = self._records[handle]
+                self._streams[stream].ops.append(lambda: event_record.reached)
             case "cuCtxSynchronize", ():
                 self.settle()
             case "cuMemFree_v2", (pointer,):
@@ -160,12 +162,12 @@ class SimulatedDriver:
 
     def _call_virtual(self, name: str, *arguments: Any) -> None:
         try:
-            assert self._virtual.call(name, *arguments), f"{name}{arguments} is not on paper"
+            assert self._virtual.call(name, *arguments), f"{name}{arguments} is not simulated"
         except Refusal:
             raise self.error(name, 1) from None
 
     def error(self, name: str, result: int) -> Failed:
-        return Failed(Code.DRIVER, f"{name}: refused on paper", result)
+        return Failed(Code.DRIVER, f"{name}: refused by the simulation", result)
 
     def optional(self, name: str, *, quick: bool = False) -> Any:
         assert name == "cuMemcpyBatchAsync_v2"
@@ -211,19 +213,19 @@ class SimulatedDriver:
         self.launches.append((direction, _PIECE.unpack(piece.tobytes())[3]))
         self._copy(pairs, stream)
 
-    # The machine
+    # The host
 
     def device_count(self) -> int:
         return 1
 
     def device_uuid(self, ordinal: int) -> str:
-        return "GPU-paper"
+        return "GPU-simulated"
 
     def pci_address(self, ordinal: int) -> str:
         return "0000:00:00.0"
 
     def device_name(self, ordinal: int) -> str:
-        return "paper"
+        return "simulated"
 
     def device_attribute(self, attribute: int, ordinal: int) -> int:
         return 0
@@ -244,7 +246,7 @@ class _Batch:
 def _pairs(
     piece: np.ndarray[Any, Any], ids: np.ndarray[Any, Any]
 ) -> Iterator[tuple[int, int, int]]:
-    """(in the tensors, in the buffer, bytes) of every page, as kernels.cu has it."""
+    """(address in the tensors, address in the buffer, bytes) of every page, as in kernels.cu."""
     stage, table, block_bytes, blocks, pages, _ = _PIECE.unpack(piece.tobytes())
     rows = [_PAGE.unpack(ctypes.string_at(table + 32 * page, 32)) for page in range(pages)]
     for position, block in enumerate(ids[:blocks].tolist()):

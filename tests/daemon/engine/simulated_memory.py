@@ -1,4 +1,4 @@
-"""Virtual memory on paper: the driver's calls over plain files and the kernel's own mmap."""
+"""Simulated virtual memory of a device: the driver calls, performed with memfds and mmap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 GRANULE = 1 << 16
-NAME = "paper-device-memory"
+NAME = "simulated-device-memory"
 _NO_ACCESS, _FIXED, _NORESERVE = 0, 0x10, 0x4000
 _libc = ctypes.CDLL(None)
 _libc.mmap.restype = ctypes.c_size_t
@@ -18,25 +18,25 @@ _libc.munmap.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
 
 
 class Refusal(Exception):
-    """The call answers that its arguments are not right."""
+    """The driver call returns an error because of its arguments."""
 
 
 class SimulatedMemory:
     def __init__(self) -> None:
+        # The memfd of each handle.
         self._physical: dict[int, int] = {}
-        """Handles, and the descriptor of the file that stands for the memory of each."""
         self._reserved: dict[int, int] = {}
         self._numbers = count(1)
 
-    def call(self, name: str, *given: Any) -> bool:
-        """Do a call, if it is one of these. Raises Refusal."""
-        match name, given:
+    def call(self, name: str, *arguments: Any) -> bool:
+        """Perform a call. False if it is not a call for virtual memory. Raises Refusal."""
+        match name, arguments:
             case "cuMemGetAllocationGranularity", (granule, _, 0):
                 granule._obj.value = GRANULE
             case "cuMemCreate", (handle, nbytes, properties, 0):
-                wanted = properties._obj
-                assert (wanted.type, wanted.handle_types, wanted.location.type) == (1, 1, 1)
-                _demand(nbytes > 0 and nbytes % GRANULE == 0)
+                created = properties._obj
+                assert (created.type, created.handle_types, created.location.type) == (1, 1, 1)
+                _require(nbytes > 0 and nbytes % GRANULE == 0)
                 descriptor = os.memfd_create(NAME)
                 os.ftruncate(descriptor, nbytes)
                 handle._obj.value = self._hold(descriptor)
@@ -45,19 +45,19 @@ class SimulatedMemory:
             case "cuMemExportToShareableHandle", (descriptor, handle, 1, 0):
                 descriptor._obj.value = os.dup(self._physical[handle.value])
             case "cuMemImportFromShareableHandle", (handle, descriptor, 1):
-                _demand(NAME in os.readlink(f"/proc/self/fd/{descriptor}"))
+                _require(NAME in os.readlink(f"/proc/self/fd/{descriptor}"))
                 handle._obj.value = self._hold(os.dup(descriptor))
             case "cuMemGetAllocationPropertiesFromHandle", (properties, handle):
                 assert handle.value in self._physical
                 properties._obj.location.type = 1
             case _:
-                return self._place(name, *given)
+                return self._call_mapping(name, *arguments)
         return True
 
-    def _place(self, name: str, *given: Any) -> bool:
-        match name, given:
+    def _call_mapping(self, name: str, *arguments: Any) -> bool:
+        match name, arguments:
             case "cuMemAddressReserve", (address, nbytes, 0, 0, 0):
-                _demand(nbytes % GRANULE == 0)
+                _require(nbytes % GRANULE == 0)
                 address._obj.value = _mmap(0, nbytes, _NO_ACCESS, -1)
                 self._reserved[address._obj.value] = nbytes
             case "cuMemAddressFree", (address, nbytes):
@@ -66,7 +66,7 @@ class SimulatedMemory:
             case "cuMemMap", (address, nbytes, 0, handle, 0):
                 descriptor = self._physical[handle.value]
                 assert self._reserved[address] == nbytes
-                _demand(nbytes <= os.fstat(descriptor).st_size)
+                _require(nbytes <= os.fstat(descriptor).st_size)
                 _mmap(address, nbytes, _NO_ACCESS, descriptor)
             case "cuMemUnmap", (address, nbytes):
                 _mmap(address, nbytes, _NO_ACCESS, -1)
@@ -87,13 +87,13 @@ class SimulatedMemory:
         return number
 
 
-def _demand(right: bool) -> None:
-    if not right:
+def _require(condition: bool) -> None:
+    if not condition:
         raise Refusal
 
 
 def _mmap(address: int, nbytes: int, access: int, descriptor: int) -> int:
-    """Shared from a descriptor, or nobody's; in place of what is at `address`, if that is given."""
+    """Map a descriptor, or anonymous memory if it is -1. Replaces mappings at a given address."""
     flags = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     flags |= _NORESERVE | (_FIXED if address else 0)
     found = int(_libc.mmap(address, nbytes, access, flags, descriptor, 0))

@@ -1,9 +1,9 @@
-"""What every engine promises, run over all of them.
+"""The contract of copy engines, tested with all of them.
 
-The reference engine; the CUDA engine on a GPU, copying directly, staged, and as calibrated; and the
-CUDA engine on a simulated driver, which does things in any order that streams and events allow.
-Each test drives a real device worker over a real pool, and compares every byte of the tensors and
-of the pool with a plain model: loops over blocks and pages, as the semantics state it.
+These are the reference engine, the CUDA engine on a GPU in all modes, and the CUDA engine with a
+simulated driver, which runs operations in any order that streams and events allow. Each test uses
+a real device worker and a real pool. It compares every byte of the tensors and of the pool with a
+simple model: loops over blocks and pages.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from .simulated_driver import SimulatedDriver
 
 
 @pytest.fixture(autouse=True)
-def closing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread closes, so that what is open now is a fact."""
+def close_without_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Close descriptors in the calling thread, so that their number is exact."""
     monkeypatch.setattr(fd_closer.Closer, "close_later", lambda _, close: close())
 
 
@@ -68,28 +68,28 @@ def fixture(
     make: Make = request.param
     engine, pool = make(monkeypatch), HostPool(POOL, CHUNK)
     reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    troubles: list[KVFerryError] = []
+    errors: list[KVFerryError] = []
 
-    def take(some: list[Report]) -> None:
-        for report in some:
+    def put_reports(batch: list[Report]) -> None:
+        for report in batch:
             reports.put(report)
 
-    worker = DeviceWorker(engine, pool, take, troubles.append)
+    worker = DeviceWorker(engine, pool, put_reports, errors.append)
     worker.start()
-    pool.start_filling(engine, lambda nbytes: None, troubles.append)
+    pool.start_filling(engine, lambda nbytes: None, errors.append)
     yield ContractFixture(engine, pool, worker, reports)
     worker.close()
     pool.close(engine)
-    assert not troubles
+    assert not errors
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_byte_is_where_the_model_says(fixture: ContractFixture, name: str) -> None:
+def test_every_byte_equals_the_model(fixture: ContractFixture, name: str) -> None:
     engine = fixture.open(LAYOUTS[name])
     rng = np.random.default_rng(len(name))
     for _ in range(6):
         for direction in (Direction.STORE, Direction.LOAD):
-            spec, hosts = transfer(LAYOUTS[name], engine.geometry.host_blocks, rng)
+            spec, hosts = transfer(LAYOUTS[name], engine.block_layout.host_blocks, rng)
             serial = engine.start(direction, spec, hosts)
             ended = fixture.report(TransferCompleted)
             assert (ended.serial, ended.outcome, ended.error) == (serial, Outcome.DONE, None)
@@ -117,13 +117,13 @@ def test_memory_is_freed_with_its_registration(fixture: ContractFixture) -> None
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_many_jobs_both_ways_at_once(fixture: ContractFixture, name: str) -> None:
+def test_many_concurrent_jobs_of_both_directions(fixture: ContractFixture, name: str) -> None:
     engine = fixture.open(MIXED[name])
     rng = np.random.default_rng(5)
-    started = [engine.start(*job) for _ in range(JOBS) for job in engine.both_ways(rng)]
+    started = [engine.start(*job) for _ in range(JOBS) for job in engine.both_directions(rng)]
     ended = [fixture.report(TransferCompleted) for _ in started]
-    assert sorted(one.serial for one in ended) == started
-    assert {one.outcome for one in ended} == {Outcome.DONE}
+    assert sorted(end.serial for end in ended) == started
+    assert {end.outcome for end in ended} == {Outcome.DONE}
     engine.check()
 
 
@@ -132,41 +132,43 @@ def test_many_jobs_of_one_direction(fixture: ContractFixture, name: str) -> None
     engine = fixture.open(MIXED[name])
     rng = np.random.default_rng(12)
     for direction in (*Direction, *Direction):
-        jobs = [transfer(MIXED[name], engine.geometry.host_blocks, rng) for _ in range(JOBS // 2)]
+        jobs = [
+            transfer(MIXED[name], engine.block_layout.host_blocks, rng) for _ in range(JOBS // 2)
+        ]
         started = [engine.start(direction, *job) for job in jobs]
         ended = [fixture.report(TransferCompleted) for _ in started]
-        assert [(one.serial, one.outcome) for one in ended] == [(s, Outcome.DONE) for s in started]
-        assert all(one.seconds >= 0 for one in ended)
+        assert [(end.serial, end.outcome) for end in ended] == [(s, Outcome.DONE) for s in started]
+        assert all(end.seconds >= 0 for end in ended)
         engine.check()
 
 
-def test_jobs_that_are_cancelled_on_their_way_harm_no_other(fixture: ContractFixture) -> None:
+def test_cancelled_jobs_in_flight_do_not_affect_others(fixture: ContractFixture) -> None:
     engine = fixture.open(MIXED["staged"])
     rng = np.random.default_rng(6)
-    if isinstance(fixture.engine, ReferenceEngine):  # it would be done before anybody gives up
+    if isinstance(fixture.engine, ReferenceEngine):  # otherwise it ends before the cancel
         fixture.engine.faults = Faults(stall=1e-3)
     rows = [before.copy() for before in engine.rows]
     started = []
     for _ in range(JOBS // 4):
-        orders = [engine.order(*job) for _ in range(2) for job in engine.both_ways(rng)]
-        started += [order.plan.serial for order in orders]
-        given_up = CancelTransfers(engine.number, (int(rng.choice(started[-len(orders) :])),))
-        for order in orders:  # all at once, or they would be done before they are given up
-            fixture.worker.post_command(order)
-        fixture.worker.post_command(given_up)
+        commands = [engine.command(*job) for _ in range(2) for job in engine.both_directions(rng)]
+        started += [command.plan.serial for command in commands]
+        cancel = CancelTransfers(engine.number, (int(rng.choice(started[-len(commands) :])),))
+        for command in commands:  # all at once, so that they do not end before the cancel
+            fixture.worker.post_command(command)
+        fixture.worker.post_command(cancel)
     ended = [fixture.report(TransferCompleted) for _ in started]
-    assert {one.outcome for one in ended} == {Outcome.DONE, Outcome.CANCELLED}
+    assert {end.outcome for end in ended} == {Outcome.DONE, Outcome.CANCELLED}
     half = rows[0].size // 2
-    for index, before in enumerate(rows):  # stores have only read, loads kept to their half
+    for index, before in enumerate(rows):  # only loads write, and only into their half
         assert np.array_equal(engine.read(index)[:half], before[:half])
         engine.rows[index] = engine.read(index)
     engine.host = engine.pool.copy()
-    again = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_ways(rng)]
+    again = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_directions(rng)]
     assert {fixture.report(TransferCompleted).outcome for _ in again} == {Outcome.DONE}
     engine.check()
 
 
-# Jobs here are small. With few_copies=0 their copies are enqueued like many.
+# These jobs have few copies. With few_copies=0 they are enqueued as a batch, like many copies.
 @pytest.mark.parametrize(
     ("fixture", "call"),
     [
@@ -176,21 +178,25 @@ def test_jobs_that_are_cancelled_on_their_way_harm_no_other(fixture: ContractFix
     ],
     indirect=["fixture"],
 )
-def test_driver_errors_fail_their_job_alone(fixture: ContractFixture, call: str) -> None:
+def test_a_driver_error_fails_only_its_job(fixture: ContractFixture, call: str) -> None:
     engine, rng = fixture.open(MIXED["staged and direct"]), np.random.default_rng(8)
     assert isinstance(fixture.engine, CudaEngine)
     device = cast(SimulatedDriver, fixture.engine._driver)
     device.refuse = lambda name: name == call and bool(rng.random() < 0.1)
-    sure = np.random.default_rng(9)
+    job_rng = np.random.default_rng(9)
     started = [
-        engine.start(*job, model=False) for _ in range(JOBS // 4) for job in engine.both_ways(sure)
+        engine.start(*job, model=False)
+        for _ in range(JOBS // 4)
+        for job in engine.both_directions(job_rng)
     ]
     ended = [fixture.report(TransferCompleted) for _ in started]
-    assert {one.outcome for one in ended} == {Outcome.DONE, Outcome.FAILED}
+    assert {end.outcome for end in ended} == {Outcome.DONE, Outcome.FAILED}
     device.refuse = lambda name: False
     engine.rows = [engine.read(index) for index in range(len(engine.rows))]
     engine.host = engine.pool.copy()
-    again = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_ways(sure)]
+    again = [
+        engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_directions(job_rng)
+    ]
     assert {fixture.report(TransferCompleted).outcome for _ in again} == {Outcome.DONE}
     engine.check()
 
@@ -205,10 +211,10 @@ def test_driver_errors_fail_their_job_alone(fixture: ContractFixture, call: str)
     ],
     indirect=True,
 )
-def test_in_whatever_order_the_device_does_things(fixture: ContractFixture) -> None:
+def test_jobs_are_correct_for_any_order_of_device_operations(fixture: ContractFixture) -> None:
     for name, rounds in (("staged and direct", JOBS // 4), ("odd blocks", JOBS // 4)):
         engine, rng = fixture.open(MIXED[name]), np.random.default_rng(11)
-        started = [engine.start(*job) for _ in range(rounds) for job in engine.both_ways(rng)]
+        started = [engine.start(*job) for _ in range(rounds) for job in engine.both_directions(rng)]
         assert {fixture.report(TransferCompleted).outcome for _ in started} == {Outcome.DONE}
         engine.check()
 
@@ -218,23 +224,25 @@ def test_in_whatever_order_the_device_does_things(fixture: ContractFixture) -> N
     [simulated(mode, seed, write_back_bytes=1) for mode in ("staged", "auto") for seed in (1, 2)],
     indirect=True,
 )
-def test_stores_that_are_written_back_one_by_one(fixture: ContractFixture) -> None:
+def test_stores_are_correct_if_they_are_written_back_one_by_one(fixture: ContractFixture) -> None:
     for name in ("staged and direct", "odd blocks"):
         engine, rng = fixture.open(MIXED[name]), np.random.default_rng(12)
-        started = [engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_ways(rng)]
+        started = [
+            engine.start(*job) for _ in range(JOBS // 4) for job in engine.both_directions(rng)
+        ]
         assert {fixture.report(TransferCompleted).outcome for _ in started} == {Outcome.DONE}
         engine.check()
 
 
-def test_only_the_worker_s_thread_calls_an_engine(fixture: ContractFixture) -> None:
-    """But `pin` and `unpin`: the pool calls those in threads of its own."""
+def test_engine_calls_from_other_threads_fail(fixture: ContractFixture) -> None:
+    """`pin` and `unpin` are exceptions: the pool calls them in its own threads."""
     engine, opened = fixture.engine, fixture.open(LAYOUTS["one page"])
-    run = opened.order(*opened.both_ways(np.random.default_rng(1))[0]).plan.extents[0]
-    mapping, geometry, store = opened.mapping, opened.geometry, Direction.STORE
+    run = opened.command(*opened.both_directions(np.random.default_rng(1))[0]).plan.extents[0]
+    mapping, block_layout, store = opened.mapping, opened.block_layout, Direction.STORE
     calls: list[Callable[[], object]] = [
         lambda: engine.attach(fixture.pool.address),
-        lambda: engine.map_tensors(geometry, (), (), ()),
-        lambda: engine.allocate_tensors(geometry),
+        lambda: engine.map_tensors(block_layout, (), (), ()),
+        lambda: engine.allocate_tensors(block_layout),
         lambda: engine.unmap_tensors(mapping),
         lambda: engine.chunk_budget(store, mapping, ChunkRequest(0, 1, False)),
         lambda: engine.submit(store, mapping, run),
@@ -250,7 +258,7 @@ def test_only_the_worker_s_thread_calls_an_engine(fixture: ContractFixture) -> N
 
 
 @pytest.mark.parametrize("fixture", [simulated("staged")], indirect=True)
-def test_jobs_that_share_a_turn_have_times_of_their_own(fixture: ContractFixture) -> None:
+def test_jobs_of_one_launch_have_their_own_times(fixture: ContractFixture) -> None:
     engine = fixture.open(MIXED["staged"])
     for direction in Direction:
         specs = [GPULoadStoreSpec([n, n + 20], (2,), (0,)) for n in range(20)]
@@ -260,8 +268,8 @@ def test_jobs_that_share_a_turn_have_times_of_their_own(fixture: ContractFixture
 
 
 @pytest.mark.parametrize("fixture", [simulated("staged")], indirect=True)
-def test_chunks_that_lie_one_behind_the_other_are_one_launch(fixture: ContractFixture) -> None:
-    """But for the first of a store: the link has something to do while others are made ready."""
+def test_adjacent_chunks_are_one_launch(fixture: ContractFixture) -> None:
+    """The first chunk of a store has its own launch, so that the link does not idle meanwhile."""
     engine = fixture.open(MIXED["staged"])
     assert isinstance(fixture.engine, CudaEngine)
     for direction in Direction:
@@ -272,22 +280,22 @@ def test_chunks_that_lie_one_behind_the_other_are_one_launch(fixture: ContractFi
     engine.check()
 
 
-def test_memory_that_is_held_outlasts_its_registration(fixture: ContractFixture) -> None:
-    """TensorsMapped again it has its bytes, and takes part in transfers."""
+def test_held_memory_stays_after_its_registration(fixture: ContractFixture) -> None:
+    """If it is mapped again, it has its bytes, and transfers use it."""
     first = fixture.open(LAYOUTS["layers"], keep=True)
     fixture.unmap(first)
     number, report = fixture.map(LAYOUTS["layers"], reuse=first.number)
     assert report.reused
-    again = fixture.opened(number)
-    again.rows = first.rows
-    again.fill_host()
-    again.check()
+    second = fixture.opened(number)
+    second.rows = first.rows
+    second.fill_host()
+    second.check()
     rng = np.random.default_rng(1)
     for direction in Direction:
-        spec, hosts = transfer(LAYOUTS["layers"], again.geometry.host_blocks, rng)
-        again.start(direction, spec, hosts)
+        spec, hosts = transfer(LAYOUTS["layers"], second.block_layout.host_blocks, rng)
+        second.start(direction, spec, hosts)
         assert fixture.report(TransferCompleted).error is None
-    again.check()
+    second.check()
     for descriptor in report.descriptors:
         os.close(descriptor)
 
@@ -303,72 +311,76 @@ def test_held_memory_of_another_size_is_not_used(fixture: ContractFixture) -> No
     fixture.unmap(fixture.opened(number))
 
 
-def test_memory_is_freed_when_nothing_holds_it(fixture: ContractFixture) -> None:
-    """Also that of which a second registration was made."""
-    fixture.unmap(fixture.open(LAYOUTS["layers"]))  # whatever a driver opens for the first of all
-    before = descriptors()
+def test_memory_is_freed_after_its_last_registration_and_release(fixture: ContractFixture) -> None:
+    """This includes memory that a second registration uses."""
+    fixture.unmap(fixture.open(LAYOUTS["layers"]))  # a driver may open files for the first one
+    before = count_descriptors()
     first = fixture.open(LAYOUTS["layers"], keep=True)
     fixture.unmap(first)
-    assert descriptors() == before + 1
+    assert count_descriptors() == before + 1
     second, report = fixture.map(LAYOUTS["layers"], keep=True, reuse=first.number)
     for number in (first.number, second):
         fixture.worker.post_command(ReleaseTensors(number))
     fixture.unmap(fixture.opened(second))
     for descriptor in report.descriptors:
         os.close(descriptor)
-    assert descriptors() == before
+    assert count_descriptors() == before
     _, report = fixture.map(LAYOUTS["layers"], reuse=second)
     assert not report.reused
     for descriptor in report.descriptors:
         os.close(descriptor)
 
 
-def test_tensors_may_be_mapped_again_by_descriptor(fixture: ContractFixture) -> None:
-    """Their engine outlived the daemon that made them, and registers them with the next one."""
+def test_tensors_can_be_mapped_again_by_descriptor(fixture: ContractFixture) -> None:
+    """Their engine registers them with the next daemon after a restart of the daemon."""
     first = fixture.open(LAYOUTS["padded and interleaved"], keep=True)
     (held,) = fixture.worker._mappings._held[first.number]
     fixture.unmap(first)
-    _, made = fixture.map(LAYOUTS["padded and interleaved"])
-    number, _ = fixture.map(LAYOUTS["padded and interleaved"], own=(made, (os.dup(held),)))
-    again = fixture.opened(number)
-    again.rows = first.rows
-    again.fill_host()
-    again.check()
-    for descriptor in made.descriptors:
+    _, allocated = fixture.map(LAYOUTS["padded and interleaved"])
+    number, _ = fixture.map(
+        LAYOUTS["padded and interleaved"], registered=(allocated, (os.dup(held),))
+    )
+    second = fixture.opened(number)
+    second.rows = first.rows
+    second.fill_host()
+    second.check()
+    for descriptor in allocated.descriptors:
         os.close(descriptor)
 
 
-@pytest.mark.parametrize("what", ["pipe", "memfd", "directory", "device"])
-def test_descriptors_of_something_else_are_refused(fixture: ContractFixture, what: str) -> None:
-    """Nothing stays mapped or open, and the engine goes on."""
+@pytest.mark.parametrize("kind", ["pipe", "memfd", "directory", "device"])
+def test_descriptors_of_other_files_are_refused(fixture: ContractFixture, kind: str) -> None:
+    """Nothing stays mapped or open, and the engine continues."""
     other = fixture.open(LAYOUTS["one page"])
-    _, made = fixture.map(LAYOUTS["two groups"])
-    for descriptor in made.descriptors:
+    _, allocated = fixture.map(LAYOUTS["two groups"])
+    for descriptor in allocated.descriptors:
         os.close(descriptor)
-    before = descriptors()
-    order = MapTensors(99, "s", other.geometry, made.allocations, made.locations, None)
-    fixture.worker.post_command(MapCommand(order, (something_else(what),), None))
+    before = count_descriptors()
+    action = MapTensors(
+        99, "s", other.block_layout, allocated.allocations, allocated.locations, None
+    )
+    fixture.worker.post_command(MapCommand(action, (open_other_file(kind),), None))
     error = fixture.report(TensorsMapped).error
     assert error is not None
     assert error.code in {Code.NOT_SHAREABLE, Code.MAP_FAILED, Code.BAD_LAYOUT}, error
-    assert descriptors() == before
+    assert count_descriptors() == before
     other.start(Direction.STORE, GPULoadStoreSpec([1, 2, 3], (3,), (0,)), [4, 5, 6])
     assert fixture.report(TransferCompleted).outcome is Outcome.DONE
     other.check()
 
 
-def descriptors() -> int:
-    """How many this process has open."""
+def count_descriptors() -> int:
+    """The number of open descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
 
 
-def something_else(what: str) -> int:
-    """A descriptor that is no memory, or host memory of fewer bytes than said."""
-    if what == "memfd":
-        return os.memfd_create("something else")
-    if what == "directory":
+def open_other_file(kind: str) -> int:
+    """A descriptor of a file that is no memory, or of too little host memory."""
+    if kind == "memfd":
+        return os.memfd_create("too small")
+    if kind == "directory":
         return os.open("/", os.O_RDONLY)
-    if what == "device":
+    if kind == "device":
         return os.open("/dev/null", os.O_RDWR)
     reader, writer = os.pipe()
     os.close(writer)

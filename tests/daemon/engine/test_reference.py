@@ -1,4 +1,4 @@
-"""The reference engine under a device worker."""
+"""The reference engine with a device worker."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def faults() -> Faults:
 
 @pytest.fixture
 def copies(request: pytest.FixtureRequest, faults: Faults) -> Iterator[CopyFixture]:
-    """Its parameter, if any, has arguments of the engine."""
+    """A CopyFixture. The parameter has arguments of the engine."""
     fixture = WorkerFixture(ReferenceEngine(faults, **getattr(request, "param", {})))
     report = fixture.map(locations=None)
     (descriptor,), (location,) = report.descriptors, report.locations
@@ -55,8 +55,8 @@ def copies(request: pytest.FixtureRequest, faults: Faults) -> Iterator[CopyFixtu
     assert location == Location(0, 0)
     gpu = np.frombuffer(memory, dtype=np.uint8).reshape(64, BYTES)
     pool: Any = (ctypes.c_ubyte * (64 * BYTES)).from_address(fixture.pool.address)
-    random = np.random.default_rng(3)
-    gpu[:] = random.integers(0, 256, gpu.shape, dtype=np.uint8)
+    rng = np.random.default_rng(3)
+    gpu[:] = rng.integers(0, 256, gpu.shape, dtype=np.uint8)
     yield CopyFixture(fixture, gpu, np.frombuffer(pool, dtype=np.uint8).reshape(64, BYTES))
     fixture.close()
 
@@ -65,17 +65,17 @@ def copies(request: pytest.FixtureRequest, faults: Faults) -> Iterator[CopyFixtu
 IN_THREADS = pytest.mark.parametrize("copies", [{"at_once_bytes": 0}], indirect=True)
 
 
-def wait_for(fixture: WorkerFixture, *wanted: int) -> dict[int, TransferCompleted]:
-    """Until all of these have ended."""
+def wait_for(fixture: WorkerFixture, *serials: int) -> dict[int, TransferCompleted]:
+    """Wait until all of these have ended."""
     ended: dict[int, TransferCompleted] = {}
-    while not ended.keys() >= set(wanted):
+    while not ended.keys() >= set(serials):
         ended |= {r.serial: r for r in fixture.reports() if isinstance(r, TransferCompleted)}
     return ended
 
 
 @IN_THREADS
 @pytest.mark.parametrize("first", Direction)
-def test_real_copies_that_meet_are_done_one_after_the_other(
+def test_copies_with_a_common_block_run_one_after_the_other(
     copies: CopyFixture, first: Direction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, copied = threading.Event(), queue.SimpleQueue[Direction]()
@@ -103,9 +103,7 @@ def test_real_copies_that_meet_are_done_one_after_the_other(
         assert np.array_equal(copies.host[1], gpu[2])
 
 
-def test_a_real_copy_that_fails_ends_once_and_the_next_is_fine(
-    copies: CopyFixture, faults: Faults
-) -> None:
+def test_a_failed_copy_ends_once_and_the_next_is_done(copies: CopyFixture, faults: Faults) -> None:
     faults.fail_every = 2
     plans = [copies.fixture.start(STORE, [block]) for block in range(4)]
     ended = wait_for(copies.fixture, *plans)
@@ -116,34 +114,32 @@ def test_a_real_copy_that_fails_ends_once_and_the_next_is_fine(
 
 
 @IN_THREADS
-def test_the_reference_engine_takes_few_chunks_at_once(
-    copies: CopyFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_in_flight_are_bounded(copies: CopyFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     monkeypatch.setattr(reference, "_copy", lambda _: gate.wait(TIMEOUT))
     engine = copies.fixture.engine
-    taken_in: list[object] = []
+    submitted: list[object] = []
     submit = engine.submit
 
-    def counted(*arguments: Any) -> object:
-        taken_in.append(submit(*arguments))
-        return taken_in[-1]
+    def counting_submit(*arguments: Any) -> object:
+        submitted.append(submit(*arguments))
+        return submitted[-1]
 
-    monkeypatch.setattr(engine, "submit", counted)
+    monkeypatch.setattr(engine, "submit", counting_submit)
     plans = [copies.fixture.start(STORE, [block]) for block in range(30)]
-    until(lambda: len(taken_in) == reference.MAX_CHUNKS, TIMEOUT)
+    until(lambda: len(submitted) == reference.MAX_CHUNKS, TIMEOUT)
     assert copies.fixture.settle() == []
-    assert len(taken_in) == reference.MAX_CHUNKS
+    assert len(submitted) == reference.MAX_CHUNKS
     gate.set()
     assert sorted(wait_for(copies.fixture, *plans)) == plans
-    assert len(taken_in) == 30
+    assert len(submitted) == 30
 
 
 CUDA = CudaAllocation("GPU-1", bytes(64), PAGE)
 
 
 @pytest.mark.parametrize(
-    ("shape", "where"),
+    ("shape", "options"),
     [
         (SMALL, {"allocations": (CUDA,)}),
         (SMALL, {"allocations": (FdAllocation(0, 1 << 40),), "files": 1}),
@@ -152,19 +148,19 @@ CUDA = CudaAllocation("GPU-1", bytes(64), PAGE)
         (layout(1 << 47, 1 << 20), {"locations": None}),
         (layout(1 << 40, 1 << 10), {"locations": None}),
     ],
-    ids=["CUDA", "too short", "mixed", "a pipe for a timeline", "beyond 64 bits", "no such memory"],
+    ids=["CUDA", "too short", "mixed", "pipe as timeline", "beyond 64 bits", "too much memory"],
 )
 def test_wrong_registrations_are_refused_and_do_not_end_the_worker(
-    shape: KVLayout, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    shape: KVLayout, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where = dict(where)
+    options = dict(options)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     fixture = WorkerFixture(ReferenceEngine())
-    gc.collect()  # or what other tests left may be closed meanwhile
+    gc.collect()  # otherwise files of other tests may be closed meanwhile
     before = open_descriptors()
-    descriptors = tuple(sealed_memfd("kv", PAGE) for _ in range(where.pop("files", 0)))
-    ends = os.pipe() if where.pop("timeline", None) else None
-    report = fixture.map(shape=shape, timeline=ends and ends[0], descriptors=descriptors, **where)
+    descriptors = tuple(sealed_memfd("kv", PAGE) for _ in range(options.pop("files", 0)))
+    ends = os.pipe() if options.pop("timeline", None) else None
+    report = fixture.map(shape=shape, timeline=ends and ends[0], descriptors=descriptors, **options)
     assert report.error is not None
     if ends is not None:
         os.close(ends[1])

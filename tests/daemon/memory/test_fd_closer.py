@@ -1,4 +1,4 @@
-"""Threads that close large memory: they start when one hangs, and end when nothing is left."""
+"""Threads that close large memory: another starts if one hangs, and they end if idle."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvferry.testing.engine import until
 from support.descriptors import is_open
 
 
-class Crowd:
-    """The threads that came since."""
+class NewThreads:
+    """The threads that have started since its creation."""
 
     def __init__(self) -> None:
         self._before = set(threading.enumerate())
@@ -24,69 +24,69 @@ class Crowd:
 
 
 @pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Closing takes until this is called, as that of a file of a dead FUSE server."""
-    let_go, close = threading.Event(), os.close
+def release_closes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Closes block until this is called, like a close of a file of a dead FUSE server."""
+    released, close = threading.Event(), os.close
 
-    def slow(descriptor: int) -> None:
+    def slow_close(descriptor: int) -> None:
         if threading.current_thread().name == THREAD_NAME:
-            let_go.wait(10)
+            released.wait(10)
         close(descriptor)
 
-    monkeypatch.setattr("kvferry.daemon.memory.fd_closer.os.close", slow)
-    return let_go.set
+    monkeypatch.setattr("kvferry.daemon.memory.fd_closer.os.close", slow_close)
+    return released.set
 
 
-def closing_of(descriptor: int) -> Callable[[], None]:
+def close_callback(descriptor: int) -> Callable[[], None]:
     return lambda: os.close(descriptor)
 
 
-def test_threads_end_when_there_is_nothing_to_close(hanging: Callable[[], None]) -> None:
-    closer, crowd = Closer(patience=0.05), Crowd()
-    descriptors = [os.memfd_create("some") for _ in range(5)]
+def test_threads_end_if_nothing_is_left_to_close(release_closes: Callable[[], None]) -> None:
+    closer, threads = Closer(patience=0.05), NewThreads()
+    descriptors = [os.memfd_create("closed") for _ in range(5)]
     for descriptor in descriptors:
-        closer.close_later(closing_of(descriptor))
-    assert len(crowd) == 5
-    hanging()
-    until(lambda: not crowd, 10)
+        closer.close_later(close_callback(descriptor))
+    assert len(threads) == 5
+    release_closes()
+    until(lambda: not threads, 10)
     assert not any(map(is_open, descriptors))
 
 
-def test_one_close_that_hangs_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    let_go, close = threading.Event(), os.close
+def test_a_close_that_hangs_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    released, close = threading.Event(), os.close
     slow, quick = os.memfd_create("slow"), os.memfd_create("quick")
 
-    def closing(descriptor: int) -> None:
+    def close_slowly(descriptor: int) -> None:
         if descriptor == slow:
-            let_go.wait(10)
+            released.wait(10)
         close(descriptor)
 
-    monkeypatch.setattr("kvferry.daemon.memory.fd_closer.os.close", closing)
+    monkeypatch.setattr("kvferry.daemon.memory.fd_closer.os.close", close_slowly)
     closer = Closer(patience=0.05)
-    closer.close_later(closing_of(slow))
-    closer.close_later(closing_of(quick))
+    closer.close_later(close_callback(slow))
+    closer.close_later(close_callback(quick))
     until(lambda: not is_open(quick), 10)
     assert is_open(slow)
-    let_go.set()
+    released.set()
     until(lambda: not is_open(slow), 10)
 
 
-def test_more_closes_than_threads(hanging: Callable[[], None]) -> None:
-    closer, crowd = Closer(patience=0.05), Crowd()
-    descriptors = [os.memfd_create("some") for _ in range(3 * MAX_THREADS)]
+def test_the_number_of_threads_is_bounded(release_closes: Callable[[], None]) -> None:
+    closer, threads = Closer(patience=0.05), NewThreads()
+    descriptors = [os.memfd_create("closed") for _ in range(3 * MAX_THREADS)]
     for descriptor in descriptors:
-        closer.close_later(closing_of(descriptor))
-    assert len(crowd) == MAX_THREADS
-    hanging()
+        closer.close_later(close_callback(descriptor))
+    assert len(threads) == MAX_THREADS
+    release_closes()
     until(lambda: not any(map(is_open, descriptors)), 10)
-    until(lambda: not crowd, 10)
+    until(lambda: not threads, 10)
 
 
-def test_threads_start_again_after_all_have_ended(hanging: Callable[[], None]) -> None:
-    hanging()
-    closer, crowd = Closer(patience=0.05), Crowd()
+def test_threads_start_again_after_all_have_ended(release_closes: Callable[[], None]) -> None:
+    release_closes()
+    closer, threads = Closer(patience=0.05), NewThreads()
     for _ in range(3):
-        descriptor = os.memfd_create("some")
-        closer.close_later(closing_of(descriptor))
-        until(lambda: not crowd, 10)
+        descriptor = os.memfd_create("closed")
+        closer.close_later(close_callback(descriptor))
+        until(lambda: not threads, 10)
         assert not is_open(descriptor)

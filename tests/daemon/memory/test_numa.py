@@ -1,4 +1,4 @@
-"""The pool is touched first by CPUs near its device."""
+"""NUMA: a thread on the node of the device touches the pool first."""
 
 from __future__ import annotations
 
@@ -15,65 +15,65 @@ from kvferry.daemon.memory.pool import HostPool
 from kvferry.daemon.memory.shared_memory import PAGE, MappedFiles
 
 ADDRESS = "0000:3B:00.0"
-OURS = frozenset(os.sched_getaffinity(0))
+OWN_CPUS = frozenset(os.sched_getaffinity(0))
 
 
-class Machine:
-    """As its kernel describes it."""
+class FakeSysfs:
+    """Files that describe a device and its NUMA nodes."""
 
     def __init__(self, root: Path) -> None:
         self._device = root / "bus/pci/devices" / ADDRESS.lower()
         self._nodes = root / "devices/system/node"
         self._device.mkdir(parents=True)
 
-    def hangs_on(self, node: object) -> None:
+    def write_node(self, node: object) -> None:
         (self._device / "numa_node").write_text(f"{node}\n")
 
-    def has(self, node: int, cpus: str) -> None:
-        place = self._nodes / f"node{node}"
-        place.mkdir(parents=True, exist_ok=True)
-        (place / "cpulist").write_text(f"{cpus}\n")
+    def write_cpus(self, node: int, cpus: str) -> None:
+        directory = self._nodes / f"node{node}"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "cpulist").write_text(f"{cpus}\n")
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSysfs:
     monkeypatch.setattr(numa, "SYSFS", tmp_path)
-    return Machine(tmp_path)
+    return FakeSysfs(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("said", "node"), [("0", 0), ("1", 1), ("-1", None), ("", None), ("?", None)]
+    ("text", "node"), [("0", 0), ("1", 1), ("-1", None), ("", None), ("?", None)]
 )
-def test_the_node_of_a_device(machine: Machine, said: str, node: int | None) -> None:
-    machine.hangs_on(said)
+def test_the_node_of_a_device_is_read(sysfs: FakeSysfs, text: str, node: int | None) -> None:
+    sysfs.write_node(text)
     assert node_of(ADDRESS) == node
 
 
-def test_a_device_that_the_kernel_does_not_know(machine: Machine) -> None:
+def test_an_unknown_device_has_no_node(sysfs: FakeSysfs) -> None:
     assert node_of(ADDRESS) is None
     assert node_of("0000:00:00.0") is None
 
 
-@pytest.mark.parametrize("said", ["0-1023", "0,1,2-4095", ",".join(map(str, sorted(OURS)))])
-def test_the_cpus_of_a_node_are_those_that_we_may_use(machine: Machine, said: str) -> None:
-    machine.has(1, said)
-    assert cpus_of(1) == OURS
+@pytest.mark.parametrize("text", ["0-1023", "0,1,2-4095", ",".join(map(str, sorted(OWN_CPUS)))])
+def test_the_cpus_of_a_node_are_those_that_the_process_may_use(sysfs: FakeSysfs, text: str) -> None:
+    sysfs.write_cpus(1, text)
+    assert cpus_of(1) == OWN_CPUS
 
 
-@pytest.mark.parametrize("said", ["", "4000-4095", "none", "-"])
-def test_a_node_without_cpus_for_us(machine: Machine, said: str) -> None:
-    """One that has memory only, or that a container was not given: anywhere will do."""
-    machine.has(1, said)
-    assert cpus_of(1) <= OURS
+@pytest.mark.parametrize("text", ["", "4000-4095", "none", "-"])
+def test_without_usable_cpus_of_a_node_the_affinity_stays(sysfs: FakeSysfs, text: str) -> None:
+    """The node has only memory, or the container may not use its CPUs."""
+    sysfs.write_cpus(1, text)
+    assert cpus_of(1) <= OWN_CPUS
     bind_to_node(1)
-    assert os.sched_getaffinity(0) == OURS
+    assert os.sched_getaffinity(0) == OWN_CPUS
 
 
 def test_the_pool_is_touched_near_its_device(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    sysfs: FakeSysfs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    near = {min(OURS)}
-    machine.has(1, str(min(OURS)))
+    node_cpus = {min(OWN_CPUS)}
+    sysfs.write_cpus(1, str(min(OWN_CPUS)))
     seen: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
     populate = MappedFiles.populate
 
@@ -89,7 +89,7 @@ def test_the_pool_is_touched_near_its_device(
     while (size := sizes.get(timeout=10)) != pool.nbytes:
         assert size > 0
     pool.close(engine)
-    where = [seen.get() for _ in range(seen.qsize())]
-    assert len(where) >= 8
-    assert all(cpus == near for cpus in where)
-    assert os.sched_getaffinity(0) == OURS
+    affinities = [seen.get() for _ in range(seen.qsize())]
+    assert len(affinities) >= 8
+    assert all(cpus == node_cpus for cpus in affinities)
+    assert os.sched_getaffinity(0) == OWN_CPUS

@@ -1,4 +1,4 @@
-"""A pool that the machine cannot hold, or may not lock, is refused with what to change."""
+"""The host pool: limits of memory, locked memory and descriptors, and the pool before it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMIT = 1 << 20
 
 @pytest.fixture
 def small_lock_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An ordinary user who may lock one MiB."""
+    """An unprivileged user who may lock one MiB."""
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (LIMIT, before[1]))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -47,7 +47,7 @@ def test_a_pool_above_the_lock_limit_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("small_lock_limit")
-def test_the_lock_limit_does_not_bind_root(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_limit_does_not_apply_to_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     check_fits(2 * LIMIT, locked=True)
 
@@ -65,42 +65,48 @@ def test_a_pool_larger_than_memory_is_refused() -> None:
 def test_a_released_pool_makes_room_for_the_next_one(
     config: PoolConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That is counted in where it is asked whether that fits; it is done once nothing refuses to
-    start any more, though whoever kept it does not let go of it yet."""
+    """The check whether the new pool fits counts the memory of the old one.
+
+    store_new_pool() frees the memory, although other processes still have the descriptors.
+    """
     old = [sealed_memfd("pool", 1 << 20) for _ in range(2)]
-    for held in old:
-        os.pwrite(held, bytes(1 << 20), 0)
+    for descriptor in old:
+        os.pwrite(descriptor, bytes(1 << 20), 0)
     supervisor = Supervisor({})
-    supervisor.stored_fds = {f"pool-{number:05}": os.dup(held) for number, held in enumerate(old)}
-    counted: list[int] = []
+    supervisor.stored_fds = {
+        f"pool-{number:05}": os.dup(descriptor) for number, descriptor in enumerate(old)
+    }
+    spares: list[int] = []
 
     def check(nbytes: int, *, locked: bool, spare: int) -> None:
-        counted.append(spare)
+        spares.append(spare)
 
     monkeypatch.setattr(app, "check_fits", check)
     pool, kept = app.make_pool(Config(pool=config), supervisor, locked=False)
-    assert counted == [2 << 20]
-    assert sum(os.fstat(held).st_blocks for held in old) == (2 << 20) // 512
+    assert spares == [2 << 20]
+    assert sum(os.fstat(descriptor).st_blocks for descriptor in old) == (2 << 20) // 512
     kept.store_new_pool()
-    assert [os.fstat(held).st_blocks for held in old] == [0, 0]
-    assert not [made for made in pool.descriptors if os.fstat(made).st_blocks]
+    assert [os.fstat(descriptor).st_blocks for descriptor in old] == [0, 0]
+    assert not [chunk for chunk in pool.descriptors if os.fstat(chunk).st_blocks]
     pool.close(ReferenceEngine())
-    for held in old:
-        os.close(held)
+    for descriptor in old:
+        os.close(descriptor)
 
 
 def test_memory_of_the_released_pool_counts_as_available() -> None:
-    much = available_bytes()
-    check_fits(much + (1 << 29), locked=False, spare=1 << 30)
+    available = available_bytes()
+    check_fits(available + (1 << 29), locked=False, spare=1 << 30)
     with pytest.raises(Refused, match=r"reduce pool\.size"):
-        check_fits(much + (3 << 30), locked=False, spare=1 << 30)
+        check_fits(available + (3 << 30), locked=False, spare=1 << 30)
 
 
-@pytest.mark.parametrize(("used", "available"), [(6, 7), (1, 8)], ids=["here", "elsewhere"])
-def test_a_control_group_has_no_more_than_its_limit(
+@pytest.mark.parametrize(
+    ("used", "available"), [(6, 7), (1, 8)], ids=["charged here", "charged elsewhere"]
+)
+def test_a_control_group_has_at_most_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: int, available: int
 ) -> None:
-    """What will be given back may count as taken by another group."""
+    """The memory of the old pool may be charged to another group."""
     (tmp_path / "memory.max").write_text(f"{8 << 20}\n")
     (tmp_path / "memory.current").write_text(f"{used << 20}\n")
     monkeypatch.setattr(pool_module, "_control_groups", lambda: [tmp_path])
@@ -109,20 +115,20 @@ def test_a_control_group_has_no_more_than_its_limit(
 
 
 @pytest.mark.parametrize("chunk", ["1000000", "2MiB"])
-def test_the_engine_cuts_copies_where_the_pool_has_its_chunks(
+def test_the_engine_and_the_pool_have_equal_chunks(
     chunk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of whole pages, whatever was asked for."""
-    made: list[Any] = []
+    """Both round pool.chunk to pages."""
+    created: list[Any] = []
     engine = import_module("kvferry.daemon.engine.cuda.engine")
-    monkeypatch.setattr(engine, "CudaEngine", lambda _, options: made.append(options))
+    monkeypatch.setattr(engine, "CudaEngine", lambda _, options: created.append(options))
     make_engine(Config(device="0", pool=PoolConfig(chunk=chunk)))
     pool = HostPool(4 << 20, parse_bytes(chunk))
-    assert [options.chunk_bytes for options in made] == [pool.chunk_bytes]
+    assert [options.chunk_bytes for options in created] == [pool.chunk_bytes]
     pool.close(ReferenceEngine())
 
 
-def test_descriptors_are_counted_for_chunks_of_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_descriptor_limit_counts_chunks_of_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 2 * (DESCRIPTORS + (32 << 20) // PAGE)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     check_descriptors(32 << 20, 2000)

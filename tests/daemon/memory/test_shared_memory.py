@@ -1,4 +1,4 @@
-"""Memory of many bytes is freed by a thread, not by the caller."""
+"""Shared memory: a thread frees large memory, not the caller."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.descriptors import is_open
 
 
 def memfd(nbytes: int) -> int:
-    """A memfd with memory, which its last close frees."""
+    """A memfd with allocated memory. The last close frees it."""
     descriptor = os.memfd_create("kvferry-test-closed")
     os.ftruncate(descriptor, nbytes)
     os.posix_fallocate(descriptor, 0, nbytes)
@@ -24,20 +24,20 @@ def memfd(nbytes: int) -> int:
 
 @pytest.fixture
 def closed_by(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
-    """Which thread closed a descriptor, by its number."""
+    """The name of the thread that closed each descriptor."""
     threads: dict[int, str] = {}
     close = os.close
 
-    def note(descriptor: int) -> None:
+    def record_close(descriptor: int) -> None:
         threads[descriptor] = threading.current_thread().name
         close(descriptor)
 
-    monkeypatch.setattr("kvferry.daemon.memory.fd_closer.os.close", note)
+    monkeypatch.setattr("kvferry.daemon.memory.fd_closer.os.close", record_close)
     return threads
 
 
 def test_large_memory_is_closed_by_a_thread(closed_by: dict[int, str]) -> None:
-    """What a memfd has counts, and not its size: pages that nobody touched cost nothing."""
+    """Allocated bytes count, not the size. Pages that were never touched are not allocated."""
     large, small = memfd(SMALL_BYTES), memfd(SMALL_BYTES // 2)
     sparse = os.memfd_create("kvferry-test-closed")
     os.ftruncate(sparse, 1 << 30)
@@ -56,7 +56,7 @@ def is_mapped(name: str) -> bool:
 
 
 def test_memory_of_a_client_is_unmapped_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mapping may be the last that holds it."""
+    """The mapping may be the last reference to the memory."""
     later: list[Callable[[], None]] = []
     monkeypatch.setattr("kvferry.daemon.memory.shared_memory.close_later", later.append)
     descriptor = memfd(SMALL_BYTES)

@@ -1,4 +1,4 @@
-"""FakeCore, in place of the core, for probes."""
+"""Fixture: FakeCore, which replaces the core for probes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMEOUT = 10.0
 
 
 class FakeCore:
-    """Does at once what a probe requests, on memory of its own.
+    """Performs the requests of a probe at once, on its own memory.
 
     wrong: stores other bytes. silent: does not reply. error: its reply.
     """

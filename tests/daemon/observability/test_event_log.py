@@ -1,4 +1,4 @@
-"""RateLimiter: which events of a kind are logged."""
+"""RateLimiter: which events of each kind are logged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Health over a FakeCore: what makes a daemon unhealthy, and what the service manager is told."""
+"""Health with a FakeCore: why a daemon is unhealthy, and reports to the service manager."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FakeServiceManager:
 
 
 class HealthFixture:
-    """A daemon's health over a FakeCore. responds: whether its device worker does."""
+    """The health of a daemon with a FakeCore. responds: whether its device worker responds."""
 
     def __init__(
         self, fake_core: FakeCore, timeouts: HealthTimeouts, manager: FakeServiceManager
@@ -51,7 +51,7 @@ class HealthFixture:
         return "; ".join(self.health.status().reasons)
 
 
-async def test_ready_is_reported_once_after_the_first_probe_that_passed(
+async def test_ready_is_reported_once_after_the_first_successful_probe(
     fake_core: FakeCore,
 ) -> None:
     manager = FakeServiceManager()
@@ -79,7 +79,7 @@ async def test_ready_is_reported_once_after_the_first_probe_that_passed(
 async def test_a_first_probe_in_progress_is_not_unhealthy_before_its_deadline(
     fake_core: FakeCore,
 ) -> None:
-    """However many pulses it takes."""
+    """The number of keep-alives before the deadline has no effect."""
     manager = FakeServiceManager(watchdog_seconds=0.03)
     fake_core.silent = True
     fixture = HealthFixture(fake_core, HealthTimeouts(deadline=1.0), manager)
@@ -155,9 +155,9 @@ async def test_a_requested_check_runs_a_fresh_probe(fake_core: FakeCore) -> None
 
 
 async def test_the_deadline_of_a_probe_counts_from_its_request() -> None:
-    """However much later it began."""
-    rounds = ProbeHistory(HealthTimeouts(deadline=0.02))
-    rounds.request_probe()
+    """The time of its start has no effect."""
+    history = ProbeHistory(HealthTimeouts(deadline=0.02))
+    history.request_probe()
     time.sleep(0.03)
-    rounds.request_probe()
-    assert "running for" in rounds.reasons(time.monotonic())[0]
+    history.request_probe()
+    assert "running for" in history.reasons(time.monotonic())[0]

@@ -1,4 +1,4 @@
-"""HTTP while the event loop does not respond, and beside clients that are slow or many."""
+"""The HTTP server: a blocked event loop, slow clients, and many clients."""
 
 from __future__ import annotations
 
@@ -46,64 +46,65 @@ class FakeStatusSource:
 
 
 @pytest.fixture
-async def serving(request: pytest.FixtureRequest) -> AsyncIterator[MetricsServer]:
-    """Its parameter, if any, has timeouts of the server."""
-    serving = MetricsServer("127.0.0.1:0", Metrics(), 0.1, **getattr(request, "param", {}))
-    serving.start(FakeStatusSource())
-    yield serving
-    await asyncio.to_thread(serving.close)
+async def server(request: pytest.FixtureRequest) -> AsyncIterator[MetricsServer]:
+    """A MetricsServer. The parameter has its timeouts."""
+    server = MetricsServer("127.0.0.1:0", Metrics(), 0.1, **getattr(request, "param", {}))
+    server.start(FakeStatusSource())
+    yield server
+    await asyncio.to_thread(server.close)
 
 
 def get(server: MetricsServer, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://{server.address}{path}", timeout=20) as answer:
-            return answer.status, answer.read().decode()
+        with urllib.request.urlopen(f"http://{server.address}{path}", timeout=20) as response:
+            return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode()
 
 
-async def test_a_loop_that_answers(serving: MetricsServer) -> None:
-    status, text = await asyncio.to_thread(get, serving, "/health")
+async def test_health_and_metrics_are_served(server: MetricsServer) -> None:
+    status, text = await asyncio.to_thread(get, server, "/health")
     assert (status, json.loads(text)["healthy"]) == (200, True)
-    status, text = await asyncio.to_thread(get, serving, "/metrics")
+    status, text = await asyncio.to_thread(get, server, "/metrics")
     assert status == 200
     assert "kvferry_healthy 1.0" in text
     assert 'kvferry_pool_bytes{state="free"} 60.0' in text
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/"])
-async def test_head_is_answered_as_get_but_for_the_body(serving: MetricsServer, path: str) -> None:
-    def asked(method: str) -> tuple[int, dict[str, str], bytes]:
-        """With what came behind the head, if anything did: http.client would not look."""
-        with connection_to(serving) as connection:
+async def test_head_has_the_headers_of_get_and_no_body(server: MetricsServer, path: str) -> None:
+    def request(method: str) -> tuple[int, dict[str, str], bytes]:
+        """Also returns bytes behind the headers, which http.client ignores for HEAD."""
+        with connection_to(server) as connection:
             connection.send(f"{method} {path} HTTP/1.0\r\n\r\n".encode())
-            answer = b"".join(iter(lambda: connection.recv(65536), b""))
-        head, _, body = answer.partition(b"\r\n\r\n")
+            response = b"".join(iter(lambda: connection.recv(65536), b""))
+        head, _, body = response.partition(b"\r\n\r\n")
         first, *lines = head.decode().split("\r\n")
         return int(first.split()[1]), dict(line.split(": ", 1) for line in lines), body
 
-    status, fields, body = await asyncio.to_thread(asked, "GET")
+    status, fields, body = await asyncio.to_thread(request, "GET")
     assert int(fields["Content-Length"]) == len(body) > 0
-    again, heads, nothing = await asyncio.to_thread(asked, "HEAD")
-    assert (again, heads["Content-Type"], nothing) == (status, fields["Content-Type"], b"")
-    assert heads.keys() == fields.keys()
+    head_status, head_fields, head_body = await asyncio.to_thread(request, "HEAD")
+    assert (head_status, head_body) == (status, b"")
+    assert head_fields["Content-Type"] == fields["Content-Type"]
+    assert head_fields.keys() == fields.keys()
 
 
-@pytest.mark.parametrize("serving", [{"snapshot_seconds": 0.1}], indirect=True)
-async def test_a_loop_that_stands_still_is_unhealthy_and_blocks_no_request(
-    serving: MetricsServer,
+@pytest.mark.parametrize("server", [{"snapshot_seconds": 0.1}], indirect=True)
+async def test_a_blocked_loop_is_unhealthy_and_blocks_no_request(
+    server: MetricsServer,
 ) -> None:
-    """The requests are in threads; this, the loop, stands still until both have their response."""
+    """The requests run in threads. The test blocks the loop until both have their responses."""
     with ThreadPoolExecutor(2) as threads:
-        requests = [threads.submit(get, serving, path) for path in ("/health", "/metrics")]
+        requests = [threads.submit(get, server, path) for path in ("/health", "/metrics")]
         (status, health), (scraped, text) = [request.result(20) for request in requests]
     assert status == 503
     assert "the event loop has not responded" in health
     assert scraped == 200
     assert "kvferry_healthy 0.0" in text
     assert "kvferry_pool" not in text
-    while (await asyncio.to_thread(get, serving, "/health"))[0] != 200:
+    while (await asyncio.to_thread(get, server, "/health"))[0] != 200:
         pass
 
 
@@ -114,40 +115,40 @@ def connection_to(server: MetricsServer) -> Iterator[socket.socket]:
         yield connection
 
 
-async def test_other_methods_are_refused(serving: MetricsServer) -> None:
-    def asked() -> tuple[int, str | None]:
-        connection = http.client.HTTPConnection(serving.address, timeout=20)
+async def test_other_methods_are_refused(server: MetricsServer) -> None:
+    def request() -> tuple[int, str | None]:
+        connection = http.client.HTTPConnection(server.address, timeout=20)
         connection.request("POST", "/metrics", b"kvferry_healthy 1")
-        answer = connection.getresponse()
+        response = connection.getresponse()
         connection.close()
-        return answer.status, answer.getheader("Allow")
+        return response.status, response.getheader("Allow")
 
-    assert await asyncio.to_thread(asked) == (405, "GET, HEAD")
+    assert await asyncio.to_thread(request) == (405, "GET, HEAD")
 
 
-@pytest.mark.parametrize("serving", [{"request_seconds": 30.0}], indirect=True)
-async def test_connections_that_send_nothing_do_not_block_others(serving: MetricsServer) -> None:
-    """Fewer than wait in the kernel: the thread accepts none of them before it sends something."""
+@pytest.mark.parametrize("server", [{"request_seconds": 30.0}], indirect=True)
+async def test_connections_that_send_nothing_do_not_block_others(server: MetricsServer) -> None:
+    """They fit into the backlog. The thread accepts a connection only after it sent something."""
 
     def connect_many() -> int:
         with ExitStack() as connections:
             for _ in range(BACKLOG // 2):
-                connections.enter_context(connection_to(serving))
-            return get(serving, "/health")[0]
+                connections.enter_context(connection_to(server))
+            return get(server, "/health")[0]
 
     assert await asyncio.to_thread(connect_many) == 200
 
 
-@pytest.mark.parametrize("serving", [{"request_seconds": 0.5}], indirect=True)
+@pytest.mark.parametrize("server", [{"request_seconds": 0.5}], indirect=True)
 @pytest.mark.parametrize("drips", [True, False])
 async def test_an_incomplete_request_is_closed_and_the_next_one_served(
-    serving: MetricsServer, drips: bool
+    server: MetricsServer, drips: bool
 ) -> None:
-    """Whether it sends byte after byte or stops."""
+    """This holds if the client sends byte after byte, and if it stops."""
 
     def request_slowly() -> int:
         began = time.monotonic()
-        with connection_to(serving) as slow, suppress(ConnectionError):
+        with connection_to(server) as slow, suppress(ConnectionError):
             slow.settimeout(0.1)
             slow.send(b"GET /health")
             while time.monotonic() - began < 20:
@@ -157,46 +158,46 @@ async def test_an_incomplete_request_is_closed_and_the_next_one_served(
                     if not slow.recv(1):
                         break
         assert time.monotonic() - began < 20
-        return get(serving, "/health")[0]
+        return get(server, "/health")[0]
 
     assert await asyncio.to_thread(request_slowly) == 200
 
 
 class LargeMetrics(Metrics):
-    """More than the kernel buffers of a connection that nobody reads."""
+    """More than the kernel buffers of a connection can hold."""
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = Gauge("large", "Much.", ("size",), registry=self.registry)
+        sizes = Gauge("large", "Large.", ("size",), registry=self.registry)
         for number in range(1000):
             sizes.labels(f"{number:010000}").set(1)
 
 
-async def test_a_response_that_is_not_read_is_given_up_without_a_traceback(
+async def test_sending_a_response_that_is_not_read_ends_without_a_traceback(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """10 MB do not fit into the kernel's buffers."""
-    serving = MetricsServer("127.0.0.1:0", LargeMetrics(), 0.1, request_seconds=0.5)
-    serving.start(FakeStatusSource())
+    """The response has 10 MB, which exceeds the buffers of the kernel."""
+    server = MetricsServer("127.0.0.1:0", LargeMetrics(), 0.1, request_seconds=0.5)
+    server.start(FakeStatusSource())
 
     def request_without_reading() -> int:
-        with connection_to(serving) as connection:
+        with connection_to(server) as connection:
             connection.send(b"GET /metrics HTTP/1.0\r\n\r\n")
-            return get(serving, "/health")[0]
+            return get(server, "/health")[0]
 
     assert await asyncio.to_thread(request_without_reading) == 200
-    await asyncio.to_thread(serving.close)
+    await asyncio.to_thread(server.close)
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("listen", ["9464", "localhost:http", "127.0.0.1:70000"])
-def test_an_address_that_is_none_is_refused(listen: str) -> None:
+def test_an_invalid_address_is_refused(listen: str) -> None:
     with pytest.raises(Refused) as refused:
         MetricsServer(listen, Metrics(), 0.1)
     assert (refused.value.code, refused.value.value) == (Code.BAD_CONFIG, listen)
 
 
-def test_a_port_that_is_taken_is_refused() -> None:
+def test_a_used_port_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         listen = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(Refused, match="another port per daemon"):

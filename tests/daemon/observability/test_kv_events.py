@@ -1,4 +1,4 @@
-"""KV events reach whoever subscribes, in bounded memory; what was lost shows in the numbers."""
+"""KV events reach subscribers, in bounded memory. A gap in the numbers shows lost events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEYS = tuple(offload_key(n.to_bytes(32, "big")) for n in range(5 * MAX_BATCH_HAS
 LAST = KeyEvent(EventKind.CLEARED, ())
 
 
-def stored(*keys: bytes, namespace: str = "some") -> PublishKVEvents:
+def stored(*keys: bytes, namespace: str = "name") -> PublishKVEvents:
     return PublishKVEvents(namespace, 16, KeyEvents(1, (KeyEvent(EventKind.STORED, keys),), 1))
 
 
@@ -40,97 +40,97 @@ def address(short_path: Path) -> str:
 async def publisher(
     request: pytest.FixtureRequest, address: str
 ) -> AsyncIterator[KVEventPublisher]:
-    """Its parameter, if any, has limits of the publisher."""
+    """A KVEventPublisher. The parameter has its limits."""
     limits = getattr(request, "param", {})
     publisher = KVEventPublisher(address, restart_after=0.05, **limits)
     yield publisher
     await publisher.close()
 
 
-class Listener:
-    """A subscriber that reads in a thread, so that the loop goes on."""
+class EventSubscriber:
+    """A subscriber that reads in a thread, so that it does not block the event loop."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.socket = socket
 
-    async def hear(self) -> tuple[str, int, list[object]]:
+    async def receive(self) -> tuple[str, int, list[object]]:
         """(namespace, number, events)."""
         topic, number, payload = await asyncio.to_thread(self.socket.recv_multipart)
         batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
         return topic.decode(), int.from_bytes(number, "big"), list(batch.events)
 
-    async def number(self) -> int:
-        return (await self.hear())[1]
+    async def receive_number(self) -> int:
+        return (await self.receive())[1]
 
 
 @pytest.fixture
-def listener(address: str) -> Iterator[Listener]:
-    """It has a subscription, and connects when the test says so."""
-    with zmq.Context() as context, context.socket(zmq.SUB) as listening:
-        listening.setsockopt(zmq.RCVTIMEO, 20_000)
-        listening.setsockopt(zmq.LINGER, 0)
-        listening.setsockopt(zmq.SUBSCRIBE, b"")
-        yield Listener(listening)
+def subscriber(address: str) -> Iterator[EventSubscriber]:
+    """It has a subscription. The test connects it."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as zmq_socket:
+        zmq_socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        zmq_socket.setsockopt(zmq.LINGER, 0)
+        zmq_socket.setsockopt(zmq.SUBSCRIBE, b"")
+        yield EventSubscriber(zmq_socket)
 
 
-def children() -> set[int]:
+def publisher_processes() -> set[int]:
     task = Path(f"/proc/self/task/{os.getpid()}/children")
-    named = set()
+    pids = set()
     for thread in Path("/proc/self/task").iterdir():
-        named |= set(map(int, (thread / task.name).read_text().split()))
+        pids |= set(map(int, (thread / task.name).read_text().split()))
     return {
-        pid for pid in named if b"kv_events_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid for pid in pids if b"kv_events_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     }
 
 
-async def started(publisher: KVEventPublisher) -> int:
-    """The process of the publisher, once there is one."""
-    await eventually(lambda: len(children()) == 1)
-    (pid,) = children()
+async def wait_for_process(publisher: KVEventPublisher) -> int:
+    """Wait until the publisher has a process. Returns its pid."""
+    await eventually(lambda: len(publisher_processes()) == 1)
+    (pid,) = publisher_processes()
     return pid
 
 
-async def test_events_after_a_subscriber_connected_reach_it(
-    publisher: KVEventPublisher, listener: Listener, address: str
+async def test_a_subscriber_receives_events_after_it_connected(
+    publisher: KVEventPublisher, subscriber: EventSubscriber, address: str
 ) -> None:
-    """Though the process that publishes it is only being started then."""
-    listener.socket.connect(address)
+    """This holds although the publishing process only starts then."""
+    subscriber.socket.connect(address)
     await eventually(lambda: publisher.wanted)
     for number in range(3):
         publisher.publish(stored(KEYS[number]))
     for number in range(3):
         hashes = [KEYS[number][:-4]]
         event = BlockStored(hashes, None, [], 16, None, "CPU", None)
-        assert await listener.hear() == ("some", number, [event])
+        assert await subscriber.receive() == ("name", number, [event])
 
 
 async def test_without_a_subscriber_no_process_runs_and_no_event_is_sent(
-    publisher: KVEventPublisher, listener: Listener, address: str
+    publisher: KVEventPublisher, subscriber: EventSubscriber, address: str
 ) -> None:
-    """And who comes back sees a gap for what happened meanwhile."""
+    """A subscriber that connects again sees a gap for the events in between."""
     publisher.publish(stored(KEYS[0]))
     await asyncio.sleep(0.1)
-    assert not children()
+    assert not publisher_processes()
     assert not publisher.wanted
-    listener.socket.connect(address)
+    subscriber.socket.connect(address)
     await eventually(lambda: publisher.wanted)
     publisher.publish(stored(KEYS[1]))
-    before = await listener.number()
-    listener.socket.disconnect(address)
+    before = await subscriber.receive_number()
+    subscriber.socket.disconnect(address)
     # libzmq ends the connection when the socket is used next.
-    await eventually(lambda: listener.socket.poll(0) == 0 and not publisher.wanted)
-    assert children()
+    await eventually(lambda: subscriber.socket.poll(0) == 0 and not publisher.wanted)
+    assert publisher_processes()
     publisher.publish(stored(KEYS[2]))
-    listener.socket.connect(address)
+    subscriber.socket.connect(address)
     await eventually(lambda: publisher.wanted)
     publisher.publish(stored(KEYS[3]))
     publisher.publish(stored(KEYS[4]))
-    number = await listener.number()
+    number = await subscriber.receive_number()
     assert number > before + 1
-    assert await listener.number() == number + 1
+    assert await subscriber.receive_number() == number + 1
 
 
-async def test_a_connection_without_a_subscription_costs_nothing(
+async def test_no_events_are_sent_for_a_connection_without_a_subscription(
     publisher: KVEventPublisher, address: str
 ) -> None:
     with zmq.Context() as context, context.socket(zmq.SUB) as silent:
@@ -139,32 +139,32 @@ async def test_a_connection_without_a_subscription_costs_nothing(
         await eventually(lambda: not publisher.wanted)
 
 
-async def test_a_process_that_ended_is_replaced_and_the_numbers_show_a_gap(
-    publisher: KVEventPublisher, listener: Listener, address: str
+async def test_a_dead_process_is_replaced_and_the_numbers_show_a_gap(
+    publisher: KVEventPublisher, subscriber: EventSubscriber, address: str
 ) -> None:
-    listener.socket.connect(address)
-    pid = await started(publisher)
+    subscriber.socket.connect(address)
+    pid = await wait_for_process(publisher)
     publisher.publish(stored(KEYS[0]))
-    assert await listener.number() == 0
+    assert await subscriber.receive_number() == 0
     os.kill(pid, signal.SIGKILL)
     await eventually(lambda: not publisher.wanted)
     publisher.publish(stored(KEYS[1]))
     await eventually(lambda: publisher.wanted)
     publisher.publish(stored(KEYS[2]))
-    _, number, events = await listener.hear()
+    _, number, events = await subscriber.receive()
     assert number == NUMBERS_PER_PROCESS
     assert events == [BlockStored([KEYS[2][:-4]], None, [], 16, None, "CPU", None)]
 
 
 @pytest.mark.parametrize("publisher", [{"max_queued_bytes": 256 << 10}], indirect=True)
-async def test_a_process_that_stands_still_costs_a_bounded_number_of_bytes(
-    publisher: KVEventPublisher, listener: Listener, address: str
+async def test_queued_bytes_for_a_stopped_process_are_bounded(
+    publisher: KVEventPublisher, subscriber: EventSubscriber, address: str
 ) -> None:
-    """The rest is dropped, and a gap shows it."""
-    listener.socket.connect(address)
-    pid = await started(publisher)
+    """Further events are dropped, and a gap shows them."""
+    subscriber.socket.connect(address)
+    pid = await wait_for_process(publisher)
     publisher.publish(stored(KEYS[0]))
-    assert await listener.number() == 0
+    assert await subscriber.receive_number() == 0
     os.kill(pid, signal.SIGSTOP)
     try:
         for _ in range(100):
@@ -174,10 +174,10 @@ async def test_a_process_that_stands_still_costs_a_bounded_number_of_bytes(
     finally:
         os.kill(pid, signal.SIGCONT)
     await eventually(lambda: publisher.queued_bytes == 0)
-    publisher.publish(PublishKVEvents("some", 16, KeyEvents(1, (LAST,), 1)))
+    publisher.publish(PublishKVEvents("name", 16, KeyEvents(1, (LAST,), 1)))
     numbers, events = [0], list[object]()
     while events != [AllBlocksCleared()]:
-        _, number, events = await listener.hear()
+        _, number, events = await subscriber.receive()
         numbers.append(number)
     steps = [after - before for before, after in itertools.pairwise(numbers)]
     assert set(steps[:-1]) == {1}
@@ -185,23 +185,23 @@ async def test_a_process_that_stands_still_costs_a_bounded_number_of_bytes(
     assert len(numbers) < 100 * 5
 
 
-async def test_a_subscriber_that_does_not_read_costs_a_bounded_number_of_messages(
-    publisher: KVEventPublisher, listener: Listener, address: str
+async def test_queued_messages_for_a_subscriber_that_does_not_read_are_bounded(
+    publisher: KVEventPublisher, subscriber: EventSubscriber, address: str
 ) -> None:
-    """It finds what was kept for it, and a gap behind that."""
-    listener.socket.setsockopt(zmq.RCVHWM, 1)
-    listener.socket.connect(address)
+    """It receives the queued messages, and a gap shows the others."""
+    subscriber.socket.setsockopt(zmq.RCVHWM, 1)
+    subscriber.socket.connect(address)
     await eventually(lambda: publisher.wanted)
     published = SEND_HIGH_WATER
     for _ in range(published):
         publisher.publish(stored(*KEYS))
         await eventually(lambda: publisher.queued_bytes < 1 << 20)
     await eventually(lambda: publisher.queued_bytes == 0)
-    listener.socket.setsockopt(zmq.RCVTIMEO, 2_000)
+    subscriber.socket.setsockopt(zmq.RCVTIMEO, 2_000)
     numbers, largest = [], 0
     try:
         while True:
-            _, number, payload = await asyncio.to_thread(listener.socket.recv_multipart)
+            _, number, payload = await asyncio.to_thread(subscriber.socket.recv_multipart)
             numbers.append(int.from_bytes(number, "big"))
             largest = max(largest, len(payload))
     except zmq.Again:
@@ -210,33 +210,35 @@ async def test_a_subscriber_that_does_not_read_costs_a_bounded_number_of_message
     assert numbers[0] == 0
     assert numbers == sorted(set(numbers))
     assert len(numbers) < 2 * SEND_HIGH_WATER
-    publisher.publish(PublishKVEvents("some", 16, KeyEvents(1, (LAST,), 1)))
-    assert await listener.hear() == ("some", 5 * published, [AllBlocksCleared()])
+    publisher.publish(PublishKVEvents("name", 16, KeyEvents(1, (LAST,), 1)))
+    assert await subscriber.receive() == ("name", 5 * published, [AllBlocksCleared()])
 
 
-async def test_events_are_published_over_tcp(listener: Listener) -> None:
+async def test_events_are_published_over_tcp(subscriber: EventSubscriber) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(Refused, match="in use"):
             KVEventPublisher(address)
     publisher = KVEventPublisher(address)
-    listener.socket.connect(address)
+    subscriber.socket.connect(address)
     await eventually(lambda: publisher.wanted)
     publisher.publish(stored(KEYS[0]))
-    assert await listener.number() == 0
+    assert await subscriber.receive_number() == 0
     await publisher.close()
-    assert not children()
+    assert not publisher_processes()
 
 
 @pytest.mark.parametrize(
     "address", ["tcp://nowhere", "tcp://127.0.0.1:http", "inproc://here", "ipc:///no/such/folder"]
 )
-async def test_an_address_that_cannot_be_used(address: str) -> None:
+async def test_an_unusable_address_is_refused(address: str) -> None:
     with pytest.raises(Refused, match=r"events\.publish"):
         KVEventPublisher(address)
 
 
-async def test_the_file_of_another_daemon_is_left_alone(short_path: Path, address: str) -> None:
+async def test_closing_keeps_the_socket_file_of_another_daemon(
+    short_path: Path, address: str
+) -> None:
     path = short_path / "events.sock"
     first = KVEventPublisher(address)
     second = KVEventPublisher(address)

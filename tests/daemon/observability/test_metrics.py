@@ -1,4 +1,4 @@
-"""Samples say what was counted: each job once, and totals of the core as they grow."""
+"""Metrics: each job is counted once, and counters follow the totals of the core."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def status(*engines: proto_status.EngineStatus, **errors: int) -> proto_status.D
     )
 
 
-def space(name: str, stored: int) -> proto_status.NamespaceStatus:
+def namespace_status(name: str, stored: int) -> proto_status.NamespaceStatus:
     counts = [*[1] * 10, stored, 1, 1]
     return proto_status.NamespaceStatus(
         name, proto_status.Fingerprint("model", 4096), "lru", (), *counts
@@ -48,7 +48,7 @@ def test_a_histogram_counts_each_value_once_in_all_buckets_above_it() -> None:
     assert sample("kvferry_moved_bytes_total") == 500
 
 
-def test_a_job_that_was_not_done_moved_nothing() -> None:
+def test_a_job_that_was_not_done_counts_no_bytes() -> None:
     metrics = Metrics()
     result = JobResult(1, Direction.STORE, Outcome.CANCELLED, 0, 0.0)
     metrics.jobs.count_job("cpu", result, TransferCompleted(1, Outcome.CANCELLED))
@@ -59,39 +59,41 @@ def test_a_job_that_was_not_done_moved_nothing() -> None:
 
 
 def test_counters_follow_totals_of_the_core() -> None:
-    """They grow; one that fell is another's, and one that went is not shown."""
+    """If a total decreases, the counter restarts. If it disappears, its series is removed."""
     registry = CollectorRegistry()
-    counter = FollowedCounter("some", "Some.", ("name",), registry)
+    counter = FollowedCounter("events", "Events.", ("name",), registry)
 
-    def shown() -> tuple[float | None, float | None]:
-        a, b = (registry.get_sample_value("some_total", {"name": name}) for name in "ab")
+    def samples() -> tuple[float | None, float | None]:
+        a, b = (registry.get_sample_value("events_total", {"name": name}) for name in "ab")
         return a, b
 
     counter.set_totals({("a",): 5, ("b",): 0})
-    assert shown() == (5, 0)
+    assert samples() == (5, 0)
     counter.set_totals({("a",): 7, ("b",): 2})
-    assert shown() == (7, 2)
+    assert samples() == (7, 2)
     counter.set_totals({("a",): 3})
-    assert shown() == (3, None)
+    assert samples() == (3, None)
     counter.set_totals({("a",): 3, ("b",): 1})
-    assert shown() == (3, 1)
+    assert samples() == (3, 1)
 
 
 def test_series_of_removed_engines_are_dropped() -> None:
     metrics = Metrics()
-    metrics.update(status(proto_status.EngineStatus("e", True, 1, 1, 1), busy=2), [space("n", 4)])
+    metrics.update(
+        status(proto_status.EngineStatus("e", True, 1, 1, 1), busy=2), [namespace_status("n", 4)]
+    )
     value = metrics.registry.get_sample_value
-    whose = {"namespace": "n", "model": "model"}
+    labels = {"namespace": "n", "model": "model"}
     assert value("kvferry_engine_present", {"engine": "e"}) == 1
-    assert value("kvferry_namespace_stored_total", whose) == 4
+    assert value("kvferry_namespace_stored_total", labels) == 4
     assert value("kvferry_errors_total", {"code": "busy"}) == 2
     metrics.update(status(busy=3), [])
     assert value("kvferry_engine_present", {"engine": "e"}) is None
-    assert value("kvferry_namespace_stored_total", whose) is None
+    assert value("kvferry_namespace_stored_total", labels) is None
     assert value("kvferry_errors_total", {"code": "busy"}) == 3
 
 
-def test_a_tier_is_shown_and_its_promotions_are_counted() -> None:
+def test_a_tier_has_metrics_and_its_promotions_are_counted() -> None:
     metrics = Metrics()
     tier = proto_status.TierStatus("disk", "on", used_bytes=7, hits=3, read_bytes=5, deaths=2)
     metrics.update(msgspec.structs.replace(status(), tiers=(tier,)), [])
@@ -106,10 +108,10 @@ def test_a_tier_is_shown_and_its_promotions_are_counted() -> None:
         "promotion_seconds_count": ({}, 1),
     }
     for name, (labels, value) in expected.items():
-        shown = metrics.registry.get_sample_value(
+        sample = metrics.registry.get_sample_value(
             f"kvferry_tier_{name}", {"tier": "disk", **labels}
         )
-        assert shown == value, name
+        assert sample == value, name
     for state in ("off", "probing", "starting"):
         off = msgspec.structs.replace(tier, state=state)
         metrics.update(msgspec.structs.replace(status(), tiers=(off,)), [])

@@ -1,4 +1,4 @@
-"""The probe over a FakeCore."""
+"""The probe with a FakeCore."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def test_wrong_bytes_are_detected(fake_core: FakeCore) -> None:
     assert caught.value.code == Code.COPY_FAILED
 
 
-async def test_memory_that_was_refused_is_requested_again(fake_core: FakeCore) -> None:
+async def test_refused_memory_is_requested_again(fake_core: FakeCore) -> None:
     fake_core.error = ErrorInfo(Code.DRIVER, "out of memory")
     for _ in range(2):
         with pytest.raises(KVFerryError, match="out of memory"):

@@ -1,4 +1,4 @@
-"""A pool with stored blocks."""
+"""Fixture: a pool with stored blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool of random bytes, the checksum process over it, and block tables with committed blocks."""
+"""A pool of random bytes, its checksum process, and block tables with committed blocks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ KEYED = RegionRecord(FINGERPRINT.name, 0, COUNT * BLOCK, fingerprint=FINGERPRINT
 RAW = RegionRecord("engine", COUNT * BLOCK, COUNT * BLOCK, layout=LAYOUT)
 
 
-def of_large_blocks(record: RegionRecord, block_bytes: int) -> RegionRecord:
-    """The same number of larger blocks. Not to be read: the pool has not so many bytes."""
+def with_block_bytes(record: RegionRecord, block_bytes: int) -> RegionRecord:
+    """The same number of larger blocks. They must not be read: the pool is smaller."""
     assert record.fingerprint is not None
     fingerprint = msgspec.structs.replace(record.fingerprint, host_block_bytes=block_bytes)
     return msgspec.structs.replace(record, nbytes=COUNT * block_bytes, fingerprint=fingerprint)
@@ -45,12 +45,12 @@ def numbers(*blocks: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 class StoredPool:
-    """Two regions of COUNT blocks, one block a chunk."""
+    """Two regions of COUNT blocks. Each block is one chunk of the pool."""
 
     def __init__(self) -> None:
         self.memory = MappedFiles("kvferry-test", 2 * COUNT * BLOCK, BLOCK)
-        whole = (ctypes.c_ubyte * self.memory.nbytes).from_address(self.memory.address)
-        self.bytes = np.ctypeslib.as_array(whole)
+        memory = (ctypes.c_ubyte * self.memory.nbytes).from_address(self.memory.address)
+        self.bytes = np.ctypeslib.as_array(memory)
         self.bytes[:] = np.random.default_rng(1).integers(0, 255, self.bytes.shape)
         self.failures: list[KVFerryError] = []
         self.checksums = ChecksumClient(self.memory.descriptors, BLOCK, 2, self.failures.append)
@@ -63,7 +63,7 @@ class StoredPool:
         return table
 
     def commit(self, table: BlockTable, *blocks: int, keys: Sequence[bytes] = ()) -> None:
-        some, record = numbers(*blocks), table.record
+        block_ids, record = numbers(*blocks), table.record
         names = keys or (tuple(map(key, blocks)) if record.key_bytes else ())
         seeds = [xxhash.xxh3_64_intdigest(name) for name in names] or blocks
         starts = [record.start + block * BLOCK for block in blocks]
@@ -71,7 +71,8 @@ class StoredPool:
             xxhash.xxh3_64_intdigest(self.bytes[at : at + BLOCK].tobytes(), seed)
             for at, seed in zip(starts, seeds, strict=True)
         ]
-        table.commit(some, table.invalidate(some), np.array(checksums, np.uint64), names, {})
+        versions = table.invalidate(block_ids)
+        table.commit(block_ids, versions, np.array(checksums, np.uint64), names, {})
 
     def damage(self, table: BlockTable, block: int) -> None:
         self.bytes[table.record.start + block * BLOCK + 100] ^= 1

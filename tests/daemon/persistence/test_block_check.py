@@ -1,4 +1,4 @@
-"""What matches its checksum is verified, what does not is corrupt; stored over it is neither."""
+"""Checks of blocks: verified or corrupt. A block that is overwritten meanwhile is neither."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.eventually import eventually
 from .stored_pool import COUNT, KEYED, RAW, StoredPool, key, numbers
 
 
-def table_of(pool: StoredPool, record: RegionRecord) -> BlockTable:
+def new_unverified_table(pool: StoredPool, record: RegionRecord) -> BlockTable:
     table = pool.table(record)
     pool.commit(table, *range(COUNT))
     table.mark_unverified(numbers(*range(COUNT)))
@@ -24,7 +24,7 @@ def table_of(pool: StoredPool, record: RegionRecord) -> BlockTable:
 
 
 async def check(pool: StoredPool, table: BlockTable, *blocks: int) -> list[Any]:
-    """What the core is told: (type, owner, blocks, keys) of each report."""
+    """Check blocks. Returns (type, owner, blocks, keys) of each report to the core."""
     done: list[bool] = []
     checks = BlockCheck(pool.checksums, pool.reports.extend)
     checks.check_blocks(table, numbers(*blocks), Purpose.VERIFY, lambda: done.append(True))
@@ -37,10 +37,10 @@ async def check(pool: StoredPool, table: BlockTable, *blocks: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("record", [KEYED, RAW], ids=["by key", "by number"])
-async def test_each_block_is_reported_once_as_what_it_is(
+async def test_each_block_is_reported_once_as_verified_or_corrupt(
     pool: StoredPool, record: RegionRecord
 ) -> None:
-    table, keyed = table_of(pool, record), record is KEYED
+    table, keyed = new_unverified_table(pool, record), record is KEYED
     pool.damage(table, 5)
     assert await check(pool, table, 4, 5, 6) == [
         (BlocksVerified, record.owner, [4, 6], (key(4), key(6)) if keyed else ()),
@@ -53,15 +53,15 @@ async def test_each_block_is_reported_once_as_what_it_is(
     assert await check(pool, table, 4, 6) == []
 
 
-async def test_a_block_in_the_wrong_place_is_corrupt(pool: StoredPool) -> None:
-    table = table_of(pool, RAW)
+async def test_a_block_with_the_bytes_of_another_is_corrupt(pool: StoredPool) -> None:
+    table = new_unverified_table(pool, RAW)
     start = RAW.start
     pool.bytes[start : start + 4096] = pool.bytes[start + 4096 : start + 8192]
     assert [kind for kind, *_ in await check(pool, table, 0)] == [BlocksCorrupted]
 
 
 async def test_a_block_overwritten_while_read_is_not_reported(pool: StoredPool) -> None:
-    table = table_of(pool, KEYED)
+    table = new_unverified_table(pool, KEYED)
     pool.damage(table, 3)
     done: list[bool] = []
     checks = BlockCheck(pool.checksums, pool.reports.extend)
@@ -72,8 +72,8 @@ async def test_a_block_overwritten_while_read_is_not_reported(pool: StoredPool) 
     assert table.unchanged(numbers(2, 3), versions).all()
 
 
-async def test_a_region_may_end_while_its_blocks_are_read(pool: StoredPool) -> None:
-    table = table_of(pool, KEYED)
+async def test_no_report_is_sent_if_the_region_is_freed_during_the_check(pool: StoredPool) -> None:
+    table = new_unverified_table(pool, KEYED)
     done: list[bool] = []
     checks = BlockCheck(pool.checksums, pool.reports.extend)
     checks.check_blocks(table, numbers(2), Purpose.SCRUB, lambda: done.append(True))

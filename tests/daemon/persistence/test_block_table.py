@@ -1,4 +1,4 @@
-"""A block table says what is committed, also to whoever opens its descriptor later."""
+"""Block tables: they record the committed blocks, also for a later daemon with the descriptor."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ NAMESPACE = Fingerprint("llama", 4096, key_bytes=KEY)
 LAYOUT = LayoutArrays.from_layout(
     KVLayout((TensorLayout(4, 4096, 4096),), ((TensorRef(0, 4096),),))
 )
-OF_KEYS = RegionRecord(NAMESPACE.name, 8192, BLOCKS * 4096 + 100, fingerprint=NAMESPACE)
-OF_NUMBERS = RegionRecord("engine", 0, BLOCKS * 4096, layout=LAYOUT)
+KEYED = RegionRecord(NAMESPACE.name, 8192, BLOCKS * 4096 + 100, fingerprint=NAMESPACE)
+RAW = RegionRecord("engine", 0, BLOCKS * 4096, layout=LAYOUT)
 
 
 @contextmanager
-def opened(record: RegionRecord = OF_KEYS) -> Iterator[BlockTable]:
+def new_table(record: RegionRecord = KEYED) -> Iterator[BlockTable]:
     table = BlockTable.create(record)
     yield table
     table.close()
 
 
-def found(table: BlockTable) -> tuple[ResidentBlock, ...]:
-    """What another daemon finds."""
+def read_residents(table: BlockTable) -> tuple[ResidentBlock, ...]:
+    """The residents that another daemon reads."""
     other = BlockTable(os.dup(table.descriptor))
     assert other.record == table.record
     residents = other.residents()
@@ -60,83 +60,86 @@ def store(
     )
 
 
-def test_a_new_one_takes_no_memory_for_blocks_that_were_never_stored() -> None:
-    many = 1 << 20
-    with opened(RegionRecord("engine", 0, many * 4096, layout=LAYOUT)) as table:
-        store(table, [many - 1], [])
+def test_blocks_that_were_never_stored_use_no_memory() -> None:
+    count = 1 << 20
+    with new_table(RegionRecord("engine", 0, count * 4096, layout=LAYOUT)) as table:
+        store(table, [count - 1], [])
         assert os.fstat(table.descriptor).st_blocks * 512 < 64 << 10
 
 
 def test_a_restored_table_has_its_residents_in_order() -> None:
-    with opened() as table:
+    with new_table() as table:
         store(table, [4, 0, 2], [b"bbbbb", b"aa\0\0\0", b"ccccc"], b0=(1, 2))
-        assert found(table) == (
+        assert read_residents(table) == (
             ResidentBlock(2, b"ccccc"),
             ResidentBlock(0, b"aa\0\0\0", (1, 2)),
             ResidentBlock(4, b"bbbbb"),
         )
         assert table.checksums(blocks(0, 2, 4)).tolist() == [0, 14, 28]
         table.touch(blocks(2))
-        assert [resident.block for resident in found(table)] == [0, 4, 2]
+        assert [resident.block for resident in read_residents(table)] == [0, 4, 2]
 
 
-def test_a_partial_block_becomes_whole_with_the_next_whole_store() -> None:
-    with opened() as table:
+def test_a_partial_block_becomes_complete_with_the_next_complete_store() -> None:
+    with new_table() as table:
         store(table, [0, 1], [b"aaaaa", b"bbbbb"], b0=(1, 2), b1=(0, 1))
         store(table, [0], [b"aaaaa"])
-        assert found(table) == (ResidentBlock(1, b"bbbbb", (0, 1)), ResidentBlock(0, b"aaaaa"))
+        assert read_residents(table) == (
+            ResidentBlock(1, b"bbbbb", (0, 1)),
+            ResidentBlock(0, b"aaaaa"),
+        )
 
 
-def test_an_engines_blocks_have_no_keys() -> None:
-    with opened(OF_NUMBERS) as table:
+def test_blocks_of_an_engine_without_namespace_have_no_keys() -> None:
+    with new_table(RAW) as table:
         store(table, [1, 3], [])
         store(table, [4], [], b4=(0, 1))
         assert table.keys(blocks(3, 1)) == ()
         assert table.committed_blocks().tolist() == [1, 3, 4]
         assert table.committed_blocks(2, 4).tolist() == [3]
-        assert found(table) == (
+        assert read_residents(table) == (
             ResidentBlock(3, b""),
             ResidentBlock(1, b""),
             ResidentBlock(4, b"", (0, 1)),
         )
 
 
-def test_a_record_replaces_the_one_before() -> None:
-    with opened() as table:
+def test_an_update_replaces_the_record_and_clears_the_blocks() -> None:
+    with new_table() as table:
         for generation in range(2, 6):
             record = RegionRecord(
-                OF_KEYS.name,
-                OF_KEYS.start,
-                OF_KEYS.nbytes,
+                KEYED.name,
+                KEYED.start,
+                KEYED.nbytes,
                 fingerprint=NAMESPACE,
                 generation=generation,
                 pages=((4096,),) * generation,
             )
             table.update(record)
-            assert found(table) == ()
+            assert read_residents(table) == ()
             assert table.record == record
 
 
 def test_a_record_that_is_too_long_is_refused_and_the_old_one_stays() -> None:
     long = RegionRecord("engine", 0, 4096, layout=LAYOUT, pages=((1 << 60,) * (RECORD_BYTES // 8),))
-    with opened() as table:
+    with new_table() as table:
         with pytest.raises(Refused) as refused:
             table.update(long)
         assert refused.value.code == Code.BAD_LAYOUT
-        assert table.record == OF_KEYS
-        assert found(table) == ()
+        assert table.record == KEYED
+        assert read_residents(table) == ()
 
 
 def test_an_invalidated_table_is_refused() -> None:
-    with opened() as table:
+    with new_table() as table:
         store(table, [1], [b"aaaaa"])
         table.mark_void()
         with pytest.raises(Refused):
-            found(table)
+            read_residents(table)
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, (4 << 20) + 1])
-def test_other_memory_is_refused_and_closed(nbytes: int) -> None:
+def test_memory_that_is_no_table_is_refused_and_closed(nbytes: int) -> None:
     descriptor = sealed_memfd("other", nbytes)
     with pytest.raises(Refused) as refused:
         BlockTable(descriptor)
@@ -154,7 +157,7 @@ def test_memory_that_can_shrink_is_refused(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("less", [8, 48, -1])
 def test_a_table_with_other_slots_than_its_record_states_is_refused(less: int) -> None:
-    with opened() as table:
+    with new_table() as table:
         data = os.pread(table.descriptor, 1 << 24, 0)
     other = sealed_memfd("other", len(data) - less)
     os.pwrite(other, data[: len(data) - less], 0)
@@ -164,8 +167,8 @@ def test_a_table_with_other_slots_than_its_record_states_is_refused(less: int) -
 
 
 @pytest.mark.parametrize("stamp", [1 << 62, 1 << 63, (1 << 64) - 1])
-def test_a_stamp_that_is_damaged_changes_only_the_order_of_its_block(stamp: int) -> None:
-    with opened() as table:
+def test_a_damaged_stamp_changes_only_the_order_of_its_block(stamp: int) -> None:
+    with new_table() as table:
         store(table, [4, 0, 2], [b"aaaaa", b"bbbbb", b"ccccc"])
         table._stamps[2] = stamp
         other = BlockTable(os.dup(table.descriptor))
@@ -176,11 +179,11 @@ def test_a_stamp_that_is_damaged_changes_only_the_order_of_its_block(stamp: int)
 
 
 def test_restored_blocks_are_unverified_until_compared_or_overwritten() -> None:
-    with opened() as table:
+    with new_table() as table:
         store(table, [0, 1, 2, 3], [b"aaaaa", b"bbbbb", b"ccccc", b"ddddd"])
         assert table.unverified_bytes == 0
         table.mark_unverified(blocks(0, 1, 2))
-        assert table.committed_blocks().tolist() == [0, 1, 2]  # what is no resident is dropped
+        assert table.committed_blocks().tolist() == [0, 1, 2]  # other blocks are dropped
         assert table.unverified_bytes == 3 * 4096
         assert table.mark_verified(blocks(2, 1, 4)).tolist() == [2, 1]
         assert table.mark_verified(blocks(2)).tolist() == []
@@ -194,34 +197,34 @@ def test_restored_blocks_are_unverified_until_compared_or_overwritten() -> None:
         assert table.committed_blocks().tolist() == [2]
 
 
-def test_a_store_of_a_block_that_became_corrupt_is_not_committed() -> None:
-    with opened() as table:
+def test_a_store_of_a_block_that_is_marked_corrupt_is_not_committed() -> None:
+    with new_table() as table:
         versions = table.invalidate(blocks(1, 2))
         table.mark_corrupt(blocks(1))
         table.commit(blocks(1, 2), versions, np.zeros(2, "<u8"), [b"aaaaa", b"bbbbb"], {})
-        assert found(table) == (ResidentBlock(2, b"bbbbb"),)
+        assert read_residents(table) == (ResidentBlock(2, b"bbbbb"),)
 
 
 def test_the_more_recent_of_two_blocks_with_one_key_is_found() -> None:
-    with opened() as table:
+    with new_table() as table:
         store(table, [0, 1], [b"aaaaa", b"bbbbb"])
         store(table, [2], [b"aaaaa"])
-        assert found(table) == (ResidentBlock(1, b"bbbbb"), ResidentBlock(2, b"aaaaa"))
+        assert read_residents(table) == (ResidentBlock(1, b"bbbbb"), ResidentBlock(2, b"aaaaa"))
 
 
-def test_uses_are_counted_over_all_tables_also_after_a_restart() -> None:
+def test_all_tables_share_the_use_clock_also_after_a_restart() -> None:
     clock = UseClock()
-    one, other = BlockTable.create(OF_KEYS, clock), BlockTable.create(OF_NUMBERS, clock)
-    store(one, [0], [b"aaaaa"])
-    store(other, [0, 1], [])
-    store(one, [1], [b"bbbbb"])
-    assert one.stamps(blocks(0, 1)).tolist() == [1, 4]
-    assert other.stamps(blocks(0, 1)).tolist() == [3, 2]
-    later = UseClock()
-    again = [BlockTable(os.dup(table.descriptor), later) for table in (one, other)]
-    again[1].touch(blocks(1))
-    assert again[1].stamps(blocks(0, 1)).tolist() == [3, 5]
-    for table in (one, other, *again):
+    keyed, raw = BlockTable.create(KEYED, clock), BlockTable.create(RAW, clock)
+    store(keyed, [0], [b"aaaaa"])
+    store(raw, [0, 1], [])
+    store(keyed, [1], [b"bbbbb"])
+    assert keyed.stamps(blocks(0, 1)).tolist() == [1, 4]
+    assert raw.stamps(blocks(0, 1)).tolist() == [3, 2]
+    clock = UseClock()
+    restored = [BlockTable(os.dup(table.descriptor), clock) for table in (keyed, raw)]
+    restored[1].touch(blocks(1))
+    assert restored[1].stamps(blocks(0, 1)).tolist() == [3, 5]
+    for table in (keyed, raw, *restored):
         table.close()
 
 
@@ -238,44 +241,48 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_only_the_last_store_of_a_block_commits_it(steps: list[tuple[str, list[int], int]]) -> None:
-    """Against a dictionary: stores that end late, or after a wipe, commit nothing of theirs."""
+    """Compared with a dictionary. A store commits no block after a later store of it, or a wipe."""
     keys = (number.to_bytes(KEY, "big") for number in range(1, 1000))
-    with opened() as table:
-        under_way: list[tuple[list[int], Any]] = []
+    with new_table() as table:
+        in_flight: list[tuple[list[int], Any]] = []
         last: dict[int, object] = {}
-        good: dict[int, bytes] = {}
-        for what, numbers, which in steps:
-            if what == "invalidate":
+        committed: dict[int, bytes] = {}
+        for step, numbers, index in steps:
+            if step == "invalidate":
                 versions = table.invalidate(blocks(*numbers))
-                under_way.append((numbers, versions))
+                in_flight.append((numbers, versions))
                 for number in numbers:
                     last[number] = versions
-                    good.pop(number, None)
-            elif what == "commit" and under_way:
-                stored, versions = under_way.pop(which % len(under_way))
+                    committed.pop(number, None)
+            elif step == "commit" and in_flight:
+                stored, versions = in_flight.pop(index % len(in_flight))
                 names = [next(keys) for _ in stored]
                 checksums = np.zeros(len(stored), dtype=np.uint64)
                 table.commit(blocks(*stored), versions, checksums, names, {})
-                mine = [n for n in stored if last.get(n) is versions]
-                for number in mine:
-                    good.pop(number, None)
-                good.update({n: name for n, name in zip(stored, names, strict=True) if n in mine})
-            elif what == "wipe":
+                current = [n for n in stored if last.get(n) is versions]
+                for number in current:
+                    committed.pop(number, None)
+                committed.update(
+                    {n: name for n, name in zip(stored, names, strict=True) if n in current}
+                )
+            elif step == "wipe":
                 table.clear_commits()
-                last, good = {}, {}
-            elif what == "touch" and set(numbers) <= good.keys():
+                last, committed = {}, {}
+            elif step == "touch" and set(numbers) <= committed.keys():
                 table.touch(blocks(*numbers))
                 for number in reversed(numbers):
-                    good[number] = good.pop(number)
-        assert {r.block: r.key for r in found(table)} == good
+                    committed[number] = committed.pop(number)
+        assert {r.block: r.key for r in read_residents(table)} == committed
 
 
-def test_a_wipe_is_of_all_blocks() -> None:
-    """However many lines are wiped at a time."""
+def test_a_wipe_clears_all_blocks() -> None:
+    """The number of blocks exceeds the number of lines that are cleared at a time."""
     numbers = [0, CLEARED_LINES - 1, CLEARED_LINES, 2 * CLEARED_LINES, 2 * CLEARED_LINES + 2]
-    with opened(RegionRecord("engine", 0, (2 * CLEARED_LINES + 3) * 4096, layout=LAYOUT)) as table:
+    with new_table(
+        RegionRecord("engine", 0, (2 * CLEARED_LINES + 3) * 4096, layout=LAYOUT)
+    ) as table:
         store(table, numbers, [])
-        late = table.versions(blocks(*numbers))
+        versions = table.versions(blocks(*numbers))
         table.clear_commits()
         assert table.committed_blocks().size == 0
-        assert not table.unchanged(blocks(*numbers), late).any()
+        assert not table.unchanged(blocks(*numbers), versions).any()

@@ -1,4 +1,4 @@
-"""Checksums of host blocks are computed in another process, whatever happens to that."""
+"""The checksum client: checksums from another process, and failures of that process."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from support.eventually import eventually
 from support.refused_starts import refuse_starts
 
 CHUNK, COUNT = 4 * PAGE, 16
-# Blocks lie across pages, and across chunks.
+# Blocks cross pages and chunks.
 BLOCK = 3 * 1024
 START = 512
-# More than one call hashes, and across chunks.
+# A block that is hashed in several calls and crosses chunks.
 LARGE = 5 * CHUNK + 100
 
 
 @dataclass(frozen=True)
-class Asked:
+class BlockRequest:
     """Host blocks, and the key of each, if they have any."""
 
     numbers: list[int]
@@ -53,8 +53,8 @@ class ClientFixture:
     def __init__(self, **timeouts: float) -> None:
         self.pool = MappedFiles("kvferry-test", COUNT * CHUNK, CHUNK)
         self.bytes = (ctypes.c_ubyte * self.pool.nbytes).from_address(self.pool.address)
-        random = np.random.default_rng(1)
-        self.bytes[:] = random.integers(0, 256, self.pool.nbytes, np.uint8).tolist()
+        rng = np.random.default_rng(1)
+        self.bytes[:] = rng.integers(0, 256, self.pool.nbytes, np.uint8).tolist()
         self.failures: list[KVFerryError] = []
         self.client = ChecksumClient(
             self.pool.descriptors, CHUNK, 2, self.failures.append, **timeouts
@@ -66,28 +66,28 @@ class ClientFixture:
     def process(self) -> Any:
         return self.client._process
 
-    def read(self, asked: Asked, purpose: Purpose = Purpose.COMMIT) -> int:
+    def read(self, request: BlockRequest, purpose: Purpose = Purpose.COMMIT) -> int:
         name = len(self.sums)
         self.sums[name] = None
         self.client.request_checksums(
-            self._table(asked.block_bytes),
-            np.array(asked.numbers),
-            asked.keys,
+            self._table(request.block_bytes),
+            np.array(request.numbers),
+            request.keys,
             purpose,
             lambda sums: self.sums.update({name: sums}),
         )
         return name
 
-    def expected(self, asked: Asked) -> list[int]:
-        seeds = [xxhash.xxh3_64_intdigest(key) for key in asked.keys] or asked.numbers
-        starts = [START + number * asked.block_bytes for number in asked.numbers]
-        whole = bytes(self.bytes)
+    def expected(self, request: BlockRequest) -> list[int]:
+        seeds = [xxhash.xxh3_64_intdigest(key) for key in request.keys] or request.numbers
+        starts = [START + number * request.block_bytes for number in request.numbers]
+        pool = bytes(self.bytes)
         return [
-            xxhash.xxh3_64_intdigest(whole[at : at + asked.block_bytes], seed)
+            xxhash.xxh3_64_intdigest(pool[at : at + request.block_bytes], seed)
             for at, seed in zip(starts, seeds, strict=True)
         ]
 
-    async def summed(self) -> None:
+    async def wait_for_sums(self) -> None:
         await eventually(lambda: all(sums is not None for sums in self.sums.values()))
 
     def close(self) -> None:
@@ -109,22 +109,22 @@ class ClientFixture:
 
 @pytest.fixture
 async def fixture(request: pytest.FixtureRequest) -> AsyncIterator[ClientFixture]:
-    """Its parameter, if any, has the timeouts of the client."""
+    """A ClientFixture. The parameter has the timeouts of the client."""
     fixture = ClientFixture(**getattr(request, "param", {}))
     yield fixture
     fixture.close()
     assert fixture.process.returncode is not None
 
 
-def some(*numbers: int, keys: bool = False) -> Asked:
+def request_of(*numbers: int, keys: bool = False) -> BlockRequest:
     names = [number.to_bytes(8, "big") for number in numbers] if keys else []
-    return Asked(list(numbers), names)
+    return BlockRequest(list(numbers), names)
 
 
-def many(count: int) -> Asked:
-    """As long a request as there is."""
+def long_request(count: int) -> BlockRequest:
+    """A request with the longest keys."""
     numbers = [number % 64 for number in range(count)]
-    return Asked(numbers, [bytes(56) + n.to_bytes(8, "big") for n in range(count)])
+    return BlockRequest(numbers, [bytes(56) + n.to_bytes(8, "big") for n in range(count)])
 
 
 @pytest.mark.parametrize(("block_bytes", "blocks"), [(2 << 20, 128), (4096, 1024), (1 << 30, 1)])
@@ -134,20 +134,20 @@ def test_a_batch_is_bounded_in_bytes_and_in_blocks(block_bytes: int, blocks: int
 
 
 @pytest.mark.parametrize("keys", [False, True])
-async def test_a_checksum_is_of_a_blocks_bytes_under_its_key_or_number(
+async def test_a_checksum_depends_on_the_bytes_and_the_key_or_number(
     fixture: ClientFixture, keys: bool
 ) -> None:
-    every = some(*range((COUNT * CHUNK - START) // BLOCK), keys=keys)
-    last_first = some(5, 3, 4, keys=keys)
-    large = Asked([2, 0], [b"a", b"b"] if keys else [], LARGE)
-    all_of_them = every, last_first, large
-    names = [fixture.read(asked) for asked in all_of_them]
-    await fixture.summed()
-    for name, asked in zip(names, all_of_them, strict=True):
-        assert fixture.sums[name].tolist() == fixture.expected(asked)
+    all_blocks = request_of(*range((COUNT * CHUNK - START) // BLOCK), keys=keys)
+    unordered = request_of(5, 3, 4, keys=keys)
+    large = BlockRequest([2, 0], [b"a", b"b"] if keys else [], LARGE)
+    requests = all_blocks, unordered, large
+    names = [fixture.read(request) for request in requests]
+    await fixture.wait_for_sums()
+    for name, request in zip(names, requests, strict=True):
+        assert fixture.sums[name].tolist() == fixture.expected(request)
 
 
-async def test_commits_and_verification_take_turns_and_the_scrub_waits_for_both(
+async def test_commits_and_verification_alternate_and_the_scrub_waits_for_both(
     fixture: ClientFixture,
 ) -> None:
     order: list[Purpose] = []
@@ -166,26 +166,29 @@ async def test_commits_and_verification_take_turns_and_the_scrub_waits_for_both(
     assert order == [scrub, commit, verify, commit, verify, verify, scrub]
 
 
-async def test_more_requests_than_the_process_takes_at_once(fixture: ClientFixture) -> None:
-    whole = many(BATCH_BLOCKS)
-    names = [fixture.read(whole) for _ in range(30)]
-    await fixture.summed()
-    assert all((fixture.sums[name] == fixture.expected(whole)).all() for name in names)
+async def test_many_requests_are_queued_for_the_process(fixture: ClientFixture) -> None:
+    request = long_request(BATCH_BLOCKS)
+    names = [fixture.read(request) for _ in range(30)]
+    await fixture.wait_for_sums()
+    assert all((fixture.sums[name] == fixture.expected(request)).all() for name in names)
 
 
 @pytest.mark.parametrize("fixture", [{"reply_timeout": 3.0}], indirect=True)
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_process_that_dies_or_hangs_is_replaced_and_nothing_is_lost(
-    fixture: ClientFixture, how: signal.Signals
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_process_that_dies_or_hangs_is_replaced_and_requests_are_repeated(
+    fixture: ClientFixture, number: signal.Signals
 ) -> None:
-    fixture.read(some(1))
-    await fixture.summed()
+    fixture.read(request_of(1))
+    await fixture.wait_for_sums()
     before = fixture.process
-    os.kill(before.pid, how)
-    asked = {fixture.read(some(n, n + 1), Purpose(n % 3)): some(n, n + 1) for n in range(20)}
-    await fixture.summed()
-    assert {name: fixture.sums[name].tolist() for name in asked} == {
-        name: fixture.expected(blocks) for name, blocks in asked.items()
+    os.kill(before.pid, number)
+    requests = {}
+    for n in range(20):
+        request = request_of(n, n + 1)
+        requests[fixture.read(request, Purpose(n % 3))] = request
+    await fixture.wait_for_sums()
+    assert {name: fixture.sums[name].tolist() for name in requests} == {
+        name: fixture.expected(request) for name, request in requests.items()
     }
     assert fixture.process is not before
     assert before.returncode == -signal.SIGKILL
@@ -193,34 +196,34 @@ async def test_a_process_that_dies_or_hangs_is_replaced_and_nothing_is_lost(
 
 
 async def test_an_idle_process_has_the_full_reply_timeout(fixture: ClientFixture) -> None:
-    fixture.read(some(1))
-    await fixture.summed()
+    fixture.read(request_of(1))
+    await fixture.wait_for_sums()
     before = fixture.process
     fixture.client._last_reply -= 100
-    fixture.read(some(2))
+    fixture.read(request_of(2))
     assert fixture.client._watch is not None
     fixture.client._watch.cancel()
     fixture.client._check()
-    await fixture.summed()
+    await fixture.wait_for_sums()
     assert fixture.process is before
 
 
-async def test_an_idle_process_is_replaced_when_it_dies(fixture: ClientFixture) -> None:
+async def test_an_idle_process_that_dies_is_replaced(fixture: ClientFixture) -> None:
     before = fixture.process
     before.kill()
     await eventually(lambda: fixture.process is not before)
-    fixture.read(some(1))
-    await fixture.summed()
+    fixture.read(request_of(1))
+    await fixture.wait_for_sums()
 
 
 @pytest.mark.parametrize("fixture", [{"retry_after": 0.01}], indirect=True)
-async def test_starting_the_process_is_retried(
+async def test_a_failed_start_of_the_process_is_retried(
     fixture: ClientFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusals = refuse_starts(monkeypatch, OSError("too many"), OSError("too many"))
     fixture.process.kill()
-    fixture.read(some(1))
-    await fixture.summed()
+    fixture.read(request_of(1))
+    await fixture.wait_for_sums()
     assert fixture.failures == []
     refusals += [OSError("none")] * 9
     fixture.process.kill()
@@ -230,34 +233,34 @@ async def test_starting_the_process_is_retried(
         ChecksumClient(fixture.pool.descriptors, CHUNK, 2, fixture.failures.append)
 
 
-async def test_without_any_process_it_fails(fixture: ClientFixture) -> None:
-    """And says so once, and is not asked again."""
-    fixture.client._arguments[1] = "0"  # a chunk has no bytes: it dies when it reads
+async def test_a_process_that_always_dies_is_reported_once(fixture: ClientFixture) -> None:
+    """Later requests are dropped."""
+    fixture.client._arguments[1] = "0"  # chunks of 0 bytes: the process dies at the first read
     fixture.process.kill()
-    fixture.read(some(1))
+    fixture.read(request_of(1))
     await eventually(lambda: fixture.failures)
     (error,) = fixture.failures
     assert error.code == Code.COPY_FAILED
-    fixture.read(some(2))
+    fixture.read(request_of(2))
     fixture.client.close()
 
 
-async def test_signals_for_the_daemon_are_none_of_its_business(fixture: ClientFixture) -> None:
-    """A terminal's interrupt and hangup, and a service manager's SIGTERM, go to all processes."""
-    fixture.read(some(1))
-    await fixture.summed()  # it has begun
+async def test_the_process_ignores_signals_for_the_daemon(fixture: ClientFixture) -> None:
+    """A terminal sends SIGINT and SIGHUP, and a service manager SIGTERM, to all processes."""
+    fixture.read(request_of(1))
+    await fixture.wait_for_sums()  # the process is running
     before = fixture.process
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(before.pid, number)
-    fixture.read(some(2))
-    await fixture.summed()
+    fixture.read(request_of(2))
+    await fixture.wait_for_sums()
     assert fixture.process is before
 
 
 async def test_the_process_ends_with_its_client(fixture: ClientFixture) -> None:
-    """However that ended: nobody closes anything then but the kernel."""
-    fixture.read(some(1))
-    await fixture.summed()
+    """This holds also if only the kernel closes the socket."""
+    fixture.read(request_of(1))
+    await fixture.wait_for_sums()
     process = fixture.process
     fixture.client._loop.remove_reader(fixture.client._socket.fileno())
     fixture.client._socket.close()
@@ -266,7 +269,7 @@ async def test_the_process_ends_with_its_client(fixture: ClientFixture) -> None:
 
 async def test_closing_drops_outstanding_requests() -> None:
     fixture = ClientFixture()
-    fixture.read(many(BATCH_BLOCKS))
+    fixture.read(long_request(BATCH_BLOCKS))
     fixture.client.close()
     fixture.client.close()
     time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Stores are committed in rounds, of each block the last store alone."""
+"""The checksum writer commits stores in rounds. A round commits only the last store of a block."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvferry.daemon.persistence.checksum_writer import (
 )
 from support.eventually import eventually
 
-from .stored_pool import KEYED, key, numbers, of_large_blocks
+from .stored_pool import KEYED, key, numbers, with_block_bytes
 
 
 class RecordedReads:
-    """Records what is to be read, and answers when told to."""
+    """Records requests for checksums, and replies when the test calls reply()."""
 
     def __init__(self) -> None:
-        self.asked: list[list[int]] = []
+        self.requests: list[list[int]] = []
         self.waiting: list[Callable[[], None]] = []
 
     def request_checksums(
@@ -39,38 +39,38 @@ class RecordedReads:
         done: Callable[[Any], None],
     ) -> None:
         assert purpose is Purpose.COMMIT
-        self.asked.append(blocks.tolist())
+        self.requests.append(blocks.tolist())
         self.waiting.append(lambda: done(np.zeros(blocks.size, "<u8")))
 
-    def answer(self) -> None:
+    def reply(self) -> None:
         waiting, self.waiting = self.waiting, []
         for done in waiting:
             done()
 
 
 class WriterFixture:
-    """A writer whose rounds begin at once, and a table of COUNT blocks."""
+    """A writer whose rounds start at once, and a table of COUNT blocks."""
 
-    def __init__(self, record: RegionRecord = KEYED, fold: int = MIN_WAITING_BLOCKS) -> None:
+    def __init__(self, record: RegionRecord = KEYED, min_waiting: int = MIN_WAITING_BLOCKS) -> None:
         self.reads = RecordedReads()
         self.committed: list[BlockSet] = []
         self.writer = ChecksumWriter(
             self.reads,  # type: ignore[arg-type]
             self.committed.append,
             commit_after=0,
-            min_waiting=fold,
+            min_waiting=min_waiting,
         )
         self.table = BlockTable.create(record)
 
     def add(self, blocks: list[int], keys: list[int], **parts: tuple[int, int]) -> None:
-        theirs = {int(name[1:]): part for name, part in parts.items()}
-        block_set = BlockSet(KEYED.owner, numbers(*blocks), tuple(map(key, keys)), theirs)
+        part_of = {int(name[1:]): part for name, part in parts.items()}
+        block_set = BlockSet(KEYED.owner, numbers(*blocks), tuple(map(key, keys)), part_of)
         versions = self.table.invalidate(block_set.blocks)
         self.writer.add_store(CompletedStore(self.table, block_set, versions))
 
     async def complete_round(self) -> None:
         await eventually(lambda: self.reads.waiting)
-        self.reads.answer()
+        self.reads.reply()
 
     def close(self) -> None:
         if not self.table.closed:
@@ -91,27 +91,28 @@ async def test_the_last_store_of_a_block_in_a_round_is_committed(fixture: Writer
     assert fixture.writer.busy
     await fixture.complete_round()
     assert not fixture.writer.busy
-    assert fixture.reads.asked == [[2, 1]]
+    assert fixture.reads.requests == [[2, 1]]
     assert fixture.table.residents() == (ResidentBlock(2, key(9)), ResidentBlock(1, key(8), (2, 3)))
 
 
-async def test_blocks_that_are_committed_are_reported_with_their_keys(
+async def test_committed_blocks_are_reported_with_their_keys(
     fixture: WriterFixture,
 ) -> None:
-    """Not those that were overwritten meanwhile."""
+    """Blocks that were overwritten meanwhile are not reported."""
     fixture.add([1, 2, 3], [1, 2, 3])
     await eventually(lambda: fixture.reads.waiting)
     fixture.table.invalidate(numbers(2))
-    fixture.reads.answer()
-    (one,) = fixture.committed
-    assert (one.owner, one.blocks.tolist(), one.keys) == (KEYED.owner, [1, 3], (key(1), key(3)))
+    fixture.reads.reply()
+    (block_set,) = fixture.committed
+    found = block_set.owner, block_set.blocks.tolist(), block_set.keys
+    assert found == (KEYED.owner, [1, 3], (key(1), key(3)))
 
 
-async def test_more_blocks_than_one_request_takes() -> None:
-    fixture = WriterFixture(of_large_blocks(KEYED, BATCH_BYTES // 3))
+async def test_a_large_store_needs_several_requests() -> None:
+    fixture = WriterFixture(with_block_bytes(KEYED, BATCH_BYTES // 3))
     fixture.add(list(range(10)), list(range(100, 110)), b4=(1, 2))
     await fixture.complete_round()
-    assert fixture.reads.asked == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    assert fixture.reads.requests == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
     found = {resident.block: resident for resident in fixture.table.residents()}
     expected = {n: ResidentBlock(n, key(100 + n), (1, 2) if n == 4 else None) for n in range(10)}
     assert found == expected
@@ -119,19 +120,20 @@ async def test_more_blocks_than_one_request_takes() -> None:
 
 
 async def test_stores_that_complete_during_a_round_wait_for_the_next() -> None:
-    """And what they stored over is not read first."""
-    fixture = WriterFixture(fold=(most := 6))
+    """A block that was stored again is read once."""
+    min_waiting = 6
+    fixture = WriterFixture(min_waiting=min_waiting)
     fixture.add([1], [1])
-    await eventually(lambda: fixture.reads.asked)
+    await eventually(lambda: fixture.reads.requests)
     for number in range(10):
         fixture.add([2, 3], [10 + number, 30 + number])
-        assert len(fixture.writer._stores) <= most // 2
+        assert len(fixture.writer._stores) <= min_waiting // 2
     await asyncio.sleep(0.01)
-    assert fixture.reads.asked == [[1]]
+    assert fixture.reads.requests == [[1]]
     await fixture.complete_round()
     assert fixture.writer.busy
     await fixture.complete_round()
-    assert fixture.reads.asked == [[1], [2, 3]]
+    assert fixture.reads.requests == [[1], [2, 3]]
     assert not fixture.writer.busy
     await asyncio.sleep(0.01)
     assert not fixture.reads.waiting
@@ -144,13 +146,13 @@ async def test_stores_that_complete_during_a_round_wait_for_the_next() -> None:
 
 
 async def test_stores_of_no_blocks_are_not_kept(fixture: WriterFixture) -> None:
-    """All of their keys were there already, and there may be any number of them in a round."""
+    """All of their keys are resident. The number of such stores in a round is unlimited."""
     fixture.add([], [])
     assert not fixture.writer.busy
 
 
-@pytest.mark.parametrize("read", [False, True], ids=["before it is read", "while it is read"])
-async def test_a_region_may_end_before_it_is_committed(fixture: WriterFixture, read: bool) -> None:
+@pytest.mark.parametrize("read", [False, True], ids=["before the read", "during the read"])
+async def test_a_region_may_be_freed_before_its_commit(fixture: WriterFixture, read: bool) -> None:
     errors: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     fixture.add([1], [1])
@@ -158,7 +160,7 @@ async def test_a_region_may_end_before_it_is_committed(fixture: WriterFixture, r
         await asyncio.sleep(0.01)
     fixture.table.close()
     await asyncio.sleep(0.01)
-    assert len(fixture.reads.asked) == read
-    fixture.reads.answer()
+    assert len(fixture.reads.requests) == read
+    fixture.reads.reply()
     assert not errors
     assert not fixture.writer.busy

@@ -1,4 +1,4 @@
-"""Labels and memory of kept tensors: what one shelf puts away another takes up, or gives up."""
+"""Kept tensors in the descriptor store: a later daemon restores them, or drops unusable ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYOUT = KVLayout((TensorLayout(8, 4096, 4096),), ((TensorRef(0, 4096),),), 2)
 
 
 class FakeFdStore:
-    """Keeps descriptors, as a service manager would."""
+    """Keeps descriptors like a service manager."""
 
     def __init__(self) -> None:
         self.store: dict[str, int] = {}
@@ -32,7 +32,7 @@ class FakeFdStore:
             os.close(self.store.pop(name))
 
     def kept(self) -> dict[str, int]:
-        """As the next daemon gets them."""
+        """Copies of the descriptors, as the next daemon receives them."""
         return {name: os.dup(descriptor) for name, descriptor in self.store.items()}
 
 
@@ -46,60 +46,60 @@ def manager() -> Iterator[FakeFdStore]:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def tenancy(engine: str) -> KeptTensorsRecord:
+def record_of(engine: str) -> KeptTensorsRecord:
     return KeptTensorsRecord(engine, LayoutArrays.from_layout(LAYOUT), 32768, engine_owner(engine))
 
 
-def put(shelf: KeptTensorStore, number: int, engine: str) -> None:
+def store_tensors(store: KeptTensorStore, number: int, engine: str) -> None:
     memory = os.memfd_create("tensors")
     os.write(memory, engine.encode())
-    shelf.store_tensors(KeepTensors(number, tenancy(engine), (memory,)))
+    store.store_tensors(KeepTensors(number, record_of(engine), (memory,)))
     os.close(memory)
 
 
-def take_up(manager: FakeFdStore) -> tuple[KeptTensorStore, dict[str, bytes]]:
-    """A new shelf, and what it found: engine -> the memory's content."""
-    shelf, restored = KeptTensorStore(manager), list[KeptTensorsRecord]()
+def restore_tensors(manager: FakeFdStore) -> tuple[KeptTensorStore, dict[str, bytes]]:
+    """A new store, and the content of the restored memory by engine."""
+    store, restored = KeptTensorStore(manager), list[KeptTensorsRecord]()
 
-    def restore(one: KeptTensorsRecord) -> int:
-        if one.engine == "unwelcome":
-            raise Refused(Code.NOT_REGISTERED, "their engine's host blocks are gone", one.engine)
-        restored.append(one)
+    def restore(record: KeptTensorsRecord) -> int:
+        if record.engine == "refused":
+            raise Refused(Code.NOT_REGISTERED, "the engine has no region", record.engine)
+        restored.append(record)
         return 100 + len(restored)
 
     kept = manager.kept()
-    found = shelf.restore_tensors(kept, restore)
+    found = store.restore_tensors(kept, restore)
     for name in kept:
-        if name.startswith("block-table-"):  # somebody else's to close
+        if name.startswith("block-table-"):  # the region store closes it
             os.close(kept[name])
     content = {}
     for number, memory in found.items():
         content[restored[number - 101].engine] = os.pread(memory, 99, 0)
         os.close(memory)
-    assert restored == [tenancy(engine) for engine in content]
-    return shelf, content
+    assert restored == [record_of(engine) for engine in content]
+    return store, content
 
 
 def test_stored_tensors_are_found(manager: FakeFdStore) -> None:
     first = KeptTensorStore(manager)
     for number, engine in enumerate(("a", "b", "c"), 7):
-        put(first, number, engine)
+        store_tensors(first, number, engine)
     first.remove_tensors(8)
     first.remove_tensors(99)
-    second, found = take_up(manager)
+    second, found = restore_tensors(manager)
     assert found == {"a": b"a", "c": b"c"}
-    second.remove_tensors(101)  # the first that it found
-    put(second, 1, "d")
-    assert take_up(manager)[1] == {"c": b"c", "d": b"d"}
+    second.remove_tensors(101)  # the tensors of "a"
+    store_tensors(second, 1, "d")
+    assert restore_tensors(manager)[1] == {"c": b"c", "d": b"d"}
 
 
 def test_unusable_kept_tensors_are_dropped(manager: FakeFdStore) -> None:
     first = KeptTensorStore(manager)
-    for number, engine in enumerate(("a", "unwelcome", "no label", "no memory", "bad label")):
-        put(first, number, engine)
+    for number, engine in enumerate(("a", "refused", "no label", "no memory", "bad label")):
+        store_tensors(first, number, engine)
     manager.remove_fd("tensors-3.label")
     manager.remove_fd("tensors-4.memory")
     os.pwrite(manager.store["tensors-5.label"], b"\xff\xff", 0)
     manager.store_fd("block-table-1", 0)
-    assert take_up(manager)[1] == {"a": b"a"}
+    assert restore_tensors(manager)[1] == {"a": b"a"}
     assert sorted(manager.store) == ["block-table-1", "tensors-1.label", "tensors-1.memory"]

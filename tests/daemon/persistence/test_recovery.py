@@ -1,4 +1,4 @@
-"""The pool of an earlier daemon at start: used, or removed from the descriptor store."""
+"""The pool of an earlier daemon: used, or removed from the descriptor store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class FakeStartupFdStore:
-    """A descriptor store that notes what is removed."""
+    """A descriptor store that records the removed names."""
 
     has_fd_store = True
 
@@ -34,22 +34,22 @@ def refuse_new_pool(_: int) -> None:
     raise AssertionError("the stored pool fits")
 
 
-def test_names_of_another_version_are_removed_and_the_pool_is_used() -> None:
-    chunk, foreign = sealed_memfd("chunk", CHUNK_BYTES), sealed_memfd("foreign", CHUNK_BYTES)
-    manager = FakeStartupFdStore({"pool-00000": chunk, "unknown-1": foreign})
+def test_unknown_names_are_removed_and_the_pool_is_used() -> None:
+    chunk, unknown = sealed_memfd("chunk", CHUNK_BYTES), sealed_memfd("unknown", CHUNK_BYTES)
+    manager = FakeStartupFdStore({"pool-00000": chunk, "unknown-1": unknown})
     pool, recovered = recover_pool(
         manager, CHUNK_BYTES, CHUNK_BYTES, keep=True, check_new_pool=refuse_new_pool
     )
     assert manager.removed == []
     recovered.store_new_pool()
     assert manager.removed == ["unknown-1"]
-    assert not os.path.lexists(f"/proc/self/fd/{foreign}")
+    assert not os.path.lexists(f"/proc/self/fd/{unknown}")
     assert chunks_of(recovered.fds) == [chunk] == list(pool.descriptors)
     pool.close(ReferenceEngine())
 
 
-def test_a_stored_pool_that_is_still_written_into_is_replaced() -> None:
-    """A tier of the earlier daemon may have reads in flight into it."""
+def test_a_stored_pool_that_is_still_written_is_replaced() -> None:
+    """A tier of the earlier daemon may have reads into it in flight."""
     chunk = sealed_memfd("chunk", CHUNK_BYTES)
     manager = FakeStartupFdStore({"pool-00000": chunk})
     pool, recovered = recover_pool(

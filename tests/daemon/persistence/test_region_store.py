@@ -1,4 +1,4 @@
-"""Tables are kept of regions and handed on; only stores that were committed are found again."""
+"""The region store keeps the tables of regions for the next daemon. It finds committed stores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .stored_pool import BLOCK, COUNT, FINGERPRINT, KEYED, RAW, StoredPool, key,
 
 
 class KeptFds:
-    """Keeps descriptors, as a service manager would."""
+    """Keeps descriptors like a service manager."""
 
     def __init__(self) -> None:
         self.kept: dict[str, int] = {}
@@ -69,14 +69,14 @@ class StoreFixture:
 
     def end(self, start: StartTransfer, *, done: bool = True, **parts: tuple[int, int]) -> None:
         block_set = start.block_set
-        theirs = {int(name[1:]): part for name, part in parts.items()}
+        part_of = {int(name[1:]): part for name, part in parts.items()}
         if done:
-            whole = BlockSet(block_set.owner, block_set.blocks, block_set.keys, theirs)
-            self.store.commit_store(CommitBlocks(start.plan.serial, whole))
+            stored = BlockSet(block_set.owner, block_set.blocks, block_set.keys, part_of)
+            self.store.commit_store(CommitBlocks(start.plan.serial, stored))
         self.store.end_store(start.plan.serial)
 
-    async def found(self, name: str = "block-table-1") -> tuple[ResidentBlock, ...]:
-        """What another daemon finds, once all is committed."""
+    async def read_residents(self, name: str = "block-table-1") -> tuple[ResidentBlock, ...]:
+        """The residents that another daemon reads, after all commits."""
         await eventually(lambda: not self.store.busy)
         table = BlockTable(os.dup(self.fds.kept[name]))
         residents = table.residents()
@@ -92,39 +92,42 @@ async def fixture(pool: StoredPool) -> AsyncIterator[StoreFixture]:
     fixture.store.close()
 
 
-async def test_stores_are_found_in_the_order_in_which_they_began(fixture: StoreFixture) -> None:
+async def test_stores_are_found_in_the_order_of_their_start(fixture: StoreFixture) -> None:
     first, second = fixture.start([3, 4], [1, 2]), fixture.start([7], [3])
     fixture.end(second)
     fixture.end(first)
     load = fixture.start([4], direction=Direction.LOAD)
     fixture.end(load)
     expected = (ResidentBlock(3, key(1)), ResidentBlock(7, key(3)), ResidentBlock(4, key(2)))
-    assert await fixture.found() == expected
+    assert await fixture.read_residents() == expected
 
 
-async def test_blocks_by_number_are_found_with_the_part_that_is_loadable(
+async def test_blocks_by_number_are_found_with_their_stored_part(
     fixture: StoreFixture,
 ) -> None:
     fixture.store.apply_change(RegionCreated(RAW))
     fixture.end(fixture.start([5, 2], owner=RAW.owner), b5=(0, 3))
-    assert await fixture.found("block-table-2") == (
+    assert await fixture.read_residents("block-table-2") == (
         ResidentBlock(2, b""),
         ResidentBlock(5, b"", (0, 3)),
     )
     fixture.end(fixture.start([5], owner=RAW.owner))
-    assert await fixture.found("block-table-2") == (ResidentBlock(2, b""), ResidentBlock(5, b""))
+    assert await fixture.read_residents("block-table-2") == (
+        ResidentBlock(2, b""),
+        ResidentBlock(5, b""),
+    )
 
 
-async def test_a_commit_may_name_fewer_blocks_than_the_store_and_in_another_order(
+async def test_a_commit_may_have_fewer_blocks_than_the_store_in_another_order(
     fixture: StoreFixture,
 ) -> None:
     start = fixture.start([9, 3, 6], [9, 3, 6])
-    over = fixture.start([3], [3])
+    overwriting = fixture.start([3], [3])
     block_set = BlockSet(KEYED.owner, numbers(3, 9), (key(3), key(9)))
     fixture.store.commit_store(CommitBlocks(start.plan.serial, block_set))
     fixture.store.end_store(start.plan.serial)
-    fixture.end(over, done=False)
-    assert await fixture.found() == (ResidentBlock(9, key(9)),)
+    fixture.end(overwriting, done=False)
+    assert await fixture.read_residents() == (ResidentBlock(9, key(9)),)
 
 
 async def test_only_checksums_of_committed_blocks_are_valid(fixture: StoreFixture) -> None:
@@ -132,45 +135,45 @@ async def test_only_checksums_of_committed_blocks_are_valid(fixture: StoreFixtur
     await eventually(lambda: not fixture.store.busy)
     checksums, valid = fixture.store.checksums_of(KEYED.owner, numbers(2, 5, 1))
     assert valid.tolist() == [True, False, True]
-    over = fixture.start([2], [3])
+    overwriting = fixture.start([2], [3])
     after, valid = fixture.store.checksums_of(KEYED.owner, numbers(2, 5, 1))
     assert valid.tolist() == [False, False, True]
     assert after[2] == checksums[2] != 0
-    fixture.end(over, done=False)
+    fixture.end(overwriting, done=False)
     assert not fixture.store.checksums_of(RAW.owner, numbers(1))[1].any()
 
 
 async def test_a_store_that_was_not_committed_is_not_found(fixture: StoreFixture) -> None:
     fixture.end(fixture.start([1, 2], [1, 2]))
-    over = fixture.start([2], [3])
-    assert await fixture.found() == (ResidentBlock(1, key(1)),)
-    fixture.end(over, done=False)
-    fixture.store.commit_store(CommitBlocks(over.plan.serial, over.block_set))
-    assert await fixture.found() == (ResidentBlock(1, key(1)),)
+    overwriting = fixture.start([2], [3])
+    assert await fixture.read_residents() == (ResidentBlock(1, key(1)),)
+    fixture.end(overwriting, done=False)
+    fixture.store.commit_store(CommitBlocks(overwriting.plan.serial, overwriting.block_set))
+    assert await fixture.read_residents() == (ResidentBlock(1, key(1)),)
     assert not fixture.store._stores
 
 
-async def test_a_wipe_takes_what_is_not_committed_yet_along(fixture: StoreFixture) -> None:
+async def test_a_wipe_includes_stores_that_are_not_committed_yet(fixture: StoreFixture) -> None:
     fixture.end(fixture.start([1], [1]))
-    late = fixture.start([2], [2])
+    late_store = fixture.start([2], [2])
     fixture.store.apply_change(RegionUpdated(KEYED, wipe=True))
-    fixture.end(late)
-    assert await fixture.found() == ()
+    fixture.end(late_store)
+    assert await fixture.read_residents() == ()
     fixture.end(fixture.start([1], [3]))
-    assert await fixture.found() == (ResidentBlock(1, key(3)),)
+    assert await fixture.read_residents() == (ResidentBlock(1, key(3)),)
 
 
 async def test_a_freed_region_is_removed_from_the_store(fixture: StoreFixture) -> None:
     fixture.end(fixture.start([1], [1]))
-    late = fixture.start([2], [2])
+    late_store = fixture.start([2], [2])
     other = os.dup(fixture.fds.kept["block-table-1"])
     (table,) = fixture.store._all_tables()
     fixture.store.apply_change(RegionFreed(KEYED.owner))
-    fixture.end(late)
+    fixture.end(late_store)
     assert fixture.fds.kept == {}
     assert table.closed
     with pytest.raises(Refused):
-        BlockTable(other)  # a copy of the descriptor somewhere is no table any more either
+        BlockTable(other)  # the table is void for other copies of the descriptor
     fixture.store.apply_change(RegionFreed(KEYED.owner))
     fixture.store.apply_change(RegionCreated(KEYED))
     assert list(fixture.fds.kept) == ["block-table-2"]
@@ -182,7 +185,7 @@ async def test_the_next_daemon_verifies_valid_tables_and_drops_others(
     fixture.end(fixture.start([1], [1]))
     fixture.store.apply_change(RegionCreated(RAW))
     fixture.end(fixture.start([4], owner=RAW.owner))
-    assert await fixture.found()
+    assert await fixture.read_residents()
     junk = os.memfd_create("junk")
     fixture.fds.kept["block-table-7"] = junk
     longer = sealed_memfd("longer", os.fstat(fixture.fds.kept["block-table-1"]).st_size + 1)
@@ -190,18 +193,18 @@ async def test_the_next_daemon_verifies_valid_tables_and_drops_others(
     fixture.fds.kept["block-table-8"] = longer
     kept = {name: os.dup(descriptor) for name, descriptor in fixture.fds.kept.items()}
     pool.reports.clear()
-    heir = StoreFixture(pool, fixture.fds)
+    successor = StoreFixture(pool, fixture.fds)
     found: list[RecoveredRegion] = []
-    heir.store.restore_regions(kept, found.append)
+    successor.store.restore_regions(kept, found.append)
     assert found == [
         RecoveredRegion(KEYED, (ResidentBlock(1, key(1)),)),
         RecoveredRegion(RAW, (ResidentBlock(4, b""),)),
     ]
     assert list(fixture.fds.kept) == ["block-table-1", "block-table-2"]
-    assert heir.store.verification is None
-    heir.store.start()
+    assert successor.store.verification is None
+    successor.store.start()
     await eventually(lambda: len(pool.reports) == 2)
-    assert heir.store.verification == VerificationStatus(2 * BLOCK, 2 * BLOCK)
+    assert successor.store.verification == VerificationStatus(2 * BLOCK, 2 * BLOCK)
 
     def refuse(found: RecoveredRegion) -> None:
         raise Refused(Code.POOL_FULL, "no room", found.record.name)
@@ -211,7 +214,7 @@ async def test_the_next_daemon_verifies_valid_tables_and_drops_others(
     other.store.restore_regions(kept, refuse)
     assert fixture.fds.kept == {}
     assert other.store._all_tables() == []
-    for table in heir.store._all_tables():
+    for table in successor.store._all_tables():
         table.close()
 
 
@@ -225,22 +228,22 @@ async def test_the_next_daemon_restores_the_oldest_first_and_reuses_no_name(
         table = BlockTable.create(RegionRecord(model, 0, COUNT * BLOCK, fingerprint=fingerprint))
         fds.store_fd(name, table.descriptor)
         table.close()
-    heir = StoreFixture(pool, fds)
+    successor = StoreFixture(pool, fds)
     found: list[RecoveredRegion] = []
-    heir.store.restore_regions({name: os.dup(fds.kept[name]) for name in names}, found.append)
-    assert [each.record.name for each in found] == ["a", "b"]
-    heir.store.apply_change(RegionCreated(KEYED))
+    successor.store.restore_regions({name: os.dup(fds.kept[name]) for name in names}, found.append)
+    assert [region.record.name for region in found] == ["a", "b"]
+    successor.store.apply_change(RegionCreated(KEYED))
     assert list(fds.kept) == [*names, "block-table-11"]
-    heir.store.close()
+    successor.store.close()
 
 
-async def test_a_region_without_a_table_serves_all_the_same(
+async def test_a_region_without_a_table_works_but_is_not_kept(
     fixture: StoreFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none_left(*_: Any) -> BlockTable:
+    def fail(*_: Any) -> BlockTable:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(BlockTable, "create", none_left)
+    monkeypatch.setattr(BlockTable, "create", fail)
     fixture.store.apply_change(RegionCreated(RAW))
     fixture.store.apply_change(RegionUpdated(RAW, wipe=True))
     fixture.end(fixture.start([1], owner=RAW.owner))
@@ -249,7 +252,7 @@ async def test_a_region_without_a_table_serves_all_the_same(
     assert list(fixture.fds.kept) == ["block-table-1"]
 
 
-async def test_a_record_that_outgrows_its_table_ends_the_keeping(fixture: StoreFixture) -> None:
+async def test_a_region_whose_record_becomes_too_long_is_not_kept(fixture: StoreFixture) -> None:
     pages = ((1 << 60,) * (1 << 18),)
     longer = RegionRecord(KEYED.name, 0, KEYED.nbytes, fingerprint=FINGERPRINT, pages=pages)
     fixture.store.apply_change(RegionUpdated(longer))
@@ -258,7 +261,7 @@ async def test_a_record_that_outgrows_its_table_ends_the_keeping(fixture: StoreF
     assert not fixture.store.busy
 
 
-async def test_the_scrub_reads_what_is_committed(pool: StoredPool) -> None:
+async def test_the_scrub_reads_committed_blocks(pool: StoredPool) -> None:
     store = RegionStore(pool.checksums, KeptFds(), pool.reports.extend, 1 << 30)
     store.apply_change(RegionCreated(KEYED))
     store.start()

@@ -1,4 +1,4 @@
-"""Committed blocks are read round and round, not faster than configured."""
+"""The scrub reads all committed blocks again and again, at the configured rate."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ FAST = 1 << 30
 
 class ScrubbedBlocks:
     def __init__(self) -> None:
-        self.asked: list[list[int]] = []
+        self.requests: list[list[int]] = []
         self.done: Callable[[], None] | None = None
 
     def check_blocks(
         self, table: Any, blocks: Any, purpose: Purpose, done: Callable[[], None]
     ) -> None:
         assert purpose is Purpose.SCRUB
-        assert self.done is None, "one batch is read at a time"
-        self.asked.append(blocks.tolist())
+        assert self.done is None, "two batches at a time"
+        self.requests.append(blocks.tolist())
         self.done = done
 
-    def answer(self) -> None:
+    def reply(self) -> None:
         done, self.done = self.done, None
         assert done is not None
         done()
 
 
-async def test_a_block_that_changed_is_found_once_and_those_that_did_not_are_not(
+async def test_each_damaged_block_is_reported_once_and_no_other(
     pool: StoredPool,
 ) -> None:
     keyed, raw = pool.table(KEYED), pool.table(RAW)
@@ -56,10 +56,10 @@ async def test_a_block_that_changed_is_found_once_and_those_that_did_not_are_not
     assert keyed.committed_blocks().tolist() == [3]
 
 
-async def test_every_committed_block_has_its_turn(
+async def test_every_committed_block_is_read(
     pool: StoredPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those that are committed or go meanwhile; unverified ones are not its own."""
+    """Blocks committed during the scrub are read. Corrupt and unverified blocks are not."""
     checks, tables = ScrubbedBlocks(), [pool.table(KEYED), pool.table(RAW)]
     pool.commit(tables[0], 0, 1, 2, 8)
     pool.commit(tables[1], 5)
@@ -68,26 +68,26 @@ async def test_every_committed_block_has_its_turn(
     monkeypatch.setattr(scrub, "_pause", lambda seconds: scrub._step())
     scrub.start()
 
-    async def asked() -> list[int]:
+    async def next_blocks() -> list[int]:
         await eventually(lambda: checks.done)
-        return checks.asked[-1]
+        return checks.requests[-1]
 
-    assert await asked() == [0, 1]
-    checks.answer()
-    assert await asked() == [2]
+    assert await next_blocks() == [0, 1]
+    checks.reply()
+    assert await next_blocks() == [2]
     pool.commit(tables[0], 7)
     tables[0].mark_corrupt(numbers(8))
-    checks.answer()
-    assert await asked() == [7]
-    checks.answer()
-    assert await asked() == [5]
+    checks.reply()
+    assert await next_blocks() == [7]
+    checks.reply()
+    assert await next_blocks() == [5]
     tables[0].mark_unverified(numbers(1, 7))
     tables[0].mark_verified(numbers(7))
-    checks.answer()
-    assert await asked() == [7]
+    checks.reply()
+    assert await next_blocks() == [7]
     tables[1].close()
-    checks.answer()
-    assert await asked() == [7]
+    checks.reply()
+    assert await next_blocks() == [7]
     scrub.stop()
 
 
@@ -100,8 +100,8 @@ async def test_the_pause_after_a_batch_follows_from_the_rate(
     scrub = Scrub(checks, rate, lambda: [table])  # type: ignore[arg-type]
     monkeypatch.setattr(scrub, "_pause", pauses.append)
     scrub.start()
-    assert checks.asked == [list(range(blocks))]
-    checks.answer()
+    assert checks.requests == [list(range(blocks))]
+    checks.reply()
     assert pauses == [pause]
 
 
@@ -110,7 +110,7 @@ async def test_a_scrub_rate_of_zero_reads_nothing(pool: StoredPool) -> None:
     pool.commit(table, 1)
     Scrub(checks, 0, lambda: [table]).start()  # type: ignore[arg-type]
     await asyncio.sleep(0.05)
-    assert checks.asked == []
+    assert checks.requests == []
 
 
 async def test_the_scrub_waits_for_the_first_region(pool: StoredPool) -> None:
@@ -120,6 +120,6 @@ async def test_the_scrub_waits_for_the_first_region(pool: StoredPool) -> None:
     await asyncio.sleep(0.03)
     tables.append(pool.table(RAW))
     pool.commit(tables[0], 6)
-    await eventually(lambda: checks.asked)
-    assert checks.asked == [[6]]
+    await eventually(lambda: checks.requests)
+    assert checks.requests == [[6]]
     scrub.stop()

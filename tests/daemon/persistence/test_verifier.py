@@ -1,4 +1,4 @@
-"""After a restart every unverified block is read, the most recently used first over all regions."""
+"""The verifier reads all unverified blocks after a restart, the most recently used first."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from kvferry.daemon.persistence.verifier import Verifier
 from kvferry.proto.status import VerificationStatus
 from support.eventually import eventually
 
-from .stored_pool import BLOCK, COUNT, KEYED, RAW, StoredPool, numbers, of_large_blocks
+from .stored_pool import BLOCK, COUNT, KEYED, RAW, StoredPool, numbers, with_block_bytes
 
 
 class VerifiedBlocks:
-    """Records what is asked for, and answers when told to."""
+    """Records requests for checks. The test calls the callbacks."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, list[int]]] = []
+        self.requests: list[tuple[str, list[int]]] = []
         self.waiting: list[Callable[[], None]] = []
 
     def check_blocks(
         self, table: Any, blocks: Any, purpose: Purpose, done: Callable[[], None]
     ) -> None:
         assert purpose is Purpose.VERIFY
-        self.asked.append((table.record.owner.kind, blocks.tolist()))
+        self.requests.append((table.record.owner.kind, blocks.tolist()))
         self.waiting.append(done)
         table.mark_verified(blocks)
 
@@ -61,7 +61,7 @@ async def test_the_most_recently_used_blocks_of_all_regions_are_verified_first(
     checks = VerifiedBlocks()
     verifier = Verifier(checks, 100, range_blocks=2)  # type: ignore[arg-type]
     verifier.start([keyed, raw])
-    assert checks.asked == [
+    assert checks.requests == [
         ("namespace", [1]),
         ("engine", [4]),
         ("namespace", [3, 9]),
@@ -69,26 +69,26 @@ async def test_the_most_recently_used_blocks_of_all_regions_are_verified_first(
     ]
 
 
-async def test_few_batches_are_requested_at_a_time_and_no_overwritten_block(
+async def test_batches_in_flight_are_bounded_and_overwritten_blocks_skipped(
     pool: StoredPool,
 ) -> None:
-    table = pool.table(of_large_blocks(KEYED, BATCH_BYTES // 2))
+    table = pool.table(with_block_bytes(KEYED, BATCH_BYTES // 2))
     pool.commit(table, *reversed(range(8)))
     table.mark_unverified(table.committed_blocks())
     checks = VerifiedBlocks()
     verifier = Verifier(checks, 2)  # type: ignore[arg-type]
     verifier.start([table])
-    assert [blocks for _, blocks in checks.asked] == [[7, 6], [5, 4]]
+    assert [blocks for _, blocks in checks.requests] == [[7, 6], [5, 4]]
     table.invalidate(numbers(3, 1, 0))
     checks.waiting.pop(0)()
-    assert checks.asked[2:] == [("namespace", [2])]
+    assert checks.requests[2:] == [("namespace", [2])]
     assert verifier.status == VerificationStatus(4 * BATCH_BYTES, 4 * BATCH_BYTES)
     for done in tuple(checks.waiting):
         done()
-    assert len(checks.asked) == 3
+    assert len(checks.requests) == 3
 
 
-async def test_a_region_may_end_before_it_was_verified(pool: StoredPool) -> None:
+async def test_a_region_may_be_freed_before_its_verification(pool: StoredPool) -> None:
     keyed, raw = pool.table(KEYED), pool.table(RAW)
     for table in (keyed, raw):
         pool.commit(table, *range(COUNT))

@@ -1,4 +1,4 @@
-"""The door of an ipc socket: who sees the file can come in."""
+"""The accept gate: clients can connect only while the file of the ipc socket is visible."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ def path(short_path: Path) -> Path:
 
 
 @pytest.fixture
-async def door(path: Path) -> AcceptGate:
+async def gate(path: Path) -> AcceptGate:
     return AcceptGate(path)
 
 
 @pytest.fixture(autouse=True)
-def bound(door: AcceptGate) -> Iterator[None]:
+def bind_gate(gate: AcceptGate) -> Iterator[None]:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        door.bind_socket(router)
+        gate.bind_socket(router)
         yield
-        door.close()
+        gate.close()
 
 
-def knock(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as knocking:
-        knocking.connect(str(path))
+def connect(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.connect(str(path))
 
 
-async def test_a_socket_is_visible_only_once_it_listens(path: Path, door: AcceptGate) -> None:
+async def test_a_socket_is_visible_after_the_gate_opens(path: Path, gate: AcceptGate) -> None:
     assert not path.exists()
-    door.open_gate()
-    knock(path)
+    gate.open_gate()
+    connect(path)
 
 
-async def test_the_gate_closes_when_descriptors_run_out(path: Path, door: AcceptGate) -> None:
-    door.open_gate()
-    door.connection_accepted(max_client_fd())
+async def test_the_gate_closes_when_descriptors_run_out(path: Path, gate: AcceptGate) -> None:
+    gate.open_gate()
+    gate.connection_accepted(max_client_fd())
     assert path.exists()
-    door.connection_accepted(max_client_fd() + 1)
+    gate.connection_accepted(max_client_fd() + 1)
     assert not path.exists()
-    knock(closed_path(path))
+    connect(closed_path(path))
 
 
 @pytest.mark.parametrize("cleared", [False, True])
-async def test_the_gate_leaves_no_file_behind(path: Path, door: AcceptGate, cleared: bool) -> None:
-    door.open_gate()
+async def test_the_gate_leaves_no_file_behind(path: Path, gate: AcceptGate, cleared: bool) -> None:
+    gate.open_gate()
     if cleared:
         path.unlink()
-    door.close()
+    gate.close()
     assert list(path.parent.iterdir()) == []

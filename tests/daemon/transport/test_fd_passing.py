@@ -1,4 +1,4 @@
-"""Descriptors that the FdServer holds: which session may use them, and when they are closed."""
+"""Descriptors held by the FdServer: which session may take them, and when they are closed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvferry.proto.messages import Error
 from support.descriptors import is_open
 
 
-def memory() -> int:
+def create_memfd() -> int:
     return os.memfd_create("kvferry-test")
 
 
@@ -33,9 +33,9 @@ class FdServerFixture:
         self.refused: list[str] = []
         admission = SimpleNamespace(check_process=lambda process: None)
         endpoint = SimpleNamespace(admission=admission, descriptors=folder / "fds.sock")
-        self.server = FdServer(cast(Any, endpoint), lambda: self.sessions, self.refusal, 2)
+        self.server = FdServer(cast(Any, endpoint), lambda: self.sessions, self.make_refusal, 2)
 
-    def refusal(self, error: KVFerryError) -> Error:
+    def make_refusal(self, error: KVFerryError) -> Error:
         self.refused.append(error.code)
         return Error(None, error.info, "boot")
 
@@ -47,38 +47,38 @@ async def fixture(short_path: Path) -> AsyncIterator[FdServerFixture]:
     fixture.server.close()
 
 
-async def test_held_descriptors_are_closed_with_their_session_unless_they_were_taken(
+async def test_descriptors_that_were_not_taken_are_closed_with_their_session(
     fixture: FdServerFixture,
 ) -> None:
-    one, two, other = memory(), memory(), memory()
-    first, _, third = (
-        fixture.server.hold_fd(who, d) for who, d in (("a", one), ("a", two), ("b", other))
-    )
-    assert fixture.server.take_fds("a", (first,)) == (one,)
+    taken, held, other = create_memfd(), create_memfd(), create_memfd()
+    handle = fixture.server.hold_fd("a", taken)
+    fixture.server.hold_fd("a", held)
+    other_handle = fixture.server.hold_fd("b", other)
+    assert fixture.server.take_fds("a", (handle,)) == (taken,)
     fixture.server.close_session("a")
-    assert [is_open(descriptor) for descriptor in (one, two, other)] == [True, False, True]
-    os.dup2(one, two)  # the number is used again
+    assert [is_open(descriptor) for descriptor in (taken, held, other)] == [True, False, True]
+    os.dup2(taken, held)  # the number is used again
     fixture.server.close_session("a")
-    assert is_open(two)
-    os.close(two)
-    assert fixture.server.take_fds("b", (third,)) == (other,)
-    os.close(one)
+    assert is_open(held)
+    os.close(held)
+    assert fixture.server.take_fds("b", (other_handle,)) == (other,)
+    os.close(taken)
     os.close(other)
 
 
 async def test_a_descriptor_for_a_closed_session_is_closed_at_once(
     fixture: FdServerFixture,
 ) -> None:
-    descriptor = memory()
-    fixture.server.hold_fd("gone", descriptor)
+    descriptor = create_memfd()
+    fixture.server.hold_fd("closed", descriptor)
     assert not is_open(descriptor)
 
 
-async def test_a_handle_is_used_once_and_a_wrong_one_takes_none(
+async def test_a_handle_is_valid_once_and_an_unknown_handle_takes_nothing(
     fixture: FdServerFixture,
 ) -> None:
-    one = memory()
-    handle = fixture.server.hold_fd("a", one)
+    descriptor = create_memfd()
+    handle = fixture.server.hold_fd("a", descriptor)
     for handles, code in (
         ((handle, handle), Code.UNKNOWN_HANDLE),
         ((handle, 99), Code.UNKNOWN_HANDLE),
@@ -88,8 +88,8 @@ async def test_a_handle_is_used_once_and_a_wrong_one_takes_none(
         assert refused.value.code == code
     with pytest.raises(Refused):
         fixture.server.take_fds("b", (handle,))
-    assert fixture.server.take_fds("a", (handle,)) == (one,)
-    os.close(one)
+    assert fixture.server.take_fds("a", (handle,)) == (descriptor,)
+    os.close(descriptor)
 
 
 @pytest.mark.parametrize("exhausted", [False, True])
@@ -97,14 +97,14 @@ async def test_a_session_may_hold_a_bounded_number_of_descriptors(
     fixture: FdServerFixture, monkeypatch: pytest.MonkeyPatch, exhausted: bool
 ) -> None:
     monkeypatch.setattr(fd_passing, "fds_exhausted", lambda: exhausted)
-    here, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    client, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sent: list[int] = []
     for _ in range(3):
-        sent.append(memory())
-        fixture.server._reply(theirs, credentials_of(here), encode(SendFds("a")), sent)
+        sent.append(create_memfd())
+        fixture.server._reply(server, credentials_of(client), encode(SendFds("a")), sent)
     assert fixture.refused == [Code.BUSY] * (3 if exhausted else 1)
-    assert len(sent) == len(fixture.refused)  # the caller's to close
+    assert len(sent) == len(fixture.refused)  # the caller must close the others
     for descriptor in sent:
         os.close(descriptor)
-    here.close()
-    theirs.close()
+    client.close()
+    server.close()

@@ -1,4 +1,4 @@
-"""Messages are served in order, in turns bounded in time, before the end of their connection."""
+"""Ingress: order of messages, fairness between clients, bounded queues, closed connections."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from kvferry.daemon.transport.peers import Peer, Peers
 from kvferry.proto.messages import PROTOCOL, Hello
 
 HELLO = Hello(PROTOCOL, PROTOCOL, "a client", "an engine")
-# Messages sent there have arrived at once; but connections have no numbers and no credentials.
+# Messages arrive at once with inproc, but its connections have no descriptors and no credentials.
 INPROC = "inproc://router"
-TURNED = b"the loop ran everything else"
+LOOP_RAN = b"the loop ran all other callbacks"
 CLOSED = b"connection closed"
 
 
 class IngressFixture:
-    """A ROUTER, and its ingress. events: received messages, and reasons of disconnects.
+    """A ROUTER and its ingress. events: received messages, and reasons of disconnects.
 
-    costs: seconds that a message takes to serve, by the clock of the ingress. unknown: messages
-    from connections without a session.
+    costs: seconds to serve a message, by the clock of the ingress. unknown: messages from
+    connections without a session.
     """
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, path: Path) -> None:
         self.context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
-        self.router, self.ipc = self._socket(zmq.ROUTER), f"ipc://{place}"
+        self.router, self.ipc = self._socket(zmq.ROUTER), f"ipc://{path}"
         self.router.bind(INPROC)
         self.router.bind(self.ipc)
         self.events: list[bytes] = []
@@ -52,26 +52,26 @@ class IngressFixture:
         )
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        one = self.context.socket(kind)
-        self._sockets.append(one)
-        one.setsockopt(zmq.SNDHWM, 0)
-        one.setsockopt(zmq.RCVHWM, 0)
-        return one
+        created = self.context.socket(kind)
+        self._sockets.append(created)
+        created.setsockopt(zmq.SNDHWM, 0)
+        created.setsockopt(zmq.RCVHWM, 0)
+        return created
 
     def client(self, address: str = INPROC, session: str = "s") -> zmq.Socket[bytes]:
-        """A peer of this session."""
-        one = self._socket(zmq.DEALER)
-        one.connect(address)
-        one.send(b"hello")
+        """Connect a peer of this session."""
+        dealer = self._socket(zmq.DEALER)
+        dealer.connect(address)
+        dealer.send(b"hello")
         assert self.router.poll(10_000)
         identity, frame = self.router.recv(), self.router.recv(copy=False)
         if address != INPROC:
             self.peers.add_peer(session, identity, frame, HELLO)
-            return one
+            return dealer
         pidfd = os.pidfd_open(os.getpid())
         peer = Peer(session, identity, 0, os.getpid(), pidfd, -1, HELLO.client, HELLO.engine)
         self.peers.by_session[session] = self.peers.by_identity[identity] = peer
-        return one
+        return dealer
 
     # MessageHandler
 
@@ -87,25 +87,25 @@ class IngressFixture:
         self.peers.remove_peer(peer.session)
 
     async def until(self, ready: Callable[[], bool]) -> None:
-        """TURNED is added to `events` whenever the loop ran."""
+        """Run the loop until ready() is true. Adds LOOP_RAN to `events` after each iteration."""
         async with asyncio.timeout(10):
             while not ready():
                 await asyncio.sleep(0)
-                self.events.append(TURNED)
+                self.events.append(LOOP_RAN)
 
     def received(self) -> list[bytes]:
-        return [event for event in self.events if event != TURNED]
+        return [event for event in self.events if event != LOOP_RAN]
 
     def longest(self) -> int:
-        """How many messages were received, at most, before the loop ran everything else."""
-        return max(len(list(run)) for turn, run in groupby(self.events, TURNED.__eq__) if not turn)
+        """The largest number of messages between two LOOP_RAN."""
+        return max(len(list(run)) for ran, run in groupby(self.events, LOOP_RAN.__eq__) if not ran)
 
     def close(self) -> None:
         if not self.router.closed:
             self.ingress.close()
         self.peers.close()
-        for one in self._sockets:
-            one.close(0)
+        for opened in self._sockets:
+            opened.close(0)
         self.context.term()
 
 
@@ -120,23 +120,23 @@ def count(fixture: IngressFixture, data: bytes) -> int:
     return fixture.events.count(data)
 
 
-async def test_a_client_that_sends_endlessly_uses_every_other_turn_of_the_loop(
+async def test_a_client_that_always_sends_uses_bounded_time_per_loop_iteration(
     fixture: IngressFixture,
 ) -> None:
-    """And no message is left in the socket, whose descriptor signals each change once."""
+    """All messages are read, although the descriptor of the socket signals each change once."""
     client = fixture.client()
     fixture.costs[b"more"] = TURN / 8
     for _ in range(10 * READ):
         client.send(b"more")
     fixture.ingress.start()
     await fixture.until(lambda: count(fixture, b"more") == 10 * READ)
-    assert fixture.longest() <= 2 * 9  # one by the descriptor, and one that was due
+    assert fixture.longest() <= 2 * 9  # a turn by the descriptor, and a turn that was due
 
 
-async def test_a_client_with_expensive_messages_waits_until_the_other_has_used_as_much(
+async def test_two_clients_get_equal_shares_of_time(
     fixture: IngressFixture,
 ) -> None:
-    """However many of its messages wait, in whatever order they were read."""
+    """Neither the number of waiting messages nor the order in which they arrived has an effect."""
     slow, quick = fixture.client(session="slow"), fixture.client(session="quick")
     fixture.costs |= {b"slow": 0.3, b"quick": 0.001}
     for _ in range(10):
@@ -148,22 +148,22 @@ async def test_a_client_with_expensive_messages_waits_until_the_other_has_used_a
     runs = [(data, len(list(run))) for data, run in groupby(fixture.received())]
     slow_runs = [number for data, number in runs if data == b"slow"]
     quick_runs = [number for data, number in runs if data == b"quick"]
-    assert slow_runs == [1, 1, 1, 1, 6]  # alone at last, it need not wait
+    assert slow_runs == [1, 1, 1, 1, 6]  # no other client sends at the end
     assert all(290 <= number <= 310 for number in quick_runs[-3:-1])
 
 
 async def test_a_client_with_one_request_at_a_time_waits_for_one_message_at_most(
     fixture: IngressFixture,
 ) -> None:
-    """Beside clients that send the next expensive one as soon as they can."""
+    """The other clients always send another expensive message at once."""
     modest = fixture.client(session="modest")
     slow = {b"slow %d" % number: fixture.client(session=str(number)) for number in range(2)}
     fixture.costs |= zip(slow, (0.3, 0.31), strict=True)
 
-    def next_one(data: bytes) -> None:
+    def send_again(data: bytes) -> None:
         slow.get(data, modest).send(data)
 
-    fixture.on_receive = next_one
+    fixture.on_receive = send_again
     for data, client in slow.items():
         client.send(data)
     fixture.ingress.start()
@@ -177,7 +177,7 @@ async def test_a_client_with_one_request_at_a_time_waits_for_one_message_at_most
     assert max(between) == 1
 
 
-async def test_idle_time_is_not_saved_up(fixture: IngressFixture) -> None:
+async def test_idle_time_gives_no_credit(fixture: IngressFixture) -> None:
     early, late = fixture.client(session="early"), fixture.client(session="late")
     fixture.costs |= {b"early": 0.01, b"late": 0.01}
     late.send(b"late")
@@ -193,9 +193,9 @@ async def test_idle_time_is_not_saved_up(fixture: IngressFixture) -> None:
     assert 98 <= count(fixture, b"early") <= 102
 
 
-@pytest.mark.parametrize(("name", "most"), [("max_waiting", 10), ("max_waiting_bytes", 1000)])
-async def test_waiting_messages_are_bounded(fixture: IngressFixture, name: str, most: int) -> None:
-    setattr(fixture.ingress, name, most)
+@pytest.mark.parametrize(("name", "limit"), [("max_waiting", 10), ("max_waiting_bytes", 1000)])
+async def test_waiting_messages_are_bounded(fixture: IngressFixture, name: str, limit: int) -> None:
+    setattr(fixture.ingress, name, limit)
     client, waiting = fixture.client(), list[int]()
     fixture.on_receive = lambda _: waiting.append(fixture.ingress._count)
     numbers = [b"%0100d" % number for number in range(500)]
@@ -225,7 +225,7 @@ async def test_waiting_messages_of_a_disconnected_client_are_dropped(
 async def test_a_second_hello_behind_a_goodbye_is_read_with_its_credentials(
     fixture: IngressFixture,
 ) -> None:
-    """As the first is, though it is read while its sender is still a peer."""
+    """The ingress reads the second hello while its sender is still a peer."""
     client, kinds = fixture.client(), list[type]()
 
     def receive(identity: bytes, peer: Peer | None, frames: Frames) -> None:
@@ -245,7 +245,7 @@ async def test_a_second_hello_behind_a_goodbye_is_read_with_its_credentials(
 async def test_messages_are_received_before_the_end_of_their_connection(
     fixture: IngressFixture,
 ) -> None:
-    """Also many: else the last messages of a client that only closes its socket were lost."""
+    """Otherwise the last messages of a client that closes its socket would be lost."""
     client = fixture.client(fixture.ipc)
     fixture.ingress.handle_connections()
     for _ in range(4 * READ):

@@ -1,4 +1,4 @@
-"""Outboxes of peers that receive nothing, or too slowly."""
+"""Outboxes of peers that receive slowly or not at all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.eventually import eventually
 
 
 class FakeRouter:
-    """Takes `room` messages."""
+    """A socket with room for `room` messages."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -33,9 +33,9 @@ class FakeRouter:
 
 
 class OutboxFixture:
-    """The outboxes of one peer, whose socket takes `room` messages.
+    """The outboxes of one peer. Its socket has room for `room` messages.
 
-    flushes: how often the socket was written to. overflowed: reasons to disconnect the peer.
+    flushes: number of writes to the socket. overflowed: reasons to disconnect the peer.
     """
 
     def __init__(self, room: int = 0, **limits: int) -> None:
@@ -62,12 +62,12 @@ class OutboxFixture:
         await eventually(lambda: len(self.socket.sent) >= count)
 
 
-async def test_a_long_outbox_leaves_key_events_out_and_sends_the_last_number() -> None:
+async def test_a_full_outbox_drops_key_events_and_sends_the_last_sequence_number() -> None:
     fixture = OutboxFixture(events=2)
     outboxes, socket, peer = fixture.outboxes, fixture.socket, fixture.peer
     events = [KeyEvents(number, (), 3) for number in range(5)]
-    for each in events[:4]:
-        outboxes.broadcast_events(["s", "another"], each)
+    for event in events[:4]:
+        outboxes.broadcast_events(["s", "another"], event)
     outboxes.send_message(peer, Done(9))
     socket.room = 100
     await fixture.until_sent(4)
@@ -78,7 +78,7 @@ async def test_a_long_outbox_leaves_key_events_out_and_sends_the_last_number() -
 
 
 async def test_a_peer_that_receives_nothing_is_disconnected_with_a_goodbye() -> None:
-    """After its message was handled: without a session there would be nothing to reply to."""
+    """It is disconnected after its message was handled, because replies need the session."""
     fixture = OutboxFixture(events=1, messages=3)
     fixture.outboxes.broadcast_events(["s"], KeyEvents(1, ()))
     fixture.outboxes.broadcast_events(["s"], KeyEvents(2, ()))
@@ -103,7 +103,7 @@ async def test_every_write_is_reported_even_if_the_socket_is_full() -> None:
     await eventually(lambda: fixture.flushes >= 3)
 
 
-async def test_a_stream_continues_when_the_outbox_is_empty_and_replaces_the_one_before() -> None:
+async def test_a_stream_continues_if_the_outbox_is_empty_and_replaces_an_earlier_one() -> None:
     fixture = OutboxFixture(room=2)
     fixture.outboxes.start_stream("s", map(Done, range(10)))
     await asyncio.sleep(0.01)
@@ -130,7 +130,7 @@ def result(job: int) -> JobResult:
 
 
 def test_results_of_a_session_are_merged_in_order() -> None:
-    """Whatever else is sent keeps its place behind the results that it follows."""
+    """Other messages stay behind the results that they follow."""
     actions = [
         SendMessage("a", Done(1)),
         SendMessage("a", Finished((result(1),))),

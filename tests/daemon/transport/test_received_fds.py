@@ -1,4 +1,4 @@
-"""Of what a client sent, the loop closes only memfds with little memory."""
+"""Received descriptors: the event loop closes only memfds with little memory itself."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ def pipe() -> int:
 
 
 def large_memory() -> int:
-    descriptor = os.memfd_create("some")
+    descriptor = os.memfd_create("received")
     os.posix_fallocate(descriptor, 0, SMALL_BYTES)
     return descriptor
 
 
 @pytest.mark.parametrize(
     ("make", "by_a_thread"),
-    [(lambda: os.memfd_create("some"), False), (large_memory, True), (pipe, True)],
+    [(lambda: os.memfd_create("received"), False), (large_memory, True), (pipe, True)],
 )
 def test_received_descriptors_are_closed_by_kind(
     make: Callable[[], int], by_a_thread: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    descriptor, close_it = make(), os.close
+    descriptor, close = make(), os.close
     closed_by: list[str] = []
 
-    def note(number: int) -> None:
+    def record_close(number: int) -> None:
         if number == descriptor:
             closed_by.append(threading.current_thread().name)
-        close_it(number)
+        close(number)
 
-    monkeypatch.setattr(os, "close", note)
+    monkeypatch.setattr(os, "close", record_close)
     close_received_fd(descriptor)
     until(lambda: bool(closed_by), 10)
     assert (closed_by == [THREAD_NAME]) is by_a_thread

@@ -1,4 +1,4 @@
-"""Empty caches, one for each policy."""
+"""Fixtures: empty caches, one for each policy."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def policy(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def cache(policy: str) -> Cache:
-    """Of four blocks, empty."""
+    """An empty cache of four blocks."""
     return Cache(4, policy)

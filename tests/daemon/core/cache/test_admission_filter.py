@@ -1,4 +1,4 @@
-"""Offers are counted, for a bounded number of keys."""
+"""The admission filter counts offers for a bounded number of keys."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import pytest
 from kvferry.daemon.core.cache.admission_filter import AdmissionFilter
 
 
-def wanted(offers: AdmissionFilter, letters: str) -> str:
+def admitted(offers: AdmissionFilter, letters: str) -> str:
+    """Offer keys. Returns those that are admitted."""
     return b"".join(offers.count_offers([letter.encode() for letter in letters])).decode()
 
 
-def test_keys_are_wanted_from_the_nth_offer_on() -> None:
+def test_keys_are_admitted_from_the_nth_offer_on() -> None:
     offers = AdmissionFilter(3, 100)
-    assert [wanted(offers, letters) for letters in ("ab", "ac", "abc", "bca", "c")] == [
+    assert [admitted(offers, letters) for letters in ("ab", "ac", "abc", "bca", "c")] == [
         "",
         "",
         "a",
@@ -22,38 +23,38 @@ def test_keys_are_wanted_from_the_nth_offer_on() -> None:
     ]
 
 
-def test_without_a_threshold_nothing_is_remembered() -> None:
+def test_a_threshold_of_one_stores_no_counts() -> None:
     offers = AdmissionFilter(1, 100)
-    assert wanted(offers, "ba") == "ba"
+    assert admitted(offers, "ba") == "ba"
     assert len(offers) == 0
 
 
-def test_who_was_offered_longest_ago_is_forgotten() -> None:
+def test_the_least_recently_offered_key_is_dropped() -> None:
     offers = AdmissionFilter(2, 3)
     for letters in ("a", "b", "c", "d"):
-        wanted(offers, letters)
+        admitted(offers, letters)
     assert len(offers) == 3
-    assert wanted(offers, "b") == "b"  # and is the newest now
-    assert wanted(offers, "a") == ""  # c was the oldest
-    assert wanted(offers, "c") == ""  # and d then
-    assert wanted(offers, "ba") == "ba"
+    assert admitted(offers, "b") == "b"  # b is the newest key then
+    assert admitted(offers, "a") == ""  # it replaces c, the oldest
+    assert admitted(offers, "c") == ""  # it replaces d
+    assert admitted(offers, "ba") == "ba"
 
 
-def test_of_an_offer_that_is_too_long_the_head_is_remembered() -> None:
+def test_the_head_of_a_too_long_offer_is_counted() -> None:
     offers = AdmissionFilter(2, 3)
-    wanted(offers, "abcde")
+    admitted(offers, "abcde")
     assert len(offers) == 3
-    assert wanted(offers, "abc") == "abc"
+    assert admitted(offers, "abc") == "abc"
 
 
-def test_all_can_be_forgotten() -> None:
+def test_taking_the_index_clears_the_counts() -> None:
     offers = AdmissionFilter(2, 3)
-    wanted(offers, "ab")
+    admitted(offers, "ab")
     assert len(offers.take_index()) == 2
-    assert (len(offers), wanted(offers, "ab")) == (0, "")
+    assert (len(offers), admitted(offers, "ab")) == (0, "")
 
 
 @pytest.mark.parametrize("threshold", [0, -1])
-def test_a_threshold_is_one_or_more(threshold: int) -> None:
+def test_a_threshold_below_one_is_refused(threshold: int) -> None:
     with pytest.raises(ValueError, match=f"store_threshold is {threshold}"):
         AdmissionFilter(threshold, 3)

@@ -1,4 +1,4 @@
-"""ARC by example: what the paper says, and what it does not know of."""
+"""ARC by example: the rules of the paper, and pins, pending keys and offers of several keys."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from support.letter_caches import store as store_letters
 
 
 def store(cache: Cache, letters: str) -> str:
-    """Store keys; return those that were evicted for them."""
+    """Store keys. Returns the evicted keys."""
     return evicted(store_letters(cache, letters))
 
 
 def lists(cache: Cache) -> tuple[str, str]:
-    """Recent and frequent keys, least recent first."""
+    """The recent and the frequent keys, least recent first."""
     policy = cache._blocks.policy
     assert isinstance(policy, ARC)
     orders = policy._recent.numbers(), policy._frequent.numbers()
@@ -39,7 +39,7 @@ def target(cache: Cache) -> float:
 
 @pytest.fixture
 def cache() -> Cache:
-    """Of four blocks: a and b were asked for again (b is the hotter), c and d were not."""
+    """A cache of four blocks. b and a were touched, b more recently. c and d were not touched."""
     cache = Cache(4, "arc")
     store(cache, "dcba")
     cache.touch(keys("ba"))
@@ -52,20 +52,20 @@ def test_a_ready_key_that_is_touched_is_frequent(cache: Cache) -> None:
     assert lists(cache) == ("d", "bac")
 
 
-def test_of_a_touched_prefix_the_tail_goes_first(cache: Cache) -> None:
+def test_the_tail_of_a_touched_prefix_is_evicted_first(cache: Cache) -> None:
     cache.touch(keys("abcd"))
     assert lists(cache) == ("", "dcba")
     assert store(cache, "wxyz") == "dcba"
 
 
-def test_the_tail_of_an_offer_goes_first() -> None:
+def test_the_tail_of_an_offer_is_evicted_first() -> None:
     cache = Cache(4, "arc")
     store(cache, "abcd")
     assert lists(cache) == ("dcba", "")
     assert store(cache, "wx") == "dc"
 
 
-def test_a_pending_key_that_is_touched_stays_among_the_recent(cache: Cache) -> None:
+def test_a_pending_key_that_is_touched_stays_in_the_recent_list(cache: Cache) -> None:
     reservation = reserve(cache, "x")
     cache.touch(keys("dx"))
     assert lists(cache) == ("x", "abd")
@@ -75,7 +75,7 @@ def test_a_pending_key_that_is_touched_stays_among_the_recent(cache: Cache) -> N
     assert lists(cache) == ("", "abdx")
 
 
-def test_a_pending_key_that_is_touched_is_the_most_recent_of_them() -> None:
+def test_a_pending_key_that_is_touched_is_the_most_recent() -> None:
     cache = Cache(4, "arc")
     first = reserve(cache, "abc")
     cache.touch(keys("c"))
@@ -83,53 +83,55 @@ def test_a_pending_key_that_is_touched_is_the_most_recent_of_them() -> None:
     assert lists(cache) == ("bac", "")
 
 
-def test_keys_asked_for_once_do_not_displace_those_asked_for_again(cache: Cache) -> None:
+def test_keys_used_once_do_not_evict_frequent_keys(cache: Cache) -> None:
     assert [store(cache, letter) for letter in "efghij"] == list("cdefgh")
     assert lists(cache) == ("ij", "ab")
-    assert ghosts(cache) == ("efgh", "")  # as many as there are blocks
+    assert ghosts(cache) == ("efgh", "")  # as many ghosts as blocks
 
 
-def test_a_key_that_comes_back_is_frequent_and_its_list_gets_more_room(cache: Cache) -> None:
+def test_a_stored_ghost_is_frequent_and_its_list_gets_more_room(cache: Cache) -> None:
     store(cache, "fe")
     assert (ghosts(cache), target(cache)) == (("cd", ""), 0)
     assert store(cache, "c") == "e"
     assert (lists(cache), ghosts(cache), target(cache)) == (("f", "abc"), ("de", ""), 1)
-    assert store(cache, "x") == "a"  # one recent key is what there should be: frequent ones give
+    # The recent list has its target of one key, so a frequent key is evicted.
+    assert store(cache, "x") == "a"
     assert (lists(cache), ghosts(cache)) == (("fx", "bc"), ("de", "a"))
-    assert store(cache, "a") == "f"  # and back: a was frequent
+    assert store(cache, "a") == "f"  # a was frequent: the target decreases
     assert (lists(cache), ghosts(cache), target(cache)) == (("x", "bca"), ("def", ""), 0)
 
 
-def test_the_target_moves_faster_where_there_are_fewer_ghosts() -> None:
+def test_the_target_changes_faster_if_there_are_fewer_ghosts() -> None:
     cache = Cache(4, "arc")
     store(cache, "abcd")
     cache.touch(keys("abcd"))
-    store(cache, "x")  # d goes, frequent
+    store(cache, "x")  # evicts d, which is frequent
     cache.touch(keys("x"))
-    store(cache, "y")  # c goes
+    store(cache, "y")  # evicts c
     cache.touch(keys("y"))
-    store(cache, "zw")  # b goes, then z would; but it is of the same offer: a goes
+    store(cache, "zw")  # evicts b and a: z is least recent, but of the same offer
     assert (lists(cache), ghosts(cache)) == (("wz", "xy"), ("", "dcba"))
-    store(cache, "v")  # the recent w goes
+    store(cache, "v")  # evicts w, which is recent
     assert ghosts(cache) == ("w", "dcba")
     store(cache, "w")
     assert target(cache) == 4
 
 
-def test_keys_of_an_offer_are_taken_in_one_by_one_the_last_first(cache: Cache) -> None:
+def test_keys_of_an_offer_are_inserted_one_by_one_in_reverse(cache: Cache) -> None:
     store(cache, "fe")
     assert (lists(cache), ghosts(cache), target(cache)) == (("ef", "ab"), ("cd", ""), 0)
-    # c: one more should be recent, e goes. d: two should, there is one, a goes. x: b goes.
+    # c: the target becomes 1, and e is evicted. d: the target becomes 2, the recent list has one
+    # key, and a is evicted. x: b is evicted.
     assert store(cache, "xdc") == "eab"
     assert (lists(cache), ghosts(cache), target(cache)) == (("fx", "cd"), ("e", "ab"), 2)
 
 
-def test_keys_of_an_offer_do_not_go_for_one_another(cache: Cache) -> None:
+def test_keys_of_an_offer_do_not_evict_each_other(cache: Cache) -> None:
     store(cache, "fe")
     assert store(cache, "wxyz") == "efab"
 
 
-def test_a_failed_store_leaves_no_trace(cache: Cache) -> None:
+def test_a_failed_store_changes_no_ghosts(cache: Cache) -> None:
     failed = reserve(cache, "ef")
     before = ghosts(cache)
     cache.complete_store(failed, success=False)
@@ -138,7 +140,7 @@ def test_a_failed_store_leaves_no_trace(cache: Cache) -> None:
     assert lists(cache) == ("ef", "ab")
 
 
-def test_a_failed_store_of_a_key_that_came_back_leaves_no_trace(cache: Cache) -> None:
+def test_a_failed_store_of_a_ghost_removes_the_key(cache: Cache) -> None:
     store(cache, "fe")
     failed = reserve(cache, "c")
     assert lists(cache)[1] == "abc"
@@ -146,7 +148,7 @@ def test_a_failed_store_of_a_key_that_came_back_leaves_no_trace(cache: Cache) ->
     assert (lists(cache), ghosts(cache)) == (("f", "ab"), ("de", ""))
 
 
-def test_where_the_list_that_should_give_is_pinned_the_other_gives(cache: Cache) -> None:
+def test_if_all_keys_of_the_victim_list_are_pinned_the_other_list_evicts(cache: Cache) -> None:
     pins = cache.prepare_load(keys("cd"))
     assert store(cache, "x") == "a"
     cache.complete_load(pins)
@@ -156,7 +158,7 @@ def test_where_the_list_that_should_give_is_pinned_the_other_gives(cache: Cache)
     assert lists(cache) == ("xzy", "b")
 
 
-def test_without_room_nothing_is_learned(cache: Cache) -> None:
+def test_a_store_without_room_changes_neither_lists_nor_target(cache: Cache) -> None:
     store(cache, "fe")
     cache.prepare_load(keys("abef"))
     before = lists(cache), ghosts(cache), target(cache)
@@ -165,7 +167,7 @@ def test_without_room_nothing_is_learned(cache: Cache) -> None:
     assert (lists(cache), ghosts(cache), target(cache)) == before
 
 
-def test_reset_forgets_ghosts_and_the_target(cache: Cache) -> None:
+def test_reset_clears_ghosts_and_the_target(cache: Cache) -> None:
     store(cache, "fe")
     store(cache, "c")
     cache.reset()
@@ -174,6 +176,6 @@ def test_reset_forgets_ghosts_and_the_target(cache: Cache) -> None:
 
 def test_a_cache_of_one_block_works() -> None:
     cache = Cache(1, "arc")
-    evicted = [store(cache, letter) for letter in "abacab"]
-    assert evicted == ["", *"abaca"]
+    victims = [store(cache, letter) for letter in "abacab"]
+    assert victims == ["", *"abaca"]
     cache.check_integrity()

@@ -1,4 +1,4 @@
-"""Blocks are free, have a key, are held by jobs, or are orphaned."""
+"""States of blocks in the allocator: free, with a key, held by jobs, orphaned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache by example, whatever its policy; tests/property holds it against a model."""
+"""The cache by example, with each policy. tests/property compares it with a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_key_is_absent_then_pending_then_ready(cache: Cache) -> None:
     assert (cache.pending_keys(), cache.ready_keys()) == ([], [b"a"])
 
 
-def test_keys_to_store_come_in_the_order_offered_with_a_block_each(cache: Cache) -> None:
+def test_keys_to_store_are_in_the_order_of_the_offer_and_have_a_block_each(cache: Cache) -> None:
     reservation = reserve(cache, "cab")
     assert reservation.keys == (b"c", b"a", b"b")
     assert len(set(reservation.blocks)) == 3
@@ -35,14 +35,14 @@ def test_keys_to_store_come_in_the_order_offered_with_a_block_each(cache: Cache)
     assert reservation.evicted == ()
 
 
-def test_what_is_there_or_on_its_way_or_named_twice_is_not_stored_again(cache: Cache) -> None:
+def test_ready_pending_and_duplicate_keys_are_not_stored_again(cache: Cache) -> None:
     store(cache, "a")
     reserve(cache, "b")
     assert reserve(cache, "cabcc").keys == (b"c",)
     assert cache.usage.free == 1
 
 
-def test_nothing_to_store_is_an_empty_answer(cache: Cache) -> None:
+def test_an_offer_with_nothing_to_store_gets_an_empty_reservation(cache: Cache) -> None:
     store(cache, "abcd")
     for letters in ("", "abcd"):
         reservation = reserve(cache, letters)
@@ -51,20 +51,20 @@ def test_nothing_to_store_is_an_empty_answer(cache: Cache) -> None:
     assert ready(cache) == "abcd"
 
 
-def test_evicted_keys_give_their_blocks_to_the_new_ones(cache: Cache) -> None:
+def test_new_keys_get_the_blocks_of_the_evicted_keys(cache: Cache) -> None:
     first = store(cache, "abcd")
     second = store(cache, "xy")
-    where = dict(zip(first.keys, first.blocks, strict=True))
-    assert {where[key] for key in second.evicted} == set(second.blocks)
+    block_of = dict(zip(first.keys, first.blocks, strict=True))
+    assert {block_of[key] for key in second.evicted} == set(second.blocks)
     assert all(cache.lookup(key) is MISS for key in second.evicted)
     assert len(second.evicted) == 2
 
 
-def test_who_is_pinned_or_pending_or_offered_too_stays(cache: Cache) -> None:
+def test_pinned_pending_and_offered_keys_are_not_evicted(cache: Cache) -> None:
     reserve(cache, "d")
     store(cache, "abc")
     pins = cache.prepare_load([b"b"])
-    reservation = reserve(cache, "cx")  # only a may go
+    reservation = reserve(cache, "cx")  # only a can be evicted
     assert (reservation.keys, reservation.evicted) == ((b"x",), (b"a",))
     cache.complete_load(pins)
     assert reserve(cache, "y").evicted in ((b"b",), (b"c",))
@@ -97,7 +97,7 @@ def test_without_enough_room_nothing_is_reserved_and_nothing_changes(
 def test_more_keys_than_blocks_are_never_reserved(cache: Cache) -> None:
     assert cache.prepare_store(keys("abcde")) is None
     store(cache, "abc")
-    assert cache.prepare_store(keys("abcde")) is None  # a, b and c may not go for d and e
+    assert cache.prepare_store(keys("abcde")) is None  # d and e must not evict keys of their offer
     assert ready(cache) == "abc"
 
 
@@ -122,7 +122,7 @@ def test_a_store_ends_once(cache: Cache, success: bool, again: bool) -> None:
     assert ready(cache) == ("ab" if success else "")
 
 
-def test_the_end_of_a_failed_store_does_not_meet_its_successor(cache: Cache) -> None:
+def test_completing_a_failed_store_again_does_not_change_a_later_store(cache: Cache) -> None:
     failed = reserve(cache, "a")
     cache.complete_store(failed, success=False)
     reserve(cache, "a")
@@ -133,9 +133,9 @@ def test_the_end_of_a_failed_store_does_not_meet_its_successor(cache: Cache) -> 
 
 def test_loads_get_blocks_in_the_order_of_their_keys(cache: Cache) -> None:
     reservation = store(cache, "abc")
-    where = dict(zip(reservation.keys, reservation.blocks, strict=True))
+    block_of = dict(zip(reservation.keys, reservation.blocks, strict=True))
     pins = cache.prepare_load(keys("cac"))
-    assert pins.blocks == (where[b"c"], where[b"a"], where[b"c"])
+    assert pins.blocks == (block_of[b"c"], block_of[b"a"], block_of[b"c"])
     assert cache.usage.pinned == 2
     cache.complete_load(pins)
     assert cache.usage.pinned == 0
@@ -155,7 +155,7 @@ def test_a_block_stays_until_its_last_load_has_ended(cache: Cache) -> None:
 @pytest.mark.parametrize(
     ("letter", "hint"), [("x", "not in the cache"), ("p", "still being stored")]
 )
-def test_what_cannot_be_loaded_is_refused_and_nothing_is_pinned(
+def test_a_load_with_an_absent_or_pending_key_is_refused_and_pins_nothing(
     cache: Cache, letter: str, hint: str
 ) -> None:
     store(cache, "ab")
@@ -202,7 +202,7 @@ def test_a_key_that_was_discarded_while_it_is_loaded_can_be_stored_again(cache: 
     cache.check_integrity()
 
 
-# Counting
+# Counters
 
 
 def test_a_key_is_stored_from_its_nth_offer_on(policy: str) -> None:
@@ -213,7 +213,7 @@ def test_a_key_is_stored_from_its_nth_offer_on(policy: str) -> None:
     assert reserve(cache, "bd").keys == (b"b",)
 
 
-def test_an_offer_that_found_no_room_was_an_offer(policy: str) -> None:
+def test_an_offer_without_room_counts_as_an_offer(policy: str) -> None:
     cache = Cache(1, policy, store_threshold=2)
     cache.prepare_store(keys("ab"))
     assert cache.prepare_store(keys("ab")) is None
@@ -221,14 +221,14 @@ def test_an_offer_that_found_no_room_was_an_offer(policy: str) -> None:
     assert reserve(cache, "a").keys == (b"a",)
 
 
-def test_reset_forgets_offers(policy: str) -> None:
+def test_reset_clears_the_counts_of_offers(policy: str) -> None:
     cache = Cache(2, policy, store_threshold=2)
     cache.prepare_store([b"a"])
     cache.reset()
     assert reserve(cache, "a").keys == ()
 
 
-def test_hits_and_misses_are_counted_here_and_elsewhere(cache: Cache) -> None:
+def test_hits_and_misses_include_those_of_mirrors(cache: Cache) -> None:
     store(cache, "a")
     reserve(cache, "p")
     for letter in "aaxp":
@@ -237,7 +237,7 @@ def test_hits_and_misses_are_counted_here_and_elsewhere(cache: Cache) -> None:
     assert (cache.usage.hits, cache.usage.misses) == (12, 101)
 
 
-def test_usage_tells_where_all_blocks_are(policy: str) -> None:
+def test_usage_counts_the_blocks_of_each_state(policy: str) -> None:
     cache = Cache(9, policy)
     reserve(cache, "vw")
     cache.reset()
@@ -254,7 +254,7 @@ def test_usage_tells_where_all_blocks_are(policy: str) -> None:
 # Events
 
 
-def test_events_tell_what_happened_once_and_in_order(cache: Cache) -> None:
+def test_each_event_is_taken_once_in_order(cache: Cache) -> None:
     store(cache, "abcd")
     failed = reserve(cache, "xy")
     cache.complete_store(failed, success=False)
@@ -271,7 +271,7 @@ def test_events_tell_what_happened_once_and_in_order(cache: Cache) -> None:
     assert cache.events.take() == []
 
 
-def test_what_is_of_the_past_tells_nothing(cache: Cache) -> None:
+def test_a_store_from_before_a_reset_emits_no_event(cache: Cache) -> None:
     past = reserve(cache, "a")
     cache.reset()
     cache.events.take()
@@ -280,7 +280,7 @@ def test_what_is_of_the_past_tells_nothing(cache: Cache) -> None:
     assert cache.events.take() == []
 
 
-# What is wrong is said
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -291,15 +291,13 @@ def test_what_is_of_the_past_tells_nothing(cache: Cache) -> None:
         ({"store_threshold": 0}, "store_threshold is 0"),
     ],
 )
-def test_a_cache_that_makes_no_sense_is_not_made(
-    arguments: dict[str, object], message: str
-) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Cache(**{"capacity": 4, **arguments})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("damage", "message"),
     [
         (lambda c: c._blocks.index.remove_numbers([1]), "the policy has other blocks"),
         (lambda c: c._blocks.policy.remove_blocks(np.array([1])), "the policy has other blocks"),
@@ -309,8 +307,8 @@ def test_a_cache_that_makes_no_sense_is_not_made(
         (lambda c: c._blocks.allocator.release_blocks(np.array([0, 0])), "more often than"),
     ],
 )
-def test_books_that_disagree_are_noticed(
-    policy: str, spoil: Callable[[Cache], object], message: str
+def test_the_integrity_check_finds_inconsistent_state(
+    policy: str, damage: Callable[[Cache], object], message: str
 ) -> None:
     cache = Cache(6, policy)
     reserve(cache, "p")
@@ -319,16 +317,16 @@ def test_books_that_disagree_are_noticed(
     reserve(cache, "p")
     cache.prepare_load(keys("a"))
     cache.check_integrity()
-    spoil(cache)
+    damage(cache)
     with pytest.raises(AssertionError, match=message):
         cache.check_integrity()
 
 
 @pytest.mark.parametrize("touched", ["b", "bda"])
-def test_another_policy_takes_over_every_key_in_its_order(touched: str) -> None:
+def test_a_change_of_policy_keeps_all_keys_in_their_order(touched: str) -> None:
     cache = Cache(6, "arc")
     store(cache, "abcd")
-    on_its_way = reserve(cache, "e")
+    pending = reserve(cache, "e")
     cache.touch(keys(touched))
     cache.prepare_load([b"c"])
     before, order = cache.usage, cache.entries()
@@ -336,11 +334,11 @@ def test_another_policy_takes_over_every_key_in_its_order(touched: str) -> None:
         cache.configure(name, 1)
         assert ready(cache) == "abcd"
         assert (cache.usage, cache.entries()) == (before, order)
-    cache.complete_store(on_its_way, success=True)
+    cache.complete_store(pending, success=True)
     assert ready(cache) == "abcde"
 
 
-def test_another_threshold_forgets_what_was_offered_and_nothing_else() -> None:
+def test_another_threshold_clears_the_counts_of_offers() -> None:
     cache = Cache(4, "lru", 3)
     assert reserve(cache, "a").keys == ()
     cache.configure("lru", 2)

@@ -1,4 +1,4 @@
-"""LRU: insertion and touch are uses, and the tail of a prefix goes first."""
+"""LRU: insertion and touch are uses, and the tail of a prefix is evicted first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.letter_caches import store as store_letters
 
 
 def store(cache: Cache, letters: str) -> str:
-    """Store keys; return those that were evicted for them."""
+    """Store keys. Returns the evicted keys."""
     return evicted(store_letters(cache, letters))
 
 
@@ -21,29 +21,29 @@ def order(cache: Cache) -> str:
 
 @pytest.fixture
 def cache() -> Cache:
-    """a to d were offered together: d, the tail, goes first."""
+    """a to d are one offer, so the tail d is evicted first."""
     cache = Cache(4)
     store(cache, "abcd")
     return cache
 
 
-def test_the_tail_of_an_offer_goes_first(cache: Cache) -> None:
+def test_the_tail_of_an_offer_is_evicted_first(cache: Cache) -> None:
     assert order(cache) == "dcba"
     assert [store(cache, letter) for letter in "vwxyz"] == list("dcbav")
 
 
-def test_the_tail_of_a_touched_prefix_goes_first(cache: Cache) -> None:
+def test_the_tail_of_a_touched_prefix_is_evicted_first(cache: Cache) -> None:
     cache.touch(keys("bdc"))
     assert order(cache) == "acdb"
     assert store(cache, "xyz") == "acd"
 
 
-def test_of_a_key_touched_twice_the_first_place_counts(cache: Cache) -> None:
+def test_a_key_touched_twice_has_its_first_place(cache: Cache) -> None:
     cache.touch(keys("dad"))
     assert order(cache) == "cbad"
 
 
-def test_touch_ignores_what_is_absent(cache: Cache) -> None:
+def test_touch_ignores_absent_keys(cache: Cache) -> None:
     cache.touch(keys("xdy"))
     assert order(cache) == "cbad"
     assert cache.usage.ready == 4
@@ -59,14 +59,14 @@ def test_a_pending_key_can_be_touched() -> None:
     assert order(cache) == "acb"
 
 
-def test_to_be_looked_up_or_offered_or_loaded_or_stored_is_no_use(cache: Cache) -> None:
+def test_lookup_offer_load_and_completion_are_no_uses(cache: Cache) -> None:
     cache.lookup(b"d")
     cache.prepare_store(keys("dc"))
     cache.complete_load(cache.prepare_load(keys("dc")))
     assert order(cache) == "dcba"
 
 
-def test_the_order_of_ends_does_not_matter() -> None:
+def test_the_order_of_completion_has_no_effect() -> None:
     cache = Cache(4)
     first, second = cache.prepare_store(keys("ab")), cache.prepare_store(keys("cd"))
     assert first is not None
@@ -76,7 +76,7 @@ def test_the_order_of_ends_does_not_matter() -> None:
     assert order(cache) == "badc"
 
 
-def test_who_was_pinned_keeps_its_place(cache: Cache) -> None:
+def test_a_pinned_key_keeps_its_place(cache: Cache) -> None:
     pins = cache.prepare_load(keys("dcb"))
     assert store(cache, "x") == "a"
     cache.complete_load(pins)

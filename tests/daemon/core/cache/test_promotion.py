@@ -1,4 +1,4 @@
-"""A cache gives absent keys blocks that a tier reads into, and holds them until it is done."""
+"""Promotions: the cache reserves blocks that a tier reads into, and holds them until a release."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.proto.keys import EventKind, Lookup
 A, B, C, D = (bytes([number]) * 4 for number in range(4))
 
 
-def stored(cache: Cache, *keys: bytes) -> None:
+def store(cache: Cache, *keys: bytes) -> None:
     reservation = cache.prepare_store(keys)
     assert reservation is not None
     cache.complete_store(reservation, success=True)
@@ -20,8 +20,8 @@ def test_a_promoted_key_is_pending_and_then_loadable_or_absent() -> None:
     cache = Cache(4)
     blocks = cache.tier_access.prepare_promotion([A, B])
     assert cache.count_prefix([A, B, C]) == 2
-    stored_now = cache.tier_access.end_promotion([A, B], blocks, np.array([True, False]), [0])
-    assert stored_now.tolist() == [True, False]
+    stored_keys = cache.tier_access.end_promotion([A, B], blocks, np.array([True, False]), [0])
+    assert stored_keys.tolist() == [True, False]
     assert [cache.lookup(key) for key in (A, B)] == [Lookup.HIT, Lookup.MISS]
     kinds = [(event.kind, event.keys) for event in cache.events.take()]
     assert kinds == [
@@ -38,13 +38,13 @@ def test_a_block_whose_promotion_failed_is_free_only_after_its_release() -> None
     cache.tier_access.end_promotion([A], blocks, np.array([False]), [0])
     assert cache.prepare_store([B]) is None
     cache.tier_access.release_promotion(blocks)
-    stored(cache, B)
+    store(cache, B)
     cache.check_integrity()
 
 
-def test_a_promotion_evicts_no_key_that_it_must_keep_and_is_shorter_instead() -> None:
+def test_a_promotion_is_shorter_if_it_must_keep_keys() -> None:
     cache = Cache(3)
-    stored(cache, A, B)
+    store(cache, A, B)
     blocks = cache.tier_access.prepare_promotion([C, D], keep=[A, B])
     assert blocks.size == 1
     assert [cache.lookup(key) for key in (A, B, C, D)] == [
@@ -58,7 +58,7 @@ def test_a_promotion_evicts_no_key_that_it_must_keep_and_is_shorter_instead() ->
 
 def test_a_promotion_evicts_other_keys_and_leaves_a_pinned_one() -> None:
     cache = Cache(2)
-    stored(cache, A, B)
+    store(cache, A, B)
     cache.prepare_load([A])
     assert cache.tier_access.prepare_promotion([C, D]).size == 1
     assert [cache.lookup(key) for key in (A, B)] == [Lookup.HIT, Lookup.MISS]

@@ -1,4 +1,4 @@
-"""What outlives the present: jobs from before a reset, and keys over a daemon's restart."""
+"""Resets while jobs are in flight, and keys that are restored after a restart of the daemon."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def test_reset_makes_everything_absent_and_keeps_the_counters(cache: Cache) -> N
 def test_a_store_from_before_a_reset_frees_its_blocks_and_nothing_else(
     cache: Cache, success: bool
 ) -> None:
-    past = reserve(cache, "ab")
+    earlier = reserve(cache, "ab")
     cache.reset()
-    present = reserve(cache, "ax")
-    assert set(present.blocks).isdisjoint(past.blocks)
+    later = reserve(cache, "ax")
+    assert set(later.blocks).isdisjoint(earlier.blocks)
     assert cache.usage.orphaned == 2
     assert cache.prepare_store([b"y"]) is None
-    cache.complete_store(past, success)
-    cache.complete_store(past, success)
+    cache.complete_store(earlier, success)
+    cache.complete_store(earlier, success)
     assert (cache.usage.orphaned, cache.usage.free) == (0, 2)
     assert (cache.lookup(b"a"), cache.lookup(b"b")) == (HIT_PENDING, MISS)
-    assert set(reserve(cache, "yz").blocks) == set(past.blocks)
+    assert set(reserve(cache, "yz").blocks) == set(earlier.blocks)
 
 
 def test_a_block_pinned_before_a_reset_is_free_with_its_last_load(cache: Cache) -> None:
@@ -59,18 +59,18 @@ def test_a_block_pinned_before_a_reset_is_free_with_its_last_load(cache: Cache) 
     cache.check_integrity()
 
 
-def test_a_load_from_before_a_reset_unpins_nothing_of_today(cache: Cache) -> None:
+def test_a_load_from_before_a_reset_unpins_no_later_block(cache: Cache) -> None:
     store(cache, "a")
-    past = cache.prepare_load([b"a"])
+    earlier = cache.prepare_load([b"a"])
     cache.reset()
     store(cache, "a")
-    present = cache.prepare_load([b"a"])
-    cache.complete_load(past)
+    later = cache.prepare_load([b"a"])
+    cache.complete_load(earlier)
     assert cache.usage.pinned == 1
-    cache.complete_load(present)
+    cache.complete_load(later)
 
 
-def test_jobs_from_before_two_resets_end_too(cache: Cache) -> None:
+def test_stores_from_before_two_resets_free_their_blocks(cache: Cache) -> None:
     oldest = reserve(cache, "ab")
     cache.reset()
     older = reserve(cache, "ab")
@@ -82,10 +82,10 @@ def test_jobs_from_before_two_resets_end_too(cache: Cache) -> None:
     assert (cache.usage.free, ready(cache)) == (4, "")
 
 
-# A daemon's restart
+# Restart of the daemon
 
 
-def test_a_cache_that_was_restored_is_the_one_it_was(policy: str) -> None:
+def test_a_restored_cache_has_the_same_entries(policy: str) -> None:
     old, new = Cache(6, policy), Cache(6, policy)
     store(old, "abcdef")
     old.touch(keys("ca"))
@@ -95,8 +95,8 @@ def test_a_cache_that_was_restored_is_the_one_it_was(policy: str) -> None:
     new.restore_keys(old.entries())
     assert new.entries() == old.entries()
     assert new.events.take() == []
-    taken = {block for _, block in old.entries()}
-    assert set(reserve(new, "z").blocks) == set(range(6)) - taken
+    used = {block for _, block in old.entries()}
+    assert set(reserve(new, "z").blocks) == set(range(6)) - used
     new.check_integrity()
 
 
@@ -110,7 +110,7 @@ def test_recency_survives_a_restart(policy: str) -> None:
         assert reserve(new, letter).evicted == reserve(old, letter).evicted
 
 
-def test_restored_keys_are_where_they_were(cache: Cache) -> None:
+def test_restored_keys_have_their_blocks(cache: Cache) -> None:
     cache.restore_keys([(b"a", 3), (b"b", 1)])
     cache.mark_verified([(b"a", 3), (b"b", 1)])
     assert cache.prepare_load(keys("ab")).blocks == (3, 1)
@@ -147,15 +147,15 @@ def test_a_store_replaces_a_key_that_is_not_verified(cache: Cache) -> None:
 
 
 def test_an_unverified_key_of_an_offer_that_is_not_stored_again_is_not_evicted(policy: str) -> None:
-    """It was offered less often than the threshold asks for, and is still a key of the offer."""
+    """This holds although the number of its offers is below the threshold."""
     cache = Cache(2, policy, store_threshold=2)
     cache.restore_keys([(b"h", 0), (b"j", 1)])
-    assert cache.prepare_store([b"a", b"g"]) is not None  # of no key yet
+    assert cache.prepare_store([b"a", b"g"]) is not None  # a reservation without keys
     assert cache.prepare_store([b"a", b"h", b"g"]) is None
     assert cache.lookup(b"h") is Lookup.HIT_PENDING
 
 
-def test_an_empty_cache_is_restored_from_nothing(cache: Cache) -> None:
+def test_restoring_no_keys_leaves_the_cache_empty(cache: Cache) -> None:
     cache.restore_keys([])
     assert len(reserve(cache, "abcd").keys) == 4
 
@@ -185,7 +185,7 @@ def test_entries_that_cannot_be_restored_change_nothing(
         pytest.param(lambda c: (reserve(c, "a"), c.reset()), id="orphaned"),
     ],
 )
-def test_a_cache_in_use_is_not_restored(cache: Cache, use: Callable[[Cache], object]) -> None:
+def test_restoring_a_used_cache_is_refused(cache: Cache, use: Callable[[Cache], object]) -> None:
     use(cache)
     with pytest.raises(ValueError, match="empty"):
         cache.restore_keys([(b"z", 3)])

@@ -1,4 +1,4 @@
-"""The order of use against a list, with segments small enough to be merged."""
+"""The order of use, compared with a list. The segments are so small that they are merged."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NUMBERS = st.lists(st.integers(0, SIZE - 1), unique=True, max_size=SIZE)
 def test_the_order_is_that_of_a_list(steps: list[tuple[bool, list[int]]]) -> None:
     order, model = UseOrder(SIZE, SEGMENT), list[int]()
     for used, numbers in steps:
-        model_had = [number for number in numbers if number in model]
+        present = [number for number in numbers if number in model]
         if used:
             order.append(np.array(numbers, np.int64))
         else:
-            order.remove(np.array(model_had, np.int64))
+            order.remove(np.array(present, np.int64))
         model = [number for number in model if number not in numbers] + (numbers if used else [])
         assert order.numbers().tolist() == model
         assert len(order) == len(model)
@@ -29,11 +29,11 @@ def test_the_order_is_that_of_a_list(steps: list[tuple[bool, list[int]]]) -> Non
 
 def test_the_log_stays_below_three_times_the_size() -> None:
     size, segment = 4096, 64
-    order, random = UseOrder(size, segment), np.random.default_rng(0)
+    order, rng = UseOrder(size, segment), np.random.default_rng(0)
     order.append(np.arange(size))
     longest = 0
     for _ in range(2000):
-        order.append(np.unique(random.integers(0, size // 8, 100)))
+        order.append(np.unique(rng.integers(0, size // 8, 100)))
         longest = max(longest, order.log_entries)
     assert longest < 3 * size
     assert order.numbers()[: size - size // 8].tolist() == list(range(size // 8, size))

@@ -1,4 +1,4 @@
-"""From which fragment size on copies are direct, by what a calibration found."""
+"""Calibration: the fragment size from which on copies are direct."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import pytest
 
 from kvferry.daemon.engine.cuda.calibration import SIZES, _threshold
 
-WHOLE = 55e9
+LINK = 55e9
 KIB = 1 << 10
 
 
-def seen(**slow: float) -> list[tuple[int, float, float]]:
-    """Link speed at every size, but for some: k128=0.5 is half of it at 128 KiB."""
-    parts = {int(name[1:]) * KIB: part for name, part in slow.items()}
-    return [(size, parts.get(size, 1.0) * WHOLE, WHOLE) for size in SIZES]
+def speeds(**slow: float) -> list[tuple[int, float, float]]:
+    """The speed of the link at every size except some: k128=0.5 is half of it at 128 KiB."""
+    shares = {int(name[1:]) * KIB: share for name, share in slow.items()}
+    return [(size, shares.get(size, 1.0) * LINK, LINK) for size in SIZES]
 
 
 @pytest.mark.parametrize(
-    ("found", "direct_from"),
+    ("measured", "direct_from"),
     [
-        (seen(), 256 * KIB),
-        (seen(k256=0.98), 256 * KIB),
-        (seen(k256=0.96), 512 * KIB),
-        (seen(k1024=0.5), 2048 * KIB),
-        (seen(k64=2.0), 256 * KIB),
-        (seen(k2048=0.5), 4096 * KIB),
+        (speeds(), 256 * KIB),
+        (speeds(k256=0.98), 256 * KIB),
+        (speeds(k256=0.96), 512 * KIB),
+        (speeds(k1024=0.5), 2048 * KIB),
+        (speeds(k64=2.0), 256 * KIB),
+        (speeds(k2048=0.5), 4096 * KIB),
     ],
 )
-def test_direct_is_what_reaches_nearly_the_link_with_far_places_and_all_larger(
-    found: list[tuple[int, float, float]], direct_from: int
+def test_copies_are_direct_from_the_size_on_that_nearly_reaches_the_link(
+    measured: list[tuple[int, float, float]], direct_from: int
 ) -> None:
-    assert _threshold(found) == direct_from
+    assert _threshold(measured) == direct_from

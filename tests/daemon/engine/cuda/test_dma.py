@@ -1,4 +1,4 @@
-"""What is enqueued on a stream: the bytes that were asked for, and no copy across two chunks."""
+"""Copies on a stream: every byte of a batch once, and no copy across two chunks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rows: TypeAlias = list[tuple[int, int, int]]
 
 
 class DmaFixture:
-    """A driver that notes copies: (to, from, bytes)."""
+    """A driver that records copies: (to, from, bytes)."""
 
     def __init__(self) -> None:
         self.single: Rows = []
@@ -50,10 +50,10 @@ class _Function:
         return 0
 
 
-def enqueued(direction: Direction, rows: Rows, **how: bool) -> DmaFixture:
+def enqueue_batch(direction: Direction, rows: Rows, **options: bool) -> DmaFixture:
     copies, batch = DmaFixture(), CopyBatch(np.ascontiguousarray(np.array(rows, dtype=np.int64).T))
     dma = Dma(cast(Driver, copies), POOL, CHUNK, small=SMALL)
-    dma.enqueue(direction, batch, STREAM, **how)
+    dma.enqueue(direction, batch, STREAM, **options)
     return copies
 
 
@@ -61,14 +61,14 @@ def pairs(rows: Rows) -> list[tuple[int, int]]:
     return sorted((to + byte, origin + byte) for to, origin, n in rows for byte in range(n))
 
 
-def wanted(direction: Direction, rows: Rows) -> Rows:
+def expected(direction: Direction, rows: Rows) -> Rows:
     store = direction is Direction.STORE
     return [(host, gpu, n) if store else (gpu, host, n) for gpu, host, n in rows]
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> Rows:
-    """Apart from each other on both sides."""
+    """Rows that do not overlap, neither on the GPU nor on the host."""
     sizes = draw(st.lists(st.integers(1, 260), min_size=1, max_size=2 * FEW))
     gaps = draw(st.lists(st.integers(0, 120), min_size=len(sizes), max_size=len(sizes)))
     rows, at = [], 0
@@ -79,23 +79,23 @@ def batches(draw: st.DrawFn) -> Rows:
 
 
 @given(batches(), st.sampled_from(Direction))
-def test_every_byte_is_copied_once_and_no_copy_leaves_its_chunk(
+def test_every_byte_is_copied_once_and_no_copy_spans_chunks(
     rows: Rows, direction: Direction
 ) -> None:
-    copies = enqueued(direction, rows)
+    copies = enqueue_batch(direction, rows)
     few = len(rows) == 1 or (len(rows) <= FEW and sum(size for *_, size in rows) <= SMALL)
     assert bool(copies.single) == few
     assert bool(copies.batched) == (not few)
-    got = copies.single + copies.batched
-    assert pairs(got) == pairs(wanted(direction, rows))
-    for to, origin, nbytes in got:
+    enqueued = copies.single + copies.batched
+    assert pairs(enqueued) == pairs(expected(direction, rows))
+    for to, origin, nbytes in enqueued:
         first = (to if direction is Direction.STORE else origin) - POOL
         assert first // CHUNK == (first + nbytes - 1) // CHUNK
 
 
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("count", [2, FEW + 1])
-def test_copies_within_a_chunk_are_not_cut(direction: Direction, count: int) -> None:
+def test_copies_within_a_chunk_are_not_split(direction: Direction, count: int) -> None:
     rows = [(GPU + CHUNK * n, POOL + CHUNK * n, CHUNK // 2) for n in range(count)]
-    copies = enqueued(direction, rows, whole=True)
-    assert copies.single + copies.batched == wanted(direction, rows)
+    copies = enqueue_batch(direction, rows, whole=True)
+    assert copies.single + copies.batched == expected(direction, rows)

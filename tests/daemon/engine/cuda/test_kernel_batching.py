@@ -1,4 +1,4 @@
-"""When kernels are launched, and which together: chunks and events without a device."""
+"""Kernel batching without a device: when kernels are launched, and which of them together."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from kvferry.proto.specs import Direction
 STORE, LOAD = Direction.STORE, Direction.LOAD
 BEGUN, DONE, LATER, EVEN_LATER = "begun", "done", "later", "even later"
 NO_TABLE = PageTable(0, 0, 0, 0, 0)
-NOTHING = cast(Any, np.empty(0, dtype=np.int64))
+NO_IDS = cast(Any, np.empty(0, dtype=np.int64))
 
 
-class Device:
-    """Events are anything; those in `past` were reached."""
+class FakeEvents:
+    """Events are any objects. Those in `reached` were reached."""
 
     def __init__(self) -> None:
-        self.past: set[Any] = set()
+        self.reached: set[Any] = set()
 
     def batching(self, direction: Direction) -> KernelBatching:
-        return KernelBatching(direction, lambda event: event in self.past)
+        return KernelBatching(direction, lambda event: event in self.reached)
 
 
 @pytest.fixture
-def device() -> Device:
-    return Device()
+def device() -> FakeEvents:
+    return FakeEvents()
 
 
 def chunk(direction: Direction, units: int = 8, moved: object = "moved") -> Chunk:
-    stage = Stage(Slot(0, units, 0), NO_TABLE, NOTHING, NOTHING)
+    stage = Stage(Slot(0, units, 0), NO_TABLE, NO_IDS, NO_IDS)
     return Chunk(direction, units, stage, moved=cast(Any, moved))
 
 
 def add(batching: KernelBatching, chunks: list[Chunk]) -> list[Chunk]:
-    for one in chunks:
-        batching.add(one)
+    for added in chunks:
+        batching.add(added)
     return chunks
 
 
@@ -50,7 +50,7 @@ def launched(batching: KernelBatching, chunks: list[Chunk], begun: object, done:
     batching.launched(chunks, cast(Any, begun), cast(Any, done))
 
 
-def test_stores_are_never_held_back(device: Device) -> None:
+def test_stores_are_never_held_back(device: FakeEvents) -> None:
     batching = device.batching(STORE)
     chunks = add(batching, [chunk(STORE) for _ in range(3)])
     assert batching.ahead == 24
@@ -58,42 +58,42 @@ def test_stores_are_never_held_back(device: Device) -> None:
     assert batching.due(more=True) == []
 
 
-def test_units_are_ahead_until_their_turn_has_come(device: Device) -> None:
+def test_units_are_ahead_until_their_time_slice_starts(device: FakeEvents) -> None:
     batching = device.batching(STORE)
     launched(batching, [chunk(STORE, 5)], BEGUN, DONE)
     assert batching.awaited
     assert batching.ahead == 5
     launched(batching, [chunk(STORE, 2)], None, LATER)
     assert batching.ahead == 7
-    device.past.add(BEGUN)
+    device.reached.add(BEGUN)
     assert not batching.awaited
     assert batching.ahead == 0
     launched(batching, [chunk(STORE, 3)], LATER, EVEN_LATER)
     assert batching.ahead == 3
 
 
-def test_two_thirds_of_the_loads_are_one_launch_while_more_arrive(device: Device) -> None:
+def test_two_thirds_of_the_loads_are_one_launch_while_more_arrive(device: FakeEvents) -> None:
     batching = device.batching(LOAD)
     chunks = add(batching, [chunk(LOAD) for _ in range(8)])
     assert batching.due(more=True) == chunks[:6]
     launched(batching, chunks[:6], BEGUN, DONE)
     assert batching.due(more=True) == []
-    device.past |= {BEGUN, DONE}
+    device.reached |= {BEGUN, DONE}
     assert batching.due(more=True) == chunks[6:]
 
 
-def test_loads_that_arrive_while_a_turn_is_awaited_join_it(device: Device) -> None:
+def test_loads_that_arrive_before_the_time_slice_starts_join_it(device: FakeEvents) -> None:
     batching = device.batching(LOAD)
     launched(batching, [chunk(LOAD)], BEGUN, DONE)
     chunks = add(batching, [chunk(LOAD, moved=number) for number in range(3)])
-    device.past |= {0, 2}
+    device.reached |= {0, 2}
     assert batching.due(more=True) == chunks[:1]
-    device.past.add(1)
-    device.past.add(BEGUN)  # it has come: for the next one
+    device.reached.add(1)
+    device.reached.add(BEGUN)  # the time slice has started: the chunk waits for the next one
     assert batching.due(more=True) == []
 
 
-def test_loads_that_are_the_last_are_not_held_back(device: Device) -> None:
+def test_the_last_loads_are_not_held_back(device: FakeEvents) -> None:
     batching = device.batching(LOAD)
     launched(batching, [chunk(LOAD)], BEGUN, DONE)
     chunks = add(batching, [chunk(LOAD), chunk(LOAD)])
@@ -106,27 +106,27 @@ def test_loads_that_are_the_last_are_not_held_back(device: Device) -> None:
 def test_waiting_chunks_are_launched_once_and_in_order(
     steps: list[tuple[str, int]],
 ) -> None:
-    device = Device()
+    device = FakeEvents()
     batching = device.batching(LOAD)
     added: list[Chunk] = []
-    so_far: list[Chunk] = []
+    launched_chunks: list[Chunk] = []
     events: list[object] = []
-    for what, number in steps:
-        if what == "add":
+    for step, number in steps:
+        if step == "add":
             added += add(batching, [chunk(LOAD, number, moved=len(added))])
-            device.past.add(len(added) - number)
-        elif what == "reach" and events:
-            device.past.update(events[: number * 2])
+            device.reached.add(len(added) - number)
+        elif step == "reach" and events:
+            device.reached.update(events[: number * 2])
             del events[: number * 2]
         else:
             idle = not events
             due = batching.due(more=True)
-            assert due or not idle or len(so_far) == len(added)
+            assert due or not idle or len(launched_chunks) == len(added)
             if due:
                 begun, done = object(), object()
                 events += [begun, done]
                 launched(batching, due, None if batching.awaited else begun, done)
-            so_far += due
-        assert so_far == added[: len(so_far)]
-    so_far += batching.due(more=False)
-    assert so_far == added
+            launched_chunks += due
+        assert launched_chunks == added[: len(launched_chunks)]
+    launched_chunks += batching.due(more=False)
+    assert launched_chunks == added

@@ -1,8 +1,9 @@
-"""How much of what was gathered is written back in one flush."""
+"""Staged copies: write-back of gathered chunks, and revoked engines."""
 
 from __future__ import annotations
 
 from functools import partial
+from operator import contains
 from typing import cast
 
 import numpy as np
@@ -23,15 +24,10 @@ PAGE, BLOCKS = 256, 6
 LAYOUT = KVLayout((TensorLayout(BLOCKS, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
 
 
-def is_one(block: int, blocks: tuple[int, ...]) -> bool:
-    return block in blocks
-
-
 class StagedStores:
-    """A staged copy, and a store chunk of each block; what they move is in `tensor` and `pool`.
+    """A staged copy, and a store chunk of each block from `tensor` to `pool`.
 
-    revoked: blocks of an engine that has given up its transfers. write_back: blocks written back
-    in one flush.
+    revoked: blocks of a revoked engine. write_back: blocks written back in one flush.
     """
 
     def __init__(self, *revoked: int, write_back: int = BLOCKS) -> None:
@@ -42,15 +38,15 @@ class StagedStores:
         dma = Dma(device, self.pool.ctypes.data, self.pool.nbytes)
         self.copy = StagedCopy(device, dma, write_back * PAGE)
         staging = Staging(device, UNITS * PAGE)
-        geometry = BlockLayout(LayoutArrays.from_layout(LAYOUT), 0, BLOCKS)
-        table = self.copy.table(geometry, 0, np.array([self.tensor.ctypes.data]))
+        block_layout = BlockLayout(LayoutArrays.from_layout(LAYOUT), 0, BLOCKS)
+        table = self.copy.table(block_layout, 0, np.array([self.tensor.ctypes.data]))
         self.chunks: list[Chunk] = []
         for block in range(BLOCKS):
             run = Extent(0, np.array([block]), np.array([block * PAGE]))
             slot = staging.take_slot(Direction.STORE, PAGE)
             self.chunks.append(
                 self.copy.enqueue(
-                    Direction.STORE, table, slot, run, partial(is_one, block, revoked)
+                    Direction.STORE, table, slot, run, partial(contains, revoked, block)
                 )
             )
 
@@ -60,23 +56,23 @@ class StagedStores:
 
 
 def test_a_flush_writes_back_a_bounded_number_of_bytes() -> None:
-    stores, seen = StagedStores(write_back=2), list[int]()
+    stores, counts = StagedStores(write_back=2), list[int]()
     for _ in range(4):
         stores.copy.flush(Direction.STORE, more=False)
-        seen.append(stores.written_back)
-    assert seen == [2, 4, 6, 6]
+        counts.append(stores.written_back)
+    assert counts == [2, 4, 6, 6]
     assert stores.driver.launches == [(Direction.STORE, BLOCKS)]
     stores.driver.settle()
     assert np.array_equal(stores.pool, stores.tensor)
 
 
-def test_before_chunks_that_are_not_staged_everything_is_written_back() -> None:
+def test_finish_writes_back_all_chunks() -> None:
     stores = StagedStores(write_back=1)
     stores.copy.finish(Direction.STORE)
     assert stores.written_back == BLOCKS
 
 
-def test_a_write_back_that_the_device_refuses_fails_the_chunks_behind_it() -> None:
+def test_a_refused_write_back_fails_all_later_chunks() -> None:
     stores = StagedStores(write_back=2)
     stores.copy.flush(Direction.STORE, more=False)
     stores.driver.refuse = lambda name: name == "cuMemcpyAsync"
@@ -85,7 +81,7 @@ def test_a_write_back_that_the_device_refuses_fails_the_chunks_behind_it() -> No
     assert stores.written_back == 2
 
 
-def test_no_kernel_is_launched_for_an_engine_that_gave_up_its_transfers() -> None:
+def test_no_kernel_is_launched_for_a_revoked_engine() -> None:
     stores = StagedStores(1, 4)
     stores.copy.finish(Direction.STORE)
     stores.driver.settle()

@@ -1,4 +1,4 @@
-"""The staging buffer's bookkeeping: who gets how much of it. No device is needed for that."""
+"""The staging buffer: how many units each direction gets. No device is needed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvferry.proto.specs import Direction
 
 UNIT = 1 << 20
 STORE, LOAD = Direction.STORE, Direction.LOAD
-MUCH = 1 << 40
+ALL = 1 << 40
 
 
-class StagingFixture:
-    """Stands in for the driver: Staging asks it for one address."""
+class FakeAllocator:
+    """Replaces the driver, from which Staging allocates one address."""
 
     def allocate(self, nbytes: int) -> int:
         return 1 << 30
@@ -33,13 +33,13 @@ class StagingFixture:
 
 @pytest.fixture
 def staging() -> Staging:
-    return Staging(cast(Any, StagingFixture()), UNITS * UNIT)
+    return Staging(cast(Any, FakeAllocator()), UNITS * UNIT)
 
 
 def room(
     staging: Staging,
     direction: Direction,
-    nbytes: int = MUCH,
+    nbytes: int = ALL,
     contended: bool = False,
     ahead: int = 0,
     block: int = 1,
@@ -48,22 +48,22 @@ def room(
 
 
 def fill(staging: Staging, direction: Direction, contended: bool = False) -> list[Slot]:
-    """Take what there is room for; the turn of none of it has come."""
+    """Take all slots that there is room for. No time slice starts."""
     slots: list[Slot] = []
-    while nbytes := room(staging, direction, MUCH, contended, sum(slot.units for slot in slots)):
+    while nbytes := room(staging, direction, ALL, contended, sum(slot.units for slot in slots)):
         slots.append(staging.take_slot(direction, nbytes))
     return slots
 
 
 @pytest.mark.parametrize("nbytes", [256 << 20, 300_000_000, int(0.1 * 2**30)])
-def test_whatever_its_size_slots_lie_where_kernels_may_read_them(nbytes: int) -> None:
-    staging = Staging(cast(Any, StagingFixture()), nbytes)
+def test_slots_are_aligned_for_kernels(nbytes: int) -> None:
+    staging = Staging(cast(Any, FakeAllocator()), nbytes)
     slots = fill(staging, LOAD)
     assert {slot.address % 256 for slot in slots} == {0}
     assert slots[-1].address + slots[-1].units * staging.unit_bytes <= staging.address + nbytes
 
 
-def test_loads_alone_have_all_of_it_one_chunk_behind_the_other(staging: Staging) -> None:
+def test_loads_without_stores_get_all_units_in_adjacent_chunks(staging: Staging) -> None:
     slots = fill(staging, LOAD)
     assert [slot.units for slot in slots] == [CHUNK_UNITS] * (UNITS // CHUNK_UNITS)
     starts = [slot.start for slot in slots]
@@ -81,7 +81,7 @@ def test_each_direction_gets_half_of_the_staging_if_both_have_work(staging: Stag
         assert sum(slot.units for slot in fill(staging, direction, contended=True)) == UNITS // 2
 
 
-def test_stores_refill_staging_once_a_third_is_left(
+def test_stores_get_units_when_a_third_of_theirs_is_left(
     staging: Staging,
 ) -> None:
     slots = fill(staging, STORE)
@@ -96,15 +96,15 @@ def test_stores_refill_staging_once_a_third_is_left(
     assert taken == free > UNITS // 2
 
 
-def test_stores_go_on_while_the_turn_of_what_they_have_is_awaited(staging: Staging) -> None:
+def test_stores_get_units_before_their_time_slice_starts(staging: Staging) -> None:
     used = sum(slot.units for slot in fill(staging, STORE)[:-1])
-    assert room(staging, STORE, ahead=used) == 0  # all is taken
-    staging = Staging(cast(Any, StagingFixture()), UNITS * UNIT)
+    assert room(staging, STORE, ahead=used) == 0  # no unit is free
+    staging = Staging(cast(Any, FakeAllocator()), UNITS * UNIT)
     staging.take_slot(STORE, CHUNK_UNITS * UNIT)
     assert room(staging, STORE, ahead=CHUNK_UNITS) == CHUNK_UNITS * UNIT
 
 
-def test_a_chunk_ends_where_the_buffer_does_and_the_next_begins_at_its_start(
+def test_a_chunk_ends_with_the_buffer_and_the_next_starts_at_its_start(
     staging: Staging,
 ) -> None:
     for slot in (
@@ -112,8 +112,8 @@ def test_a_chunk_ends_where_the_buffer_does_and_the_next_begins_at_its_start(
     ):
         staging.free_slot(slot)
     staging.free_slot(staging.take_slot(STORE, (CHUNK_UNITS - 3) * UNIT))
-    ends = staging.take_slot(STORE, room(staging, STORE, 3 * UNIT))
-    assert ends.start + ends.units == UNITS
+    last = staging.take_slot(STORE, room(staging, STORE, 3 * UNIT))
+    assert last.start + last.units == UNITS
     assert staging.take_slot(STORE, room(staging, STORE)).start == 0
 
 
@@ -134,20 +134,20 @@ def test_free_units_in_fragments_are_used(staging: Staging) -> None:
         max_size=80,
     )
 )
-def test_no_unit_is_ever_in_two_slots(steps: list[tuple[bool, bool, int, int]]) -> None:
-    staging = Staging(cast(Any, StagingFixture()), UNITS * UNIT)
+def test_no_unit_is_in_two_slots(steps: list[tuple[bool, bool, int, int]]) -> None:
+    staging = Staging(cast(Any, FakeAllocator()), UNITS * UNIT)
     slots: dict[Direction, list[Slot]] = {STORE: [], LOAD: []}
     for store, contended, nbytes, block in steps:
         direction = STORE if store else LOAD
-        mine, ahead = slots[direction], sum(slot.units for slot in slots[direction])
+        own, ahead = slots[direction], sum(slot.units for slot in slots[direction])
         nbytes = max(nbytes, block * UNIT)
         granted = room(staging, direction, nbytes, contended, ahead, block * UNIT)
         if granted:
             assert block * UNIT <= granted <= max(CHUNK_UNITS * UNIT, nbytes)
-            mine.append(staging.take_slot(direction, min(granted, nbytes)))
-        elif mine:
-            staging.free_slot(mine.pop(0))
-        used = [unit for some in slots.values() for slot in some for unit in _units(slot)]
+            own.append(staging.take_slot(direction, min(granted, nbytes)))
+        elif own:
+            staging.free_slot(own.pop(0))
+        used = [unit for held in slots.values() for slot in held for unit in _units(slot)]
         assert len(used) == len(set(used)) <= UNITS
         assert all(0 <= unit < UNITS for unit in used)
         assert sum(slot.units for slot in slots[STORE]) <= UNITS - FOR_LOADS
