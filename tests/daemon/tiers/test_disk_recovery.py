@@ -309,19 +309,6 @@ def test_a_smaller_size_is_kept_from_the_start_on(disk: KillableDisk) -> None:
     assert OK in fetch_all(disk, range(150))
 
 
-def test_namespaces_share_the_bound(disk: KillableDisk) -> None:
-    """A new one gets its share from one that has everything, and no more."""
-    put_all(disk, range(300))
-    other = "b" * 16
-    for number in range(300):
-        assert disk.put([number], other) == [OK]
-        assert disk.usage().used_bytes <= SIZE
-    mine, theirs = (disk.tier._stores[name].nbytes for name in (NAMESPACE, other))
-    assert 0.6 < mine / theirs < 1.7
-    kept = disk.contains(range(300)), disk.contains(range(300), other)
-    assert min(map(sum, kept)) > 50
-
-
 def test_a_slot_that_cannot_be_read_or_written_is_retired(
     disk: KillableDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

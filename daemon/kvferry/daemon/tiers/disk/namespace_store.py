@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -28,6 +29,8 @@ META = "meta"
 NO_WRITES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 # Seconds without another attempt to add a slab, after one that failed.
 RETRY_SLAB = 1.0
+# Seconds of use after which its time is noted again, for the next process.
+NOTE_USE_EVERY = 600.0
 
 log = structlog.get_logger()
 
@@ -73,6 +76,9 @@ class NamespaceStore:
             self.slabs.close()
             raise
         self.loaded = False
+        # When it was searched, read or written last, in seconds since the epoch. The time of `meta`
+        # keeps it for the next process.
+        self.last_used = self._noted_use = (directory / META).stat().st_mtime
         self._grow = grow
         self._max_slots = max_slots
         self._stopped = False
@@ -102,10 +108,12 @@ class NamespaceStore:
     # Reading
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        self.last_used = time.time()
         with self.lock:
             return [entry is not None for entry in self._find(keys)]
 
     def fetch(self, blocks: Blocks, deadline: float) -> list[Fetched]:
+        self.last_used = time.time()
         with self.lock:
             entries = self._find(blocks.keys)
             for entry in entries:
@@ -159,6 +167,7 @@ class NamespaceStore:
     # Writing
 
     def put(self, blocks: Blocks, checksums: Sequence[int]) -> list[Result]:
+        self.last_used = time.time()
         checksum_of = dict(zip(blocks.keys, checksums, strict=True))
         address_of = dict(zip(blocks.keys, blocks.addresses, strict=True))
         with self.lock:
@@ -237,6 +246,8 @@ class NamespaceStore:
 
     def add_slab(self) -> bool:
         """Add a slab. False if that is not possible."""
+        if self._stopped:  # another store may have its directory
+            return False
         per_slab = self.meta.slots_per_slab
         number = self.slabs.first_missing()
         if (number + 1) * per_slab > self._max_slots:
@@ -294,6 +305,10 @@ class NamespaceStore:
             finally:
                 os.close(descriptor)
         self.catalog.index.sync()
+        if self.last_used > self._noted_use + NOTE_USE_EVERY:
+            self._noted_use = self.last_used
+            with suppress(OSError):  # read-only, or dropped
+                os.utime(self.directory / META, (self.last_used, self.last_used))
 
     def stop(self) -> None:
         """Every key is a miss from now on."""

@@ -1,8 +1,8 @@
 """The disk tier: stores of all namespaces below one root, with one bound on their bytes.
 
 A namespace has an equal share of the bound, and may use more while others do not need theirs: a
-namespace below its share takes slabs from the one that is furthest above. Any thread; `maintain` on
-one.
+namespace below its share takes slabs from the one that is furthest above. One that was not used for
+long has no share. Any thread; `maintain` on one.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ MAX_SLAB_BYTES = 1 << 30
 # No slab is added if the file system would have less free space: 1/FLOOR of its size, or this.
 FLOOR = 50
 MAX_FLOOR_BYTES = 4 << 30
+# Seconds without use after which a namespace gives its slabs to any other, and then its index.
+SHARE_SECONDS = 86400.0
 # Seconds between two syncs, and of a run after which the start counts as successful.
 SYNC_EVERY = 3.0
 LONG_RUN = 60.0
@@ -127,11 +129,7 @@ class DiskTier:
             return
         with self._lock:
             for name in [each for each in self._stores if is_part_of(each, namespace)]:
-                store = self._stores[name]
-                store.stop()
-                move_to_trash(store.directory)
-                del self._stores[name]
-                self._trash.append(store)
+                self._discard(self._stores[name])
 
     def usage(self) -> TierUsage:
         refused = time.monotonic() < self._refused_until + REFUSAL_SHOWN
@@ -278,6 +276,13 @@ class DiskTier:
             self._stores[blocks.namespace] = store
         return store
 
+    def _discard(self, store: NamespaceStore) -> None:
+        """Have `maintain` delete a store. Raises OSError."""
+        store.stop()
+        move_to_trash(store.directory)
+        del self._stores[store.name]
+        self._trash.append(store)
+
     def _refuse(self, reason: str, namespace: str, seconds: float) -> None:
         if reason != self._refusal:
             log.warning("namespace not stored on disk", namespace=namespace, reason=reason)
@@ -318,19 +323,36 @@ class DiskTier:
             return self._make_room(store.growth, store) and store.add_slab()
 
     def _make_room(self, nbytes: int, store: NamespaceStore | None) -> bool:
-        """Whether `nbytes` more fit. Others give slabs up if `store` is below its share."""
+        """Whether `nbytes` more fit, for a store or a new one. Others may give slabs up for it."""
         if self._below_floor(nbytes):
             return False
-        mine = 0 if store is None else store.nbytes
-        share = self._size // (len(self._stores) + (store is None))
         while self._used_bytes() + nbytes > self._size:
-            others = [each for each in self._stores.values() if each is not store]
-            largest = max(others, key=lambda each: each.nbytes, default=None)
-            if largest is None or mine + nbytes > share or largest.nbytes <= share:
+            giver = self._choose_giver(nbytes, store)
+            if giver is None:
                 return False
-            if not largest.give_up_slab():
+            if not giver.slabs.num_slots:
+                if not self._trash:  # else there is more room soon
+                    log.info("namespace without blocks dropped from disk", namespace=giver.name)
+                    with suppress(OSError):
+                        self._discard(giver)
+                return False
+            if not giver.give_up_slab():
                 return False
         return True
+
+    def _choose_giver(self, nbytes: int, store: NamespaceStore | None) -> NamespaceStore | None:
+        """The store that gives up a slab, so that another one gets `nbytes` more; or None."""
+        others = [each for each in self._stores.values() if each is not store]
+        if not others:
+            return None
+        coldest = min(others, key=lambda each: each.last_used)
+        if coldest.last_used < time.time() - SHARE_SECONDS:
+            return coldest
+        largest, share = max(others, key=lambda each: each.nbytes), self._size // (len(others) + 1)
+        if nbytes + (0 if store is None else store.nbytes) <= share:
+            return largest if largest.nbytes > share else None
+        # The share of very many is less than the first slab, without which nothing can be written.
+        return coldest if store is None or not store.slabs.num_slots else None
 
     def _below_floor(self, nbytes: int) -> bool:
         """Whether `nbytes` more would leave the file system too little free space."""

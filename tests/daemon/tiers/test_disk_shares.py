@@ -1,0 +1,88 @@
+"""How namespaces share the bound of a disk tier."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.daemon.tiers.base import IN_TIER, Result
+from kvferry.daemon.tiers.disk import namespace_store
+from kvferry.daemon.tiers.disk.tier import SHARE_SECONDS
+from kvferry.testing.engine import until
+from kvferry.testing.tier_subjects import NAMESPACE, PoolMemory
+
+from .disk_fixtures import SIZE, KillableDisk
+
+OTHER = "b" * 16
+
+
+@pytest.fixture
+def disk(
+    pool: PoolMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[KillableDisk]:
+    monkeypatch.setattr(namespace_store, "RETRY_SLAB", 0.01)
+    disk = KillableDisk(pool, tmp_path / "tier")
+    yield disk
+    disk.close()
+
+
+def fill(disk: KillableDisk, name: str) -> None:
+    for number in range(300):
+        assert disk.put([number], name)[0] in IN_TIER
+        assert disk.usage().used_bytes <= SIZE
+
+
+def is_written(disk: KillableDisk, name: str) -> bool:
+    disk.tier.maintain()
+    return disk.put([1], name)[0] in IN_TIER
+
+
+def age(disk: KillableDisk, name: str) -> None:
+    """Restart the tier as if nobody had used a namespace for long."""
+    disk.kill()
+    then = time.time() - 2 * SHARE_SECONDS
+    os.utime(disk.root / name / namespace_store.META, (then, then))
+    disk.open()
+
+
+def test_namespaces_share_the_bound(disk: KillableDisk) -> None:
+    """A new one gets its share from one that has everything, and no more."""
+    fill(disk, NAMESPACE)
+    fill(disk, OTHER)
+    mine, theirs = (disk.tier._stores[name].nbytes for name in (NAMESPACE, OTHER))
+    assert 0.6 < mine / theirs < 1.7
+    kept = disk.contains(range(300)), disk.contains(range(300), OTHER)
+    assert min(map(sum, kept)) > 50
+
+
+def test_a_namespace_that_was_not_used_for_long_gives_everything(disk: KillableDisk) -> None:
+    fill(disk, NAMESPACE)
+    age(disk, NAMESPACE)
+    fill(disk, OTHER)
+    assert list(disk.tier._stores) == [OTHER]
+    assert sum(disk.contains(range(300), OTHER)) > 120
+
+
+def test_a_namespace_that_is_searched_keeps_its_share(disk: KillableDisk) -> None:
+    """Also over a restart."""
+    fill(disk, NAMESPACE)
+    age(disk, NAMESPACE)
+    disk.contains([1])
+    disk.close()
+    disk.open()
+    fill(disk, OTHER)
+    assert sum(disk.contains(range(300))) > 50
+
+
+def test_there_is_always_room_for_another_namespace(disk: KillableDisk) -> None:
+    """Also if the share of each is less than a slab: the one used least recently is dropped."""
+    names = [f"{number:016}" for number in range(20)]
+    for name in names:
+        until(lambda name=name: is_written(disk, name), 10.0)  # type: ignore[misc]
+        assert disk.fetch([1], name) == [Result.OK]
+        assert disk.usage().used_bytes <= SIZE
+    assert names[0] not in disk.tier._stores
