@@ -246,7 +246,7 @@ MESSAGES: dict[str, Any] = {
                 proto_status.TierStatus(
                     "disk", "on", 1, 2, 3, 4, 5, 6, 7, 0.5, 9, 10, 11, 12, 13, 14, 15, 1.5, 2, 3
                 ),
-                proto_status.TierStatus("memory", "off", read_only="no space"),
+                proto_status.TierStatus("memory", "off", read_only="no space", failure="no access"),
             ),
         ),
     ),

@@ -214,9 +214,11 @@ class VerificationStatus(Part):
 class TierStatus(Part):
     """A tier below the host pool. Numbers of keys and bytes count since the start of the daemon.
 
-    state: "starting", "on", "off" (until the circuit breaker admits a probe) or "probing".
+    state: "starting", "on", "off" (until the circuit breaker admits a probe, or its process has
+        started again) or "probing".
     used_bytes: of `capacity_bytes`, with all overhead; the latter is 0 if it is not known.
     read_only: why nothing can be written.
+    failure: why its process has ended, until it has started again.
     promotion_seconds: the mean time of a promotion, from the request until its keys were loadable.
     queue_seconds: age of the oldest promotion or write that has not ended.
     """
@@ -246,6 +248,7 @@ class TierStatus(Part):
     openings: int = 0
     deaths: int = 0
     read_only: str = ""
+    failure: str = ""
 
 
 class DaemonStatus(Part):

@@ -53,12 +53,14 @@ def test_failures_are_shown() -> None:
         errors=3,
         openings=4,
         deaths=5,
+        failure="its directory is in use",
     )
-    head, _, failures = lines(failing)
+    head, _, failures, reason = lines(failing)
     assert head.startswith("disk     off, ")
     assert head.endswith("read-only: no space")
     expected = "1 writes dropped, 2 wrong checksums, 3 errors, 4 times off, 5 process deaths"
     assert failures.strip() == expected
+    assert reason.strip() == "its directory is in use"
     assert tier_row(failing).plain.endswith(f"read-only · {expected}")
 
 

@@ -296,9 +296,11 @@ def test_a_root_in_use_turns_it_off_until_it_is_free(disk: ProcessSubject, start
     second = start(disk.client.spec, wait=False)
     second.wait_until(lambda: second.client.counters.deaths == 2)
     assert not second.client.is_on
+    assert "in use by another process" in second.client.failure
     assert disk.fetch([1]) == [OK]
     disk.close()
     second.wait_until(lambda: second.client.is_on)
+    assert not second.client.failure
     assert second.fetch([1]) == [OK]
 
 

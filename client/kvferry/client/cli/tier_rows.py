@@ -40,6 +40,8 @@ def tier_lines(tiers: Sequence[TierStatus]) -> Iterator[Text]:
         yield Text(f"         {', '.join(parts)}", "dim")
         if failures := _failures(tier):
             yield Text(f"         {failures}", "red")
+        if tier.failure:
+            yield Text(f"         {printable(tier.failure)}", "red")
 
 
 def tier_row(tier: TierStatus) -> Text:

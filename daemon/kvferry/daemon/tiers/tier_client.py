@@ -111,6 +111,8 @@ class TierClient:
         self.spec = spec
         self.usage = TierUsage()
         self.counters = TierCounters()
+        # Why the process has ended; empty once it has started again.
+        self.failure = ""
         self._loop = asyncio.get_running_loop()
         times = spec.times
         self.breaker = CircuitBreaker(
@@ -264,6 +266,7 @@ class TierClient:
         if not self._closed:
             log.warning("tier process lost", tier=self.spec.name, reason=why)
             self.counters.deaths += 1
+            self.failure = self.failure or why
             self.breaker.trip()
 
     def _release_all(self) -> None:
@@ -299,7 +302,7 @@ class TierClient:
                 self.usage = usage
                 self._end_request(number, b"")
             case Started(usage):
-                self.usage, self._started = usage, True
+                self.usage, self._started, self.failure = usage, True, ""
                 self._process.note_started()
                 log.info("tier started", tier=self.spec.name, keys=usage.keys)
                 for number, pending in tuple(self._drops.items()):
@@ -310,6 +313,7 @@ class TierClient:
             case LogLine(level, event, fields, fatal):
                 getattr(log, level, log.info)(event, tier=self.spec.name, **fields)
                 if fatal:
+                    self.failure = str(fields.get("reason", event))
                     self.breaker.trip()
 
     def _end_request(self, number: int, results: bytes) -> None:

@@ -259,7 +259,7 @@ class Tiering:
     ) -> TierStatus:
         client = tier.client
         usage, counters, breaker = client.usage, client.counters, client.breaker
-        if breaker.state == "open":
+        if breaker.state == "open" or client.failure:
             state = "off"
         elif not client.is_started:
             state = "starting"
@@ -292,5 +292,6 @@ class Tiering:
             openings=breaker.openings,
             deaths=counters.deaths,
             read_only=usage.read_only,
+            failure=client.failure,
             **values,  # type: ignore[arg-type]
         )
