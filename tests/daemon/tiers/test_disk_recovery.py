@@ -102,18 +102,6 @@ def test_a_namespace_is_dropped_while_its_index_is_rebuilt(
     assert fetch_all(disk) == [OK] * len(MANY)
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff" * 40_000])
-def test_a_damaged_index_is_rebuilt(disk: KillableDisk, damage: bytes) -> None:
-    put_all(disk)
-    disk.kill()
-    (disk.root / NAMESPACE / "index").write_bytes(damage)
-    disk.open()
-    found = fetch_all(disk)
-    assert found == [OK if damage else MISS] * len(MANY)  # an empty file is a new index
-    put_all(disk)
-    assert fetch_all(disk) == [OK] * len(MANY)
-
-
 def test_an_index_is_suspected_when_the_tier_dies_again_and_again(disk: KillableDisk) -> None:
     put_all(disk)
     for _ in range(recovery.MAX_STARTS):

@@ -26,7 +26,7 @@ class Catalog:
     """
 
     def __init__(self, directory: Path, slabs: Slabs, max_slots: int, key_bytes: int) -> None:
-        self._name, self._slabs = directory.name, slabs
+        self._name, self._slabs, self._key_bytes = directory.name, slabs, key_bytes
         # After the size was reduced there may be more slabs than fit, for a moment.
         end = max((slabs.slots_of(number).stop for number in slabs.numbers), default=0)
         self.table = SlotTable(max(max_slots, end), key_bytes)
@@ -129,6 +129,8 @@ class Catalog:
         Entries that cannot be right are removed from the index. Raises lmdb.Error.
         """
         keys = [key for key, _ in entries]
+        if any(len(key) != self._key_bytes for key in keys):
+            raise lmdb.CorruptedError(f"a key does not have {self._key_bytes} bytes")
         slots = np.array([entry.slot for _, entry in entries], np.int64)
         generations = np.array([entry.generation for _, entry in entries], np.int64)
         known = np.array([self._slabs.has(slot) for slot in slots.tolist()], np.bool_)

@@ -19,6 +19,8 @@ INDEX = "index"
 
 _ENTRY = struct.Struct("<QQ")
 _SLOT = struct.Struct("<Q")
+# What fits into the arrays of the slot table.
+_MAX_NUMBER = (1 << 63) - 1
 # Bound on the bytes of the file: a base for small trees, and an entry in half-empty pages.
 _BASE_BYTES = 512 << 10
 _BYTES_PER_SLOT = 320
@@ -153,7 +155,10 @@ def open_read_only(path: Path) -> Iterator[Index]:
 def _decode(value: bytes) -> Entry:
     if len(value) != _ENTRY.size:
         raise lmdb.CorruptedError(f"an entry has {len(value)} bytes instead of {_ENTRY.size}")
-    return Entry(*_ENTRY.unpack(value))
+    entry = Entry(*_ENTRY.unpack(value))
+    if max(entry) > _MAX_NUMBER:
+        raise lmdb.CorruptedError(f"an entry has the slot {entry.slot}, or a large generation")
+    return entry
 
 
 def _behind(cursor: lmdb.Cursor, after: bytes) -> Iterator[tuple[bytes, bytes]]:

@@ -99,12 +99,17 @@ def remove_index(directory: Path) -> None:
             (directory / name).unlink()
 
 
+def is_rebuilding(directory: Path) -> bool:
+    """Whether `load_store` fills the index from the slot headers."""
+    return (directory / REBUILDING).exists()
+
+
 def load_store(store: NamespaceStore) -> None:
     """Fill the slot table from the index, or both from the slot headers.
 
     Runs beside fetches. Raises OSError and lmdb.Error.
     """
-    rebuild = (store.directory / REBUILDING).exists()
+    rebuild = is_rebuilding(store.directory)
     if rebuild:
         for found in _chunks(_headers(store)):
             with store.lock:

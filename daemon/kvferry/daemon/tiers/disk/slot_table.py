@@ -154,5 +154,6 @@ class SlotTable:
         return float(stamps.mean()) if stamps.size else 0.0
 
     def _drop_from_free(self) -> None:
-        free = np.array(self._free, np.int64)
+        """Each slot once: one that was restored and then freed is in the list twice."""
+        free = np.unique(np.array(self._free, np.int64))[::-1]
         self._free = free[self._states[free] == _FREE].tolist()

@@ -306,9 +306,13 @@ class DiskTier:
         self._load(made)
 
     def _load(self, store: NamespaceStore) -> None:
+        rebuilt = recovery.is_rebuilding(store.directory)
         try:
             recovery.load_store(store)
         except lmdb.Error as error:
+            if not rebuilt:  # `maintain` does it
+                store.catalog.damage = str(error)
+                return
             log.warning("index damaged; blocks dropped", namespace=store.name, reason=str(error))
             self.drop(store.name)
 
