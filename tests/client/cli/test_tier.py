@@ -15,7 +15,9 @@ from kvferry.testing.tier_subjects import NAMESPACE, PoolMemory
 from support.command_line import kvferry
 
 BLOCK = 4096
-OTHER = "other"
+# A namespace as `kvferry status` shows it, and as the tier names it.
+OTHER = "b" * 16
+OTHER_PART = f"{OTHER}-{'c' * 16}"
 Captured: TypeAlias = pytest.CaptureFixture[str]
 
 
@@ -26,21 +28,23 @@ def disk(tmp_path: Path) -> Iterator[KillableDisk]:
     disk = KillableDisk(pool, tmp_path / "tier")
     for first in range(0, 40, 10):
         disk.put(range(first, first + 10))
-    disk.put(range(10), OTHER)
+    disk.put(range(10), OTHER_PART)
     yield disk
     pool.files.close()
 
 
 def test_list_shows_namespaces_while_the_tier_is_in_use(
-    disk: KillableDisk, capsys: Captured
+    disk: KillableDisk, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
     assert kvferry("tier", "list", disk.root) == 0
     output = capsys.readouterr().out
+    assert "…" not in output
     (line,) = [line for line in output.splitlines() if NAMESPACE in line]
     assert line.split()[1:4] == ["4", "KiB", "40"]
     assert kvferry("tier", "list", disk.root, "--json") == 0
     found = {each["namespace"]: each for each in json.loads(capsys.readouterr().out)}
-    assert (found[NAMESPACE]["blocks"], found[OTHER]["blocks"]) == (40, 10)
+    assert (found[NAMESPACE]["blocks"], found[OTHER_PART]["blocks"]) == (40, 10)
     allocated = sum(each["allocated_bytes"] for each in found.values())
     assert 50 * BLOCK < allocated <= disk.size
     disk.close()
@@ -71,7 +75,7 @@ def test_verify_counts_bad_blocks_and_changes_nothing(disk: KillableDisk, capsys
     bad = found[NAMESPACE]["bad"]
     assert 3 <= bad <= 3 * len(before)
     assert found[NAMESPACE]["good"] == 40 - bad
-    assert found[OTHER]["bad"] == 0
+    assert found[OTHER_PART]["bad"] == 0
     assert before == {path: path.read_bytes() for path in disk.root.rglob("slab-*")}
 
 
@@ -82,7 +86,12 @@ def test_clear_deletes_one_namespace_or_all(disk: KillableDisk, capsys: Captured
     assert kvferry("tier", "clear", disk.root, "--yes", "--namespace", NAMESPACE) == 0
     assert "deleted 40 blocks of 1 namespaces" in capsys.readouterr().out
     disk.open()
-    assert (disk.contains([1]), disk.contains([1], OTHER)) == ([False], [True])
+    assert (disk.contains([1]), disk.contains([1], OTHER_PART)) == ([False], [True])
+    disk.put([1])
+    disk.close()
+    assert kvferry("tier", "clear", disk.root, "--yes", "--namespace", OTHER) == 0
+    disk.open()
+    assert (disk.contains([1]), disk.contains([1], OTHER_PART)) == ([True], [False])
     disk.close()
     assert kvferry("tier", "clear", disk.root, "--yes") == 0
     disk.open()

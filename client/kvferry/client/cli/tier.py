@@ -17,7 +17,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvferry.client.cli.status import json_text
 from kvferry.client.cli.units import duration, printable, size
@@ -49,7 +49,8 @@ def list_(root: Root, json: AsJson = False) -> None:
     if json:
         print(json_text(found))
         return
-    table = Table("namespace", box=box.SIMPLE_HEAD)
+    # Whole in a narrow terminal, too: `clear` needs it.
+    table = Table(Column("namespace", overflow="fold"), box=box.SIMPLE_HEAD)
     for title in ("block", "blocks", "allocated", "last written"):
         table.add_column(title, justify="right")
     for each in found:
@@ -100,7 +101,10 @@ def verify(root: Root, json: AsJson = False) -> None:
 def clear(
     root: Root,
     namespace: Annotated[
-        str | None, typer.Option(help="Delete only this namespace.", metavar="NAME")
+        str | None,
+        typer.Option(
+            help="Delete only this namespace, by its name here or in status.", metavar="NAME"
+        ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import lmdb
 import msgspec
 
-from kvferry.daemon.tiers.base import block_checksum
+from kvferry.daemon.tiers.base import block_checksum, is_part_of
 from kvferry.daemon.tiers.block_memory import BounceBuffer
 from kvferry.daemon.tiers.disk.index import INDEX, Entry, open_read_only
 from kvferry.daemon.tiers.disk.namespace_store import META, StoreMeta
@@ -114,12 +114,16 @@ def verify(root: Path, report: Callable[[Progress], None]) -> list[Verified]:
 
 
 def clear(root: Path, namespace: str | None) -> list[NamespaceFiles]:
-    """Delete one namespace or all namespaces. Returns the deleted ones.
+    """Delete one namespace, with its parts (`is_part_of`), or all. Returns the deleted ones.
 
     Raises Refused (BUSY, BAD_CONFIG, UNKNOWN_NAMESPACE) and OSError.
     """
     with _locked(root):
-        found = [each for each in list_namespaces(root) if namespace in (None, each.namespace)]
+        found = [
+            each
+            for each in list_namespaces(root)
+            if namespace is None or is_part_of(each.namespace, namespace)
+        ]
         if namespace is not None and not found:
             message = f"no namespace {namespace!r} in {root}; `kvferry tier list` shows them"
             raise Refused(Code.UNKNOWN_NAMESPACE, message, namespace)
