@@ -209,6 +209,14 @@ def test_a_root_that_others_may_write_into_is_refused(tmp_path: Path) -> None:
     assert not list(root.iterdir())
 
 
+def test_a_root_that_cannot_be_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(Refused, match="file is not a directory; name one"):
+        DiskTier(DiskOptions(str(tmp_path / "file"), SIZE))
+    with pytest.raises(Refused, match=r"cannot be created: .*; create it for user"):
+        DiskTier(DiskOptions("/proc/none", SIZE))
+
+
 @pytest.mark.parametrize(
     "files",
     [

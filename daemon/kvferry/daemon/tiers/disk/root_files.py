@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
@@ -25,8 +26,32 @@ _FILE = re.compile(rf"({META}|{META}\.new|{INDEX}|{INDEX}-lock|{recovery.REBUILD
 _ROOT_FILES = {LOCK, recovery.STATE, f"{recovery.STATE}.new"}
 
 
-def check_root(root: Path) -> None:
-    """Raise Refused (BAD_CONFIG) if a directory is neither empty nor the root of a tier."""
+def prepare_root(root: Path) -> None:
+    """Create the root of a tier if it does not exist, for this user alone.
+
+    Raises Refused (BAD_CONFIG) if that is not possible, if others may write into it, or if it is
+    neither empty nor the root of a tier.
+    """
+    user = os.geteuid()
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except FileExistsError as error:
+        message = f"tiers.disk.path {root} is not a directory; name one, or a path that is free"
+        raise Refused(Code.BAD_CONFIG, message, str(root)) from error
+    except OSError as error:
+        message = (
+            f"tiers.disk.path {root} cannot be created: {error.strerror}; create it for user "
+            f"{user} (install -d -o {user} -m 700), or name another directory"
+        )
+        raise Refused(Code.BAD_CONFIG, message, str(root)) from error
+    found = root.stat()
+    # Whoever can write into the root could make this process write elsewhere.
+    if found.st_uid != user or found.st_mode & 0o022:
+        message = (
+            f"tiers.disk.path {root} belongs to user {found.st_uid} with mode "
+            f"{found.st_mode & 0o7777:04o}; give it to user {user} alone (chown, chmod 700)"
+        )
+        raise Refused(Code.BAD_CONFIG, message, str(root))
     if foreign := foreign_entry(root):
         message = (
             f"tiers.disk.path {root} contains {foreign!r}, and no disk tier; name a directory "

@@ -27,11 +27,11 @@ from kvferry.daemon.tiers.disk.index import index_bytes
 from kvferry.daemon.tiers.disk.namespace_store import META, NamespaceStore, StoreMeta
 from kvferry.daemon.tiers.disk.root_files import (
     LOCK,
-    check_root,
     foreign_entries,
     is_namespace_name,
     move_to_trash,
     namespace_directories,
+    prepare_root,
     remove_trash,
 )
 from kvferry.daemon.tiers.disk.slab import slot_bytes_of
@@ -87,9 +87,7 @@ class DiskTier:
         self._refusal, self._refused_until = "", 0.0
         self._synced = self._started = time.monotonic()
         self._runs_well = False
-        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._check_owner()
-        check_root(self._root)
+        prepare_root(self._root)
         self._root_lock = self._lock_root()
         try:
             self._rebuild = recovery.begin(self._root)
@@ -191,17 +189,6 @@ class DiskTier:
         os.close(self._root_lock)
 
     # Stores
-
-    def _check_owner(self) -> None:
-        """Whoever can write into the root could make this process write elsewhere."""
-        found = self._root.stat()
-        if found.st_uid == os.geteuid() and not found.st_mode & 0o022:
-            return
-        message = (
-            f"tiers.disk.path {self._root} belongs to user {found.st_uid} with mode "
-            f"{found.st_mode & 0o7777:04o}; give it to user {os.geteuid()} alone (chown, chmod 700)"
-        )
-        raise Refused(Code.BAD_CONFIG, message, str(self._root))
 
     def _lock_root(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
