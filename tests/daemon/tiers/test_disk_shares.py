@@ -78,6 +78,13 @@ def test_a_namespace_that_is_searched_keeps_its_share(disk: KillableDisk) -> Non
     assert sum(disk.contains(range(300))) > 50
 
 
+def test_a_tier_that_is_smaller_than_a_block_says_so(pool: PoolMemory, tmp_path: Path) -> None:
+    disk = KillableDisk(pool, tmp_path / "tier", 512 << 10)
+    assert disk.put([1]) == [Result.FULL]
+    assert "tiers.disk.size 524288 is below the" in disk.usage().read_only
+    disk.close()
+
+
 def test_there_is_always_room_for_another_namespace(disk: KillableDisk) -> None:
     """Also if the share of each is less than a slab: the one used least recently is dropped."""
     names = [f"{number:016}" for number in range(20)]

@@ -232,13 +232,17 @@ class DiskTier:
         slab_bytes = min(self._size // SLABS, MAX_SLAB_BYTES)
         meta = StoreMeta(blocks.nbytes, len(blocks.keys[0]), max(1, slab_bytes // slot_bytes))
         least = meta.slab_bytes + index_bytes(meta.slots_per_slab)
-        if not is_namespace_name(blocks.namespace) or least > self._size:
+        if not is_namespace_name(blocks.namespace):
             return None
         directory = self._root / blocks.namespace
         with self._lock:
             if blocks.namespace in self._stores:
                 return self._stores[blocks.namespace]
             if time.monotonic() < self._refused_until:
+                return None
+            if least > self._size:
+                reason = f"tiers.disk.size {self._size} is below the {least} bytes for one block"
+                self._refuse(reason, blocks.namespace, RETRY_NAMESPACE)
                 return None
             if not self._make_room(index_bytes(0), None):
                 self._refuse("no room for another namespace", blocks.namespace, 0.0)
