@@ -1,13 +1,18 @@
-"""A pool of host blocks for tiers."""
+"""A pool of host blocks for tiers, and tiers in processes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
-from kvferry.testing.tier_subjects import PoolMemory
+from kvferry.daemon.tiers.tier_process import TierSpec
+from kvferry.testing.tier_subjects import PoolMemory, ProcessSubject
 from support.tiering_fixture import BLOCK
+
+from .rude_fixtures import Rude, Start
 
 
 @pytest.fixture
@@ -15,3 +20,24 @@ def pool() -> Iterator[PoolMemory]:
     pool = PoolMemory(BLOCK)
     yield pool
     pool.files.close()
+
+
+@pytest.fixture
+def start(pool: PoolMemory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """start(spec, wait=True) -> a tier in a process, which is on unless wait is false."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    with ExitStack() as running:
+
+        def start(spec: TierSpec, wait: bool = True) -> ProcessSubject:
+            made = ProcessSubject(pool, spec)
+            running.callback(made.close)
+            if wait:
+                made.wait_until(lambda: made.client.is_on)
+            return made
+
+        yield start
+
+
+@pytest.fixture
+def rude(start: Start, tmp_path: Path) -> Rude:
+    return Rude(tmp_path, start)

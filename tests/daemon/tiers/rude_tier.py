@@ -5,6 +5,7 @@ Its process finds it by PYTHONPATH. options: folder, where a file with a fault's
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,8 @@ class RudeTier(MemoryTier):
             while True:
                 for address in blocks.addresses:
                     view_memory(address, blocks.nbytes)[:] = b"\xee" * blocks.nbytes
+        if self._is_on("paced reads"):
+            time.sleep(0.05)
         if self._is_on("slow reads"):
             self._wait_for("slow reads")
             deadline = float("inf")
@@ -65,6 +68,8 @@ class RudeTier(MemoryTier):
         return (self._folder / fault).exists()
 
     def _wait_for(self, fault: str) -> None:
+        if self._is_on(fault):
+            (self._folder / f"{fault}-{threading.get_ident()}").touch()
         while self._is_on(fault):
             time.sleep(0.001)
 

@@ -6,10 +6,8 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,54 +30,16 @@ from kvferry.testing.tier_subjects import (
 from support.refused_starts import refuse_starts
 from support.tiering_fixture import BLOCK
 
+from .rude_fixtures import SOON_KILLED, Rude, Start
 from .setups import DISK
 
-SOON_KILLED = TierTimes(grace=0.3)
 OK, MISS, LATE, FULL, ERROR = Result.OK, Result.MISS, Result.LATE, Result.FULL, Result.ERROR
-
-
-class Start(Protocol):
-    def __call__(self, spec: TierSpec, wait: bool = True) -> ProcessSubject: ...
-
-
-@pytest.fixture
-def start(pool: PoolMemory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    with ExitStack() as running:
-
-        def start(spec: TierSpec, wait: bool = True) -> ProcessSubject:
-            made = ProcessSubject(pool, spec)
-            running.callback(made.close)
-            if wait:
-                made.wait_until(lambda: made.client.is_on)
-            return made
-
-        yield start
 
 
 @pytest.fixture
 def disk(start: Start, tmp_path: Path) -> ProcessSubject:
     options = {"path": str(tmp_path / "tier"), "size": 4 << 20}
     return start(TierSpec("disk", DISK, options, SOON_KILLED))
-
-
-class Rude:
-    """A tier with faults, by the name of a file."""
-
-    def __init__(self, folder: Path, start: Start, times: TierTimes = SOON_KILLED) -> None:
-        self.folder = folder
-        self.tier = start(TierSpec("rude", "rude_tier", {"folder": str(folder)}, times))
-
-    def on(self, fault: str) -> None:
-        (self.folder / fault).touch()
-
-    def off(self, fault: str) -> None:
-        (self.folder / fault).unlink()
-
-
-@pytest.fixture
-def rude(start: Start, tmp_path: Path) -> Rude:
-    return Rude(tmp_path, start)
 
 
 def is_back(tier: ProcessSubject, before: int | None) -> bool:
@@ -270,25 +230,6 @@ def test_bytes_that_do_not_match_their_checksum_are_dropped(rude: Rude) -> None:
     assert rude.tier.fetch([1]) == [Result.CORRUPT]
     assert rude.tier.contains([1]) == [False]
     assert rude.tier.client.counters.results["fetch"][Result.CORRUPT] == 1
-
-
-def test_fetches_overtake_puts(rude: Rude) -> None:
-    """With both threads busy with puts, and more puts queued, a fetch is next."""
-    tier, order = rude.tier, list[str]()
-    tier.put([0])
-    rude.on("slow")
-    for number in range(1, 6):
-        blocks = tier.blocks(NAMESPACE, [key_of(number)], [number])
-        checksums = np.zeros(1, np.uint64)
-        tier.client.put(blocks, checksums, lambda _: order.append("put"))
-    blocks = tier.blocks(NAMESPACE, [key_of(0)], [32])
-    tier.client.fetch(blocks, 30.0, lambda _: order.append("fetch"))
-    answered = list[bool]()
-    tier.client.contains(NAMESPACE, [key_of(0)], 30.0, lambda _: answered.append(True))
-    tier.wait_until(lambda: answered)  # it has read them all
-    rude.off("slow")
-    tier.wait_until(lambda: len(order) == 6)
-    assert order.index("fetch") <= 2
 
 
 def test_a_root_in_use_turns_it_off_until_it_is_free(disk: ProcessSubject, start: Start) -> None:

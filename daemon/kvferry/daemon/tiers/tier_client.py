@@ -41,6 +41,7 @@ from kvferry.daemon.tiers.messages import (
 from kvferry.daemon.tiers.tier_process import PoolFiles, TierProcess, TierSpec
 
 # Seconds for a put and a drop: nobody waits for them, but one that takes longer shows a dead tier.
+# Those of a put count from the last fetch or put that was answered: fetches overtake it.
 PUT_SECONDS, DROP_SECONDS = 10.0, 10.0
 # Seconds for a probe.
 PROBE_SECONDS = 1.0
@@ -122,6 +123,8 @@ class TierClient:
         self._pending: dict[int, _Pending] = {}
         # Requests in `_pending` that are late.
         self._late = 0
+        # When a fetch or put was answered last.
+        self._moved = 0.0
         # Drops that the process has not confirmed; repeated first thing after a restart.
         self._drops: dict[int, _Pending] = {}
         # The last lookup: a probe repeats it.
@@ -238,6 +241,10 @@ class TierClient:
 
     def _miss_deadline(self, number: int) -> None:
         pending = self._pending[number]
+        left = self._moved + PUT_SECONDS - time.monotonic()
+        if isinstance(pending.request, PutRequest) and left > 0:
+            pending.timer = self._loop.call_later(left, self._miss_deadline, number)
+            return
         pending.late = True
         self._late += 1
         pending.timer = self._loop.call_later(self.spec.times.grace, self._kill_silent, pending)
@@ -334,6 +341,7 @@ class TierClient:
             elif not pending.late:
                 self.breaker.record_lookup(in_time=True)
         elif isinstance(request, FetchRequest | PutRequest):
+            self._moved = time.monotonic()
             self._process.note_progress()
             for _ in range(results.count(Result.ERROR)):
                 self.breaker.record_error()

@@ -1,0 +1,29 @@
+"""Tiers in processes, and one with faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from kvferry.daemon.tiers.tier_process import TierSpec, TierTimes
+from kvferry.testing.tier_subjects import ProcessSubject
+
+SOON_KILLED = TierTimes(grace=0.3)
+
+
+class Start(Protocol):
+    def __call__(self, spec: TierSpec, wait: bool = True) -> ProcessSubject: ...
+
+
+class Rude:
+    """A tier with faults, by the name of a file (rude_tier.py)."""
+
+    def __init__(self, folder: Path, start: Start, times: TierTimes = SOON_KILLED) -> None:
+        self.folder = folder
+        self.tier = start(TierSpec("rude", "rude_tier", {"folder": str(folder)}, times))
+
+    def on(self, fault: str) -> None:
+        (self.folder / fault).touch()
+
+    def off(self, fault: str) -> None:
+        (self.folder / fault).unlink()
