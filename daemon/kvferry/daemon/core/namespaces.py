@@ -240,6 +240,7 @@ class Namespaces:
         lost = [one for one in self._by_name.values() if not self._regions.is_owned(one.region)]
         for namespace in lost:
             del self._by_name[namespace.name]
+            namespace.cache.tier_access.count_loss()
             self._unwritten = _sums(self._unwritten, namespace.cache.tier_access.unwritten)
         self._freed += lost
 

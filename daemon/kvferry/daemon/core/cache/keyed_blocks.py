@@ -103,6 +103,10 @@ class KeyedBlocks:
         self.marks.count_uses(blocks)
         self._replace_policy(blocks)
 
+    def count_loss(self) -> None:
+        """The region of the cache was freed: count the blocks that were not written."""
+        self._count_unwritten(self.contents.stored_or_pending())
+
     def check_integrity(self) -> None:
         """Raise AssertionError if the state is inconsistent. Slow, for tests."""
         for part in (self.index, self.contents, self.policy):
@@ -125,10 +129,13 @@ class KeyedBlocks:
 
     def _evict_blocks(self, blocks: Int64s) -> list[bytes]:
         """Remove the keys of blocks that the policy has chosen, and return them."""
+        self._count_unwritten(blocks)
+        return self._remove_keys(blocks)
+
+    def _count_unwritten(self, blocks: Int64s) -> None:
         if blocks.size and self.unwritten:
             missing = self.marks.count_missing(blocks[self.contents.is_whole(blocks)])
             self.unwritten = [sum(counts) for counts in zip(self.unwritten, missing, strict=True)]
-        return self._remove_keys(blocks)
 
     def _remove_keys(self, blocks: Int64s) -> list[bytes]:
         """Remove the keys of blocks that the policy does not have, and return them.

@@ -42,6 +42,10 @@ class TierAccess:
         """For each tier, the blocks that were evicted before they were written into it."""
         return self._blocks.unwritten
 
+    def count_loss(self) -> None:
+        """The region of the cache was freed: what was not written counts as `unwritten`."""
+        self._blocks.count_loss()
+
     def mark_committed(self, entries: Iterable[tuple[bytes, int]]) -> None:
         """Keys in these blocks have a checksum. Keys that are in others now are ignored."""
         self._blocks.marks.set_checksum(self._blocks.stored_in(entries))
