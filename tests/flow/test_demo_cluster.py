@@ -18,7 +18,7 @@ def test_one_daemon_finds_the_blocks_of_the_other(capsys: pytest.CaptureFixture[
     assert demo_cluster.main(["--blocks", str(BLOCKS)]) == 0
     output = capsys.readouterr().out
     assert "is the one that engine A stored: yes" in output
-    assert "after a reset nothing is found any more: yes" in output
+    assert "after a reset no key is found: yes" in output
 
 
 def test_the_demo_detects_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
