@@ -106,7 +106,7 @@ class FakeDaemon:
             raise Gone(Code.DAEMON_GONE, "killed")
 
     def reopen(self) -> None:
-        """Messages in flight are lost with the socket."""
+        """Connect again. Messages in flight are lost."""
         self._to_send.clear()
         self.opened += 1
 
@@ -142,8 +142,8 @@ class FakeDaemon:
     def _snapshot(self) -> Iterator[wire.Snapshot]:
         """One key per part."""
         keys = [(False, (key,)) for key in self.ready] + [(True, (key,)) for key in self.pending]
-        for part, (pending, some) in enumerate([*keys, (False, ())]):
-            yield wire.Snapshot(self.sequence, part, pending, some, part == len(keys))
+        for part, (pending, part_keys) in enumerate([*keys, (False, ())]):
+            yield wire.Snapshot(self.sequence, part, pending, part_keys, part == len(keys))
 
     def _apply(self, kind: EventKind, keys: list[OffloadKey]) -> None:
         if kind is EventKind.CLEARED:
@@ -162,17 +162,19 @@ def start_fake_daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
     The directory has a real socket file, because clients wait until a daemon has bound one.
     """
     running: dict[Path, FakeDaemon] = {}
-    held = ExitStack()
+    resources = ExitStack()
 
     def start(num_blocks: int = 8) -> FakeDaemon:
-        directory = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="fake-daemon-")))
-        bound = held.enter_context(socket.socket(socket.AF_UNIX))
+        directory = Path(
+            resources.enter_context(tempfile.TemporaryDirectory(prefix="fake-daemon-"))
+        )
+        bound = resources.enter_context(socket.socket(socket.AF_UNIX))
         bound.bind(str(directory / "kvferry.sock"))
         running[directory] = FakeDaemon(directory, num_blocks)
         return running[directory]
 
     monkeypatch.setattr("kvferry.client.nonblocking.Connection", running.__getitem__)
-    with held:
+    with resources:
         yield start
 
 

@@ -1,4 +1,4 @@
-"""The asyncio client: the same verbs, awaited, with cancellation and timeouts."""
+"""The asyncio client: the same methods as coroutines, cancellation and timeouts."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ def ids(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 @pytest.fixture
 async def client(kvferryd: LocalDaemon) -> AsyncIterator[AsyncOffloadClient]:
-    """Registered: a tensor of eight blocks of 64 bytes."""
+    """A connected client without registered tensors."""
     async with await AsyncOffloadClient.connect(kvferryd.directory, engine="async") as connected:
         yield connected
 
 
-async def registered(client: AsyncOffloadClient) -> tuple[torch.Tensor, Timeline]:
+async def register(client: AsyncOffloadClient) -> tuple[torch.Tensor, Timeline]:
+    """Register a tensor of eight blocks of 64 bytes."""
     tensor, timeline = shared_empty((8, 64)), Timeline.create()
     for block in range(8):
         tensor[block] = block
@@ -54,8 +55,8 @@ async def registered(client: AsyncOffloadClient) -> tuple[torch.Tensor, Timeline
     return tensor, timeline
 
 
-async def fetch(client: AsyncOffloadClient, count: int) -> list[TransferResult]:
-    """Poll as a scheduler does, until so many results are here."""
+async def poll_results(client: AsyncOffloadClient, count: int) -> list[TransferResult]:
+    """Poll as a scheduler does, until `count` results have arrived."""
     results: list[TransferResult] = []
     async with asyncio.timeout(10):
         while len(results) < count:
@@ -65,7 +66,7 @@ async def fetch(client: AsyncOffloadClient, count: int) -> list[TransferResult]:
 
 
 async def test_a_scheduler_on_asyncio(start_engine: StartSmallEngine, daemon: LocalDaemon) -> None:
-    """Behind a slow kernel of a worker on the device."""
+    """Its job waits for a slow kernel of the worker."""
     engine: SmallEngine = start_engine(daemon)
     async with await AsyncOffloadClient.connect(
         daemon.directory, engine=engine.options.name
@@ -81,8 +82,8 @@ async def test_a_scheduler_on_asyncio(start_engine: StartSmallEngine, daemon: Lo
     assert np.array_equal(engine.worker.read([9, 8]), engine.expected([1, 2], 3))
 
 
-async def test_every_verb(client: AsyncOffloadClient) -> None:
-    tensor, timeline = await registered(client)
+async def test_every_method(client: AsyncOffloadClient) -> None:
+    tensor, timeline = await register(client)
     client.transfer_async(1, store(3, 0))
     client.transfer_async(2, load(0, 7))
     await client.wait([1, 2])
@@ -100,9 +101,9 @@ async def test_tensors_of_the_daemon(client: AsyncOffloadClient) -> None:
     region, (tensor,), kept = await client.allocate_kv_caches(
         one_tensor(), host_bytes=512, keep=True
     )
-    with pytest.raises(Refused) as nobody:  # an empty name is not ours
+    with pytest.raises(Refused) as empty_name:
         await client.release_kv_caches("")
-    assert nobody.value.code == Code.BAD_MESSAGE
+    assert empty_name.value.code == Code.BAD_MESSAGE
     assert not kept
     assert (region.num_blocks, tuple(tensor.shape), tensor.dtype) == (8, (8, 64), torch.int8)
     tensor.zero_()
@@ -113,12 +114,12 @@ async def test_tensors_of_the_daemon(client: AsyncOffloadClient) -> None:
     assert tensor[:, 0].tolist() == [0, 0, 7, 0, 0, 7, 0, 0]
     assert await client.release_kv_caches() >= 512
     with pytest.raises(Refused) as refused:
-        await client.release_kv_caches("nobody")
+        await client.release_kv_caches("unknown")
     assert refused.value.code == Code.NOT_REGISTERED
 
 
 async def test_a_cancelled_task_leaves_the_client_usable(client: AsyncOffloadClient) -> None:
-    _, timeline = await registered(client)
+    _, timeline = await register(client)
     client.transfer_async(1, store(0, 0), wait_for=1)
     waiting = asyncio.create_task(client.wait([1]))
     await asyncio.sleep(0.02)
@@ -127,13 +128,13 @@ async def test_a_cancelled_task_leaves_the_client_usable(client: AsyncOffloadCli
         await waiting
     timeline.signal()
     await client.wait([1])
-    assert (await fetch(client, 1))[0].success
+    assert (await poll_results(client, 1))[0].success
     assert (await client.status()).totals.stores == 1
     timeline.close()
 
 
 async def test_timeouts(client: AsyncOffloadClient) -> None:
-    _, timeline = await registered(client)
+    _, timeline = await register(client)
     client.transfer_async(1, store(0, 0), wait_for=1)
     began = time.monotonic()
     with pytest.raises(Gone) as gone:
@@ -149,8 +150,8 @@ async def test_timeouts(client: AsyncOffloadClient) -> None:
 
 
 async def test_several_tasks_at_once(client: AsyncOffloadClient) -> None:
-    """Each waits for its own job, others ask for the status; the jobs end in reverse."""
-    _, timeline = await registered(client)
+    """Each task waits for its own job, while other tasks request the status."""
+    _, timeline = await register(client)
     for job in range(8):
         client.transfer_async(job, store(job, job), wait_for=job + 1)
     tasks = [asyncio.create_task(client.wait([job])) for job in range(8)]
@@ -158,26 +159,26 @@ async def test_several_tasks_at_once(client: AsyncOffloadClient) -> None:
         await asyncio.gather(*(client.status() for _ in range(5)))
         timeline.signal()
         await asyncio.wait_for(tasks[job], 20)
-    assert len(await fetch(client, 8)) == 8
+    assert len(await poll_results(client, 8)) == 8
     timeline.close()
 
 
 async def test_a_task_that_polls_beside_one_that_waits(client: AsyncOffloadClient) -> None:
-    """Polling takes messages in; who waits for one of them has to hear of it."""
-    _, timeline = await registered(client)
+    """If a poll receives the message that another task waits for, that task continues."""
+    _, timeline = await register(client)
     for job in range(200):
         client.transfer_async(job, store(job % 8, job % 8))
         waiting = asyncio.create_task(client.wait([job]))
-        await asyncio.gather(waiting, fetch(client, 1))
+        await asyncio.gather(waiting, poll_results(client, 1))
     timeline.close()
 
 
 async def test_a_task_that_cancels_beside_one_that_waits(client: AsyncOffloadClient) -> None:
-    _, timeline = await registered(client)
+    _, timeline = await register(client)
     for job in range(200):
         client.transfer_async(job, store(job % 8, job % 8))
         waiting = asyncio.create_task(client.wait([job]))
-        for _ in range(100):  # not without end: the next job would come behind all of them
+        for _ in range(100):  # bounded, because the daemon handles all of these before the next job
             client.cancel([NEVER])
             await asyncio.sleep(0)
             if waiting.done():
@@ -205,12 +206,12 @@ async def test_connecting_without_a_daemon_times_out(
 
 
 @pytest.mark.parametrize("seconds", [math.inf, 1e12])
-async def test_waiting_for_as_long_as_it_takes(kvferryd: LocalDaemon, seconds: float) -> None:
-    """By either client, and in every step of a verb."""
+async def test_very_large_timeouts(kvferryd: LocalDaemon, seconds: float) -> None:
+    """Both clients accept them, in every step of a method."""
     async with await AsyncOffloadClient.connect(
         kvferryd.directory, engine="async", timeout=seconds
     ) as client:
-        _, timeline = await registered(client)
+        _, timeline = await register(client)
         client.transfer_async(1, store(3, 0))
         await client.wait([1])
         assert [result.success for result in client.get_finished()] == [True]

@@ -24,18 +24,18 @@ from kvferry.proto.messages import Subscribe
 
 
 class Run:
-    """An operation under a deadline that is `seconds` pauses away."""
+    """An operation whose deadline passes after `seconds` pauses."""
 
     def __init__(self, operation: Operation[Any], seconds: int, directory: Path = Path()) -> None:
         self.left, self.sent = seconds, list[Any]()
-        self.on_take_in: Callable[[], None] = lambda: None
+        self.on_receive: Callable[[], None] = lambda: None
         session = ClientSession("engine", "client")
         running = interpret(operation, session, lambda: directory, self.sent.append)
         self.driver = run_until_deadline(
-            running, lambda: self.on_take_in(), lambda: self.left, lambda: timed_out("no", "way")
+            running, lambda: self.on_receive(), lambda: self.left, lambda: timed_out("no", "way")
         )
 
-    def to_the_end(self) -> Any:
+    def run_to_end(self) -> Any:
         try:
             while True:
                 assert next(self.driver) >= 0
@@ -44,31 +44,31 @@ class Run:
             return end.value
 
 
-def test_an_operation_ends_with_what_it_waited_for() -> None:
-    seen: list[int] = []
+def test_an_operation_returns_the_value_that_it_waited_for() -> None:
+    received: list[int] = []
 
     def operation() -> Operation[object]:
-        return (yield WaitFor(lambda: 7 if len(seen) > 2 else None))
+        return (yield WaitFor(lambda: 7 if len(received) > 2 else None))
 
     run = Run(operation(), 10)
-    run.on_take_in = lambda: seen.append(1)
-    assert run.to_the_end() == 7
-    assert len(seen) == 3
+    run.on_receive = lambda: received.append(1)
+    assert run.run_to_end() == 7
+    assert len(received) == 3
 
 
-def test_a_reply_that_arrived_by_the_deadline_counts() -> None:
+def test_a_reply_that_arrives_at_the_deadline_counts() -> None:
     arrived: list[int] = []
 
     def operation() -> Operation[object]:
         return (yield WaitFor(lambda: bool(arrived) or None))
 
     run = Run(operation(), 0)
-    run.on_take_in = lambda: arrived.append(1)
-    assert run.to_the_end() is True
+    run.on_receive = lambda: arrived.append(1)
+    assert run.run_to_end() is True
 
 
-def test_a_timeout_is_an_error_of_the_effect_and_may_be_cleaned_up_after() -> None:
-    """What is sent on the way out goes out, and is not waited for."""
+def test_an_operation_can_clean_up_after_a_timeout() -> None:
+    """A message that it sends during the cleanup is sent, without waiting."""
 
     def operation() -> Operation[None]:
         try:
@@ -80,22 +80,22 @@ def test_a_timeout_is_an_error_of_the_effect_and_may_be_cleaned_up_after() -> No
 
     run = Run(operation(), 3)
     with pytest.raises(Gone) as gone:
-        run.to_the_end()
+        run.run_to_end()
     assert gone.value.code == Code.TIMEOUT
     assert run.sent == [Subscribe()]
 
 
-def test_an_error_of_what_arrives_ends_the_operation() -> None:
+def test_an_error_while_receiving_ends_the_operation() -> None:
     def operation() -> Operation[None]:
         yield WaitFor(lambda: None)
 
     def fail() -> None:
-        raise Gone(Code.DAEMON_GONE, "it said so")
+        raise Gone(Code.DAEMON_GONE, "goodbye received")
 
     run = Run(operation(), 3)
-    run.on_take_in = fail
-    with pytest.raises(Gone, match="it said so"):
-        run.to_the_end()
+    run.on_receive = fail
+    with pytest.raises(Gone, match="goodbye received"):
+        run.run_to_end()
 
 
 def test_an_abandoned_operation_is_closed() -> None:
@@ -115,22 +115,22 @@ def test_an_abandoned_operation_is_closed() -> None:
 
 @pytest.fixture
 def full_socket(short_path: Path) -> Iterator[Path]:
-    """The folder of a descriptor socket that accepts nobody."""
+    """The directory of a descriptor socket whose connection queue is full."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(short_path / "fds.sock"))
         listener.listen(0)
         waiting = []
         while True:
-            one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            one.setblocking(False)
-            waiting.append(one)
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection.setblocking(False)
+            waiting.append(connection)
             try:
-                one.connect(str(short_path / "fds.sock"))
+                connection.connect(str(short_path / "fds.sock"))
             except BlockingIOError:
                 break
         yield short_path
-        for one in waiting:
-            one.close()
+        for connection in waiting:
+            connection.close()
 
 
 def test_descriptors_are_offered_again_until_the_deadline(full_socket: Path) -> None:
@@ -139,6 +139,6 @@ def test_descriptors_are_offered_again_until_the_deadline(full_socket: Path) -> 
 
     run = Run(operation(), 3, full_socket)
     with pytest.raises(SocketBusy) as busy:
-        run.to_the_end()
+        run.run_to_end()
     assert run.left <= 0
     assert busy.value.__cause__ is not None

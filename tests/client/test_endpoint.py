@@ -37,7 +37,7 @@ def test_a_socket_removed_for_a_moment_is_not_an_access_error(
         ("GPU-1", "GPU-1", Refused),
         ("GPU-1", "", Refused),  # the parent directory
         ("GPU-1", "GPU-2", Gone),
-        (None, "nowhere", Gone),  # it does not exist, as far as is known
+        (None, "nowhere", Gone),  # the directory does not exist
     ],
 )
 def test_an_inaccessible_directory_is_reported(
@@ -65,17 +65,17 @@ def make_runtime_directory(path: Path) -> Path:
 
 def test_the_parent_of_one_runtime_directory_stands_for_it(short_path: Path) -> None:
     assert endpoint.resolve_directory(short_path) == short_path  # a daemon may still start there
-    one = make_runtime_directory(short_path / "cpu")
+    cpu_directory = make_runtime_directory(short_path / "cpu")
     (short_path / "empty").mkdir()
-    assert endpoint.resolve_directory(short_path) == one
-    assert endpoint.resolve_directory(one) == one
+    assert endpoint.resolve_directory(short_path) == cpu_directory
+    assert endpoint.resolve_directory(cpu_directory) == cpu_directory
     make_runtime_directory(short_path / "GPU-1")
-    assert endpoint.resolve_directory(one) == one
+    assert endpoint.resolve_directory(cpu_directory) == cpu_directory
     with pytest.raises(Gone, match="several daemons run here") as several:
         endpoint.resolve_directory(short_path)
     assert several.value.code == Code.DAEMON_GONE
-    make_runtime_directory(one / "below")
-    assert endpoint.resolve_directory(one) == one
+    make_runtime_directory(cpu_directory / "below")
+    assert endpoint.resolve_directory(cpu_directory) == cpu_directory
 
 
 @pytest.mark.parametrize(
@@ -131,16 +131,16 @@ def test_a_daemon_that_starts_in_time(
 def test_a_directory_in_tmp_of_another_user_is_not_used(
     short_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Any user can create it, to receive our messages."""
+    """Any user can create such a directory, to receive messages of this user."""
     monkeypatch.setattr(runtime_directory, "SYSTEM_DIRECTORY", short_path / "run")
     monkeypatch.setattr(runtime_directory, "TEMPORARY", short_path)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     own = short_path / f"kvferry-{os.getuid()}"
-    theirs = make_runtime_directory(short_path / "theirs" / "cpu")
+    foreign_directory = make_runtime_directory(short_path / "theirs" / "cpu")
     if kind == "link":
-        own.symlink_to(theirs.parent)
+        own.symlink_to(foreign_directory.parent)
     else:
-        theirs.parent.rename(own)
+        foreign_directory.parent.rename(own)
         assert endpoint.find_daemon() == own / "cpu"
         os.chown(own, 61001, 61001)
     with pytest.raises(Refused, match="belongs to user") as refused:

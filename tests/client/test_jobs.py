@@ -27,7 +27,7 @@ from support.client_session import (
 
 
 @pytest.mark.parametrize("spec", [STORE, LOAD, KEYED_STORE, KEYED_LOAD])
-def test_a_job_is_sent_as_it_was_given(session: ClientSession, spec: Any) -> None:
+def test_a_job_is_sent_unchanged(session: ClientSession, spec: Any) -> None:
     src, dst = spec
     assert decode_client_message(session.submit(7, spec, 12)) == wire.Submit(7, src, dst, 12)
 
@@ -90,7 +90,7 @@ def test_a_job_id_is_used_once_at_a_time(session: ClientSession) -> None:
     assert session.in_flight([6, 7, 8]) == [7]
 
 
-def test_credits_are_spent_and_reconnect(session: ClientSession) -> None:
+def test_credits_are_spent_and_returned(session: ClientSession) -> None:
     for job_id in range(MAX_JOBS):
         submit(session, job_id)
     with pytest.raises(Refused) as caught:
@@ -125,10 +125,10 @@ def test_a_message_that_was_not_sent_is_no_job(session: ClientSession) -> None:
         (1, (STORE[0], [b"key"]), 0),
     ],
 )
-def test_a_job_that_no_daemon_can_read_is_refused_here(
+def test_a_job_that_no_daemon_can_decode_is_refused_by_the_client(
     session: ClientSession, job_id: int, spec: Any, wait_for: int
 ) -> None:
-    """The daemon could not say whose fault it is: to it these bytes are no message of a job."""
+    """The daemon could not report the job id, because it could not decode the message."""
     with pytest.raises(Refused):
         session.submit(job_id, spec, wait_for)
 
@@ -145,10 +145,10 @@ def test_group_sizes_may_be_arrays_or_are_refused(session: ClientSession, sizes:
     assert message.src == GPULoadStoreSpec([1, 2], tuple(sizes), tuple(sizes))
 
 
-@pytest.mark.parametrize("make", ["cancel", "wait"])
+@pytest.mark.parametrize("method", ["cancel", "wait"])
 @pytest.mark.parametrize("job_ids", [[-1], range(65537)])
-def test_job_ids_that_no_daemon_can_read_are_refused_here(
-    session: ClientSession, make: str, job_ids: Any
+def test_job_ids_that_no_daemon_can_decode_are_refused_by_the_client(
+    session: ClientSession, method: str, job_ids: Any
 ) -> None:
     with pytest.raises(Refused):
-        session.cancel(job_ids) if make == "cancel" else session.wait(job_ids)
+        session.cancel(job_ids) if method == "cancel" else session.wait(job_ids)

@@ -1,4 +1,4 @@
-"""LocalDaemon: a daemon of this process."""
+"""LocalDaemon: a daemon that this process starts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvferry.client import Code, Gone, LocalDaemon, Refused
 from kvferry.testing.engine import until
 
 
-def test_a_local_daemon_where_one_serves(kvferryd: LocalDaemon) -> None:
-    """LocalDaemon tells, instead of taking the other's socket for its own."""
+def test_a_local_daemon_in_a_directory_in_use_is_refused(kvferryd: LocalDaemon) -> None:
+    """LocalDaemon must not take the socket of the other daemon for its own."""
     with pytest.raises(Refused, match=f"did not start: .*{kvferryd.pid}") as refused:
         LocalDaemon(runtime_dir=kvferryd.runtime_dir, pool_bytes=1 << 20)
     assert refused.value.code == Code.ENDPOINT_IN_USE
 
 
 def test_a_local_daemon_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It refused nothing: what it said is all there is."""
+    """The daemon ends without a refusal, so the error has only its output."""
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(Gone, match="kvferryd did not start") as gone:
         LocalDaemon(pool_bytes=1 << 20)
@@ -32,7 +32,7 @@ def test_a_local_daemon_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_interrupted_start_leaves_no_daemon(
     monkeypatch: pytest.MonkeyPatch, short_path: Path
 ) -> None:
-    """By ctrl-c in a notebook, or a test's timeout: nobody else could stop it."""
+    """An interrupt comes from Ctrl-C in a notebook, or from a test's timeout."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -47,14 +47,14 @@ def test_an_interrupted_start_leaves_no_daemon(
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert list(short_path.iterdir()) == []
-    until(lambda: not kvferryds(short_path))
+    until(lambda: not find_processes(short_path))
 
 
-def kvferryds(place: Path) -> list[str]:
-    """The processes that were told of a folder there."""
+def find_processes(directory: Path) -> list[str]:
+    """The pids of processes with a path below the directory in their arguments."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if f"{place}/" in (folder / "cmdline").read_text():
+            if f"{directory}/" in (folder / "cmdline").read_text():
                 found.append(folder.name)
     return found

@@ -1,4 +1,4 @@
-"""OffloadingManager over one daemon."""
+"""OffloadingManager with one daemon."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from support.client_keys import (
 
 @pytest.fixture
 def manager(fake_daemon: FakeDaemon) -> OffloadingManager:
-    """Over one daemon that has A, and stores B."""
+    """A manager of one daemon. Key A is ready, key B is pending."""
     fake_daemon.store(A)
     fake_daemon.reserve(B)
     return open_manager(fake_daemon)
@@ -132,10 +132,10 @@ def test_only_a_hit_is_loaded(
     assert fake_daemon.received == []
 
 
-@pytest.mark.parametrize("verb", ["prepare_store", "prepare_load", "touch"])
-def test_keys_of_another_length_are_refused(manager: OffloadingManager, verb: str) -> None:
+@pytest.mark.parametrize("method", ["prepare_store", "prepare_load", "touch"])
+def test_keys_of_another_length_are_refused(manager: OffloadingManager, method: str) -> None:
     with pytest.raises(Refused) as refused:
-        getattr(manager, verb)([A, b"aaaaa"])
+        getattr(manager, method)([A, b"aaaaa"])
     assert refused.value.code == Code.BAD_KEY
     assert manager.lookup(b"aaaaa") is MISS
 
@@ -149,7 +149,7 @@ def test_more_keys_than_a_message_may_have_are_sent_in_batches(start_fake_daemon
     manager.flush()
     first, rest = keys[:MAX_KEYS], keys[MAX_KEYS:]
     assert daemon.received == [wire.Touch(first, 0, 1), wire.Touch(rest)]
-    assert offer(manager, *keys) == first  # a transfer has no more
+    assert offer(manager, *keys) == first  # a transfer has at most so many keys
     assert offer(manager, *keys) == rest
     daemon.store(*first)
     daemon.store(*rest)
@@ -201,7 +201,7 @@ def test_lookups_are_counted_and_sent_once(
     assert fake_daemon.received[3:] == [wire.Touch((), 0, 1)]
 
 
-def test_many_touches_do_not_wait(fake_daemon: FakeDaemon, manager: OffloadingManager) -> None:
+def test_many_touches_are_sent_at_once(fake_daemon: FakeDaemon, manager: OffloadingManager) -> None:
     keys = [n.to_bytes(4) for n in range(MAX_TOUCHED + 10)]
     manager.touch(keys[:MAX_TOUCHED])
     assert fake_daemon.received == []
@@ -214,9 +214,7 @@ def test_many_touches_do_not_wait(fake_daemon: FakeDaemon, manager: OffloadingMa
     ]
 
 
-def test_the_same_keys_touched_again_are_not_more(
-    fake_daemon: FakeDaemon, manager: OffloadingManager
-) -> None:
+def test_keys_touched_again_count_once(fake_daemon: FakeDaemon, manager: OffloadingManager) -> None:
     keys = [n.to_bytes(4) for n in range(MAX_TOUCHED)]
     for _ in range(3):
         manager.touch(keys)
@@ -275,11 +273,14 @@ def test_a_key_that_is_pending_too_long_is_a_miss_and_may_be_offered(
     assert manager.lookup(B) is PENDING
     assert offer(manager, B) == ()
     now += 0.1
-    assert answers(manager, B, C) == [MISS, PENDING]  # what was offered here is waited for
+    assert answers(manager, B, C) == [
+        MISS,
+        PENDING,
+    ]  # a key that this manager offered does not time out
     assert offer(manager, B, C) == (B,)
     assert manager.lookup(B) is PENDING
     manager.complete_store([B])
-    assert manager.lookup(B) is PENDING  # and its patience begins anew
+    assert manager.lookup(B) is PENDING  # and its timeout restarts
     now += 5.1
     assert manager.lookup(B) is MISS
 
@@ -317,7 +318,7 @@ def test_shutdown_sends_pending_touches_and_closes(fake_daemon: FakeDaemon) -> N
     assert manager.lookup(A) is MISS
 
 
-def test_shutdown_closes_no_client_that_it_was_given(
+def test_shutdown_does_not_close_a_given_client(
     fake_daemon: FakeDaemon, client: OffloadClient
 ) -> None:
     client.open_namespace(FINGERPRINT)
@@ -343,10 +344,10 @@ def test_nothing_is_offered_to_a_lost_daemon(
     assert manager.lookup(C) is MISS
 
 
-def test_a_store_carries_the_generation_that_was_known(
+def test_a_store_has_the_generation_of_its_decision(
     manager: OffloadingManager, fake_daemon: FakeDaemon
 ) -> None:
-    """One decided on before a reset must be told from one after it."""
+    """The daemon must distinguish stores decided before a reset from later ones."""
     before = manager.prepare_store([C])
     fake_daemon.send_events((EventKind.CLEARED,))
     after = manager.prepare_store([D])

@@ -1,4 +1,4 @@
-"""The events of an OffloadingManager: keys that became a hit, and keys that ceased to be one."""
+"""The events of an OffloadingManager: keys that become hits, and keys that are hits no longer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.client_keys import (
 )
 
 
-def test_events_name_keys_that_became_hits_or_ceased_to_be_hits(fake_daemon: FakeDaemon) -> None:
+def test_events_name_new_hits_and_removed_hits(fake_daemon: FakeDaemon) -> None:
     fake_daemon.store(A)
     fake_daemon.reserve(B)
     manager = open_manager(fake_daemon, events=True)
@@ -58,8 +58,8 @@ def test_missed_events_arrive_with_the_next_snapshot(fake_daemon: FakeDaemon) ->
     fake_daemon.lossy = False
     fake_daemon.store(C)
     manager.lookup(C)
-    gone, come = manager.take_events()
-    assert (gone, set(come.keys)) == (removed(A), {B, C})
+    removal, addition = manager.take_events()
+    assert (removal, set(addition.keys)) == (removed(A), {B, C})
 
 
 def test_without_events_none_are_kept(fake_daemon: FakeDaemon) -> None:

@@ -1,4 +1,4 @@
-"""OffloadingManager over the daemons of two ranks."""
+"""OffloadingManager with the daemons of two ranks."""
 
 from __future__ import annotations
 
@@ -59,21 +59,21 @@ def test_each_rank_has_a_namespace_of_its_own(ranks: tuple[FakeDaemon, FakeDaemo
     assert manager.usage.blocks == 13
 
 
-def test_one_rank_opens_the_fingerprint_as_it_is(fake_daemon: FakeDaemon) -> None:
+def test_one_rank_opens_the_fingerprint_unchanged(fake_daemon: FakeDaemon) -> None:
     own = msgspec.structs.replace(FINGERPRINT, rank=3, world_size=8)
     OffloadingManager.connect([fake_daemon.directory], engine="engine", fingerprint=own)
     assert fake_daemon.received_of(wire.OpenNamespace)[0].fingerprint == own
 
 
-def test_a_hit_is_a_hit_at_all_ranks(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
-    one, two = ranks
-    one.store(A, C)
-    one.reserve(B)
-    two.store(A, B)
-    manager = open_manager(one, two)
+def test_a_key_is_a_hit_if_all_ranks_have_it(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
+    first, second = ranks
+    first.store(A, C)
+    first.reserve(B)
+    second.store(A, B)
+    manager = open_manager(first, second)
     assert answers(manager, A, B, C, D) == [HIT, PENDING, MISS, MISS]
-    one.store(B)
-    two.reserve(B)
+    first.store(B)
+    second.reserve(B)
     assert answers(manager, B) == [PENDING]
     assert offer(manager, A, B, C, D) == (C, D)
     assert (manager.hits, manager.misses) == (1, 2)
@@ -90,37 +90,37 @@ def test_a_hit_is_a_hit_at_all_ranks(ranks: tuple[FakeDaemon, FakeDaemon]) -> No
         ]
 
 
-@pytest.mark.parametrize("turn", [1, -1])
-def test_an_incomplete_mirror_of_a_rank_returns_retry(start_fake_daemon: Start, turn: int) -> None:
-    one, two = (start_fake_daemon(), start_fake_daemon())[::turn]
-    one.store(A)
-    one.reserve(B)
-    manager = open_manager(*(one, two)[::turn])
-    two.lossy = True
-    two.store(A)
-    two.lossy = False
-    two.silent = True
-    two.reserve(D)
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_incomplete_mirror_of_a_rank_returns_retry(start_fake_daemon: Start, order: int) -> None:
+    first, second = (start_fake_daemon(), start_fake_daemon())[::order]
+    first.store(A)
+    first.reserve(B)
+    manager = open_manager(*(first, second)[::order])
+    second.lossy = True
+    second.store(A)
+    second.lossy = False
+    second.silent = True
+    second.reserve(D)
     assert answers(manager, A, B, C) == [RETRY, RETRY, MISS]
-    assert two.received == [wire.Subscribe()]
+    assert second.received == [wire.Subscribe()]
     assert offer(manager, A, B, C) == (A, B, C)
 
 
 def test_an_event_needs_a_change_of_all_ranks_together(
     ranks: tuple[FakeDaemon, FakeDaemon],
 ) -> None:
-    one, two = ranks
-    one.store(A, B)
-    two.store(B)
-    manager = open_manager(one, two, events=True)
+    first, second = ranks
+    first.store(A, B)
+    second.store(B)
+    manager = open_manager(first, second, events=True)
     assert manager.take_events() == [stored(B)]
-    two.store(A, C)
+    second.store(A, C)
     assert manager.take_events() == [stored(A)]
-    one.evict(A)
-    two.evict(A, C)
+    first.evict(A)
+    second.evict(A, C)
     assert manager.take_events() == [removed(A)]
-    one.evict(B)
-    one.store(B)
+    first.evict(B)
+    first.store(B)
     assert manager.take_events() == []
 
 

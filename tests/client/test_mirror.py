@@ -1,4 +1,4 @@
-"""The copy of a namespace against a model of it, over a wire that delays and drops."""
+"""The client's mirror of a namespace, alone and against a model with delayed and lost messages."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.
 State: TypeAlias = dict[OffloadKey, Lookup]
 
 
-def news(sequence: int, kind: EventKind, *keys: OffloadKey) -> KeyEvents:
+def key_events(sequence: int, kind: EventKind, *keys: OffloadKey) -> KeyEvents:
     return KeyEvents(sequence, (KeyEvent(kind, keys),))
 
 
 def stored(sequence: int, *keys: OffloadKey) -> KeyEvents:
-    return news(sequence, EventKind.STORED, *keys)
+    return key_events(sequence, EventKind.STORED, *keys)
 
 
 def removed(sequence: int, *keys: OffloadKey) -> KeyEvents:
-    return news(sequence, EventKind.REMOVED, *keys)
+    return key_events(sequence, EventKind.REMOVED, *keys)
 
 
 def snapshot(sequence: int, *keys: OffloadKey, part: int = 0, last: bool = True) -> Snapshot:
@@ -44,7 +44,7 @@ def answers(mirror: Mirror, *keys: OffloadKey) -> list[Lookup]:
 
 @pytest.fixture
 def mirror() -> Mirror:
-    """Whole as of number 10, with A ready and B pending."""
+    """A mirror that is complete at number 10. A is ready, B is pending."""
     mirror = Mirror()
     assert not mirror.apply_message(Snapshot(10, 0, False, (A,)))
     assert not mirror.apply_message(Snapshot(10, 1, True, (B,), True))
@@ -67,7 +67,7 @@ def test_events_change_the_state_of_keys(
     mirror: Mirror, kind: EventKind, known: list[Lookup]
 ) -> None:
     assert answers(mirror, A, B, C) == [HIT, PENDING, MISS]
-    assert not mirror.apply_message(news(11, kind, A, B))
+    assert not mirror.apply_message(key_events(11, kind, A, B))
     assert answers(mirror, A, B, C) == known
     assert (mirror.ready, mirror.pending) == (known.count(HIT), known.count(PENDING))
 
@@ -89,7 +89,7 @@ def test_old_events_change_nothing(mirror: Mirror) -> None:
     assert mirror.complete
 
 
-# Not whole
+# Incomplete mirrors
 
 
 def test_an_incomplete_first_snapshot_returns_retry() -> None:
@@ -107,7 +107,7 @@ def test_the_mirror_of_an_empty_namespace_is_complete() -> None:
     assert (mirror.complete, mirror.lookup(A)) == (True, MISS)
 
 
-def test_a_missing_number_is_noticed_once(mirror: Mirror) -> None:
+def test_a_missing_number_requests_one_snapshot(mirror: Mirror) -> None:
     assert mirror.apply_message(stored(12, C))
     assert not mirror.apply_message(stored(13))
     assert not mirror.apply_message(stored(17))
@@ -125,7 +125,7 @@ def test_an_incomplete_mirror_returns_known_keys_and_retry_for_others(mirror: Mi
 
 def test_events_above_a_snapshot_are_applied_after_it(mirror: Mirror) -> None:
     mirror.apply_message(stored(13, C))
-    mirror.apply_message(removed(16, B))  # before the snapshot began, yet above it
+    mirror.apply_message(removed(16, B))  # received before the snapshot, with a higher number
     mirror.apply_message(snapshot(15, A, B, last=False))
     mirror.apply_message(removed(17, A))
     assert not mirror.apply_message(snapshot(15, C, part=1))
@@ -151,7 +151,7 @@ def test_a_newer_snapshot_replaces_an_unfinished_one() -> None:
     mirror = Mirror()
     mirror.apply_message(snapshot(5, A, last=False))
     mirror.apply_message(snapshot(7, B, last=False))
-    assert not mirror.apply_message(snapshot(5, C, part=1))  # left of the older one
+    assert not mirror.apply_message(snapshot(5, C, part=1))  # a part of the older snapshot
     assert not mirror.complete
     assert not mirror.apply_message(snapshot(7, KEYS[3], part=1))
     assert answers(mirror) == [MISS, HIT, MISS, HIT, MISS, MISS]
@@ -200,8 +200,8 @@ def test_a_part_received_twice_counts_once() -> None:
 
 def test_a_complete_mirror_ignores_snapshots(mirror: Mirror) -> None:
     mirror.apply_message(stored(11, C))
-    for needless in (snapshot(10), snapshot(12, part=2), snapshot(12, last=False)):
-        assert not mirror.apply_message(needless)
+    for message in (snapshot(10), snapshot(12, part=2), snapshot(12, last=False)):
+        assert not mirror.apply_message(message)
     assert not mirror.apply_message(stored(12))
     assert answers(mirror, A, B, C) == [HIT, PENDING, HIT]
 
@@ -209,11 +209,11 @@ def test_a_complete_mirror_ignores_snapshots(mirror: Mirror) -> None:
 # Resets
 
 
-def test_all_is_absent_from_a_reset_on_until_it_is_done(mirror: Mirror) -> None:
+def test_all_keys_are_absent_until_a_reset_is_done(mirror: Mirror) -> None:
     mirror.hide()
     mirror.apply_message(stored(11, B))
     assert answers(mirror) == [MISS] * 6
-    mirror.apply_message(news(12, EventKind.CLEARED))
+    mirror.apply_message(key_events(12, EventKind.CLEARED))
     mirror.apply_message(stored(13, C))
     assert answers(mirror) == [MISS] * 6
     mirror.clear_after_reset()
@@ -224,7 +224,7 @@ def test_all_is_absent_from_a_reset_on_until_it_is_done(mirror: Mirror) -> None:
 def test_each_reset_clears(mirror: Mirror) -> None:
     for number in (11, 13):
         mirror.hide()
-        mirror.apply_message(news(number, EventKind.CLEARED))
+        mirror.apply_message(key_events(number, EventKind.CLEARED))
         mirror.apply_message(stored(number + 1, C))
         mirror.clear_after_reset()
         mirror.reveal()
@@ -237,10 +237,10 @@ def test_a_reset_that_was_not_done_changes_nothing(mirror: Mirror) -> None:
     assert answers(mirror, A, B, C) == [HIT, PENDING, MISS]
 
 
-def test_two_resets_of_which_the_events_of_one_were_lost(mirror: Mirror) -> None:
+def test_two_resets_with_the_events_of_one_lost(mirror: Mirror) -> None:
     mirror.hide()
     mirror.hide()
-    mirror.apply_message(news(11, EventKind.CLEARED))
+    mirror.apply_message(key_events(11, EventKind.CLEARED))
     mirror.clear_after_reset()
     mirror.apply_message(stored(12, C))
     mirror.clear_after_reset()
@@ -265,10 +265,10 @@ def test_a_reset_whose_events_were_lost_still_clears_the_mirror(mirror: Mirror) 
     assert answers(mirror, A, B, C) == [RETRY, RETRY, HIT]
 
 
-# What changed
+# Changed keys
 
 
-def test_changed_keys_are_first_all_hits_and_then_changes(mirror: Mirror) -> None:
+def test_the_first_changed_keys_are_all_hits(mirror: Mirror) -> None:
     assert list(mirror.take_changed_keys()) == []
     mirror.track_changes()
     assert list(mirror.take_changed_keys()) == [A]
@@ -276,7 +276,7 @@ def test_changed_keys_are_first_all_hits_and_then_changes(mirror: Mirror) -> Non
     mirror.apply_message(stored(11, C, B))
     mirror.apply_message(removed(12, A))
     assert list(mirror.take_changed_keys()) == [C, B, A]
-    mirror.apply_message(news(13, EventKind.CLEARED))
+    mirror.apply_message(key_events(13, EventKind.CLEARED))
     assert set(mirror.take_changed_keys()) == {B, C}
 
 
@@ -284,17 +284,19 @@ def test_changed_keys_are_first_all_hits_and_then_changes(mirror: Mirror) -> Non
 
 
 class SimulatedDaemon:
-    """A daemon's namespace, the wire to a client that drops what it is told to, and the mirror."""
+    """A daemon's namespace, a wire that can drop messages, and the client's mirror."""
 
     def __init__(self) -> None:
+        # The resident keys at each number.
         self.states: list[State] = [{}]
-        """What was resident as of each number."""
         self.wire: deque[KeyEvents | Snapshot] = deque()
         self.streams: list[Iterator[Snapshot]] = [self.snapshot()]
-        self.asked = 0
+        # Requests for a snapshot that the daemon has not received yet.
+        self.requested = 0
         self.mirror = Mirror()
         self.mirror.track_changes()
-        self.added_up: set[OffloadKey] = set()
+        # The hits at the last check.
+        self.known_hits: set[OffloadKey] = set()
 
     def send_events(self, kind: EventKind, keys: tuple[OffloadKey, ...]) -> None:
         state = dict(self.states[-1])
@@ -308,7 +310,7 @@ class SimulatedDaemon:
         self.wire.append(KeyEvents(len(self.states) - 1, (KeyEvent(kind, keys),)))
 
     def snapshot(self) -> Iterator[Snapshot]:
-        """Parts of at most two keys; what is resident is taken down now."""
+        """A snapshot of the resident keys, in parts of at most two keys."""
         sequence, state = len(self.states) - 1, self.states[-1]
         parts = [
             (pending is PENDING, tuple(keys[at : at + 2]))
@@ -323,13 +325,13 @@ class SimulatedDaemon:
             ]
         )
 
-    def listen(self) -> None:
-        """The daemon hears what was asked for."""
-        self.streams += [self.snapshot() for _ in range(self.asked)]
-        self.asked = 0
+    def receive_requests(self) -> None:
+        """The daemon receives the requests for snapshots."""
+        self.streams += [self.snapshot() for _ in range(self.requested)]
+        self.requested = 0
 
     def stream(self, which: int) -> None:
-        """One part of one of the snapshots under way goes out."""
+        """Send the next part of one of the unfinished snapshots."""
         if self.streams:
             chosen = self.streams[which % len(self.streams)]
             part = next(chosen, None)
@@ -339,30 +341,30 @@ class SimulatedDaemon:
                 self.wire.append(part)
 
     def drop(self) -> None:
-        """Anything may be lost, but the end of a snapshot."""
+        """Lose a message. Only the last part of a snapshot is never lost."""
         if self.wire and not getattr(self.wire[0], "last", False):
             self.wire.popleft()
 
     def deliver(self) -> None:
         if self.wire:
             message = self.wire.popleft()
-            self.asked += self.mirror.apply_message(message)
+            self.requested += self.mirror.apply_message(message)
             self.check()
 
     def check(self) -> None:
-        """Whole, the mirror is what the namespace was as of the last that was heard."""
+        """A complete mirror equals the namespace at the number of the last received message."""
         state = self.states[self.mirror.sequence]
         for key in KEYS if self.mirror.complete else ():
             assert self.mirror.lookup(key) is state.get(key, MISS)
         hits = {key for key in KEYS if self.mirror.lookup(key) is HIT}
         changed = set(self.mirror.take_changed_keys())
-        assert hits ^ self.added_up <= changed
-        self.added_up = hits
+        assert hits ^ self.known_hits <= changed
+        self.known_hits = hits
 
     def settle(self) -> None:
-        """Nothing is lost any more."""
-        while self.streams or self.wire or self.asked:
-            self.listen()
+        """Deliver all messages without a loss."""
+        while self.streams or self.wire or self.requested:
+            self.receive_requests()
             self.stream(0)
             self.deliver()
 
@@ -372,7 +374,7 @@ EVENTS = st.sampled_from([kind for kind in EventKind if kind is not EventKind.CL
 STEPS = st.one_of(
     st.tuples(st.just("send_events"), EVENTS, KEY_SETS),
     st.just(("send_events", EventKind.CLEARED, ())),
-    st.sampled_from([("deliver",), ("deliver",), ("deliver",), ("drop",), ("listen",)]),
+    st.sampled_from([("deliver",), ("deliver",), ("deliver",), ("drop",), ("receive_requests",)]),
     st.tuples(st.just("stream"), st.integers(0, 3)),
     st.just(("streams", None)),
 )
@@ -380,7 +382,7 @@ STEPS = st.one_of(
 
 @PROFILE
 @given(st.lists(STEPS, max_size=60))
-def test_after_repair_the_mirror_is_what_the_daemon_has(steps: list[tuple[object, ...]]) -> None:
+def test_a_mirror_equals_the_namespace_after_all_messages(steps: list[tuple[object, ...]]) -> None:
     daemon = SimulatedDaemon()
     for name, *arguments in steps:
         if name == "streams":
@@ -388,7 +390,7 @@ def test_after_repair_the_mirror_is_what_the_daemon_has(steps: list[tuple[object
         else:
             getattr(daemon, str(name))(*arguments)
     daemon.settle()
-    daemon.send_events(EventKind.STORED, (A,))  # a number that says what was lost before it
+    daemon.send_events(EventKind.STORED, (A,))  # shows the client which numbers it has missed
     daemon.settle()
     assert daemon.mirror.complete
     assert daemon.mirror.sequence == len(daemon.states) - 1

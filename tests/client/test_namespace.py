@@ -1,4 +1,4 @@
-"""A session in a namespace: what is asked, answered from the mirror, refused here, said."""
+"""A client in a namespace: messages, lookups in the mirror, and refusals by the client."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_daemon_that_disconnects_before_the_mirror_is_complete(
 
 
 @pytest.mark.parametrize(
-    "ask",
+    "call",
     [
         lambda client: client.lookup(A),
         lambda client: client.pin([A]),
@@ -118,10 +118,10 @@ def test_a_daemon_that_disconnects_before_the_mirror_is_complete(
     ],
 )
 def test_methods_of_a_namespace_are_refused_outside_of_one(
-    fake_daemon: FakeDaemon, client: OffloadClient, ask: Callable[[OffloadClient], object]
+    fake_daemon: FakeDaemon, client: OffloadClient, call: Callable[[OffloadClient], object]
 ) -> None:
     with pytest.raises(Refused, match="open_namespace") as refused:
-        ask(client)
+        call(client)
     assert refused.value.code == Code.UNKNOWN_NAMESPACE
     assert [type(message) for message in fake_daemon.received] == [wire.Hello]
 
@@ -203,12 +203,12 @@ WRONG_KEYS: list[Any] = [
 
 
 @pytest.mark.parametrize("keys", WRONG_KEYS)
-@pytest.mark.parametrize("verb", ["pin", "unpin", "touch"])
+@pytest.mark.parametrize("method", ["pin", "unpin", "touch"])
 def test_keys_of_another_type_or_length_are_refused(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, verb: str, keys: Any
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, method: str, keys: Any
 ) -> None:
     with pytest.raises(Refused) as refused:
-        getattr(client_in_namespace, verb)(keys)
+        getattr(client_in_namespace, method)(keys)
     assert refused.value.code == Code.BAD_KEY
     assert fake_daemon.received == []
     if len(keys) <= MAX_KEYS:
@@ -251,7 +251,7 @@ def test_a_transfer_of_keys_of_another_length_is_refused_by_the_client(
 def test_keys_may_be_submitted_without_opening_the_namespace(
     fake_daemon: FakeDaemon, client: OffloadClient
 ) -> None:
-    """Another process of the engine may have; how long keys are, the daemon knows."""
+    """Another process of the engine may have opened it. The daemon checks the keys' length."""
     client.transfer_async(1, (GPU, KeyLoadStoreSpec((b"of any length",))))
     assert len(fake_daemon.received_of(wire.Submit)) == 1
     wrong: Any = ("no bytes",)

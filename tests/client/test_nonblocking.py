@@ -1,4 +1,4 @@
-"""Clients that leave: what they held is let go of, also where nobody closes them."""
+"""Clients that end: their resources are released, even if no code closes them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ before = threads()
 END = """
 gc.collect()
 deadline = time.monotonic() + 5
-while threads() > before:  # ZeroMQ's go with its contexts
+while threads() > before:  # ZeroMQ's threads end with its contexts
     assert time.monotonic() < deadline, threads()
 """
 
@@ -60,14 +60,14 @@ except ValueError:
 """,
     "in another thread": """
 clients = [connect()]
-dropping = threading.Thread(target=lambda: (clients.clear(), gc.collect()))
-dropping.start()
-dropping.join()
+thread = threading.Thread(target=lambda: (clients.clear(), gc.collect()))
+thread.start()
+thread.join()
 """,
-    "made in a thread that ended": """
-making = threading.Thread(target=connect)
-making.start()
-making.join()
+    "created in a thread that ended": """
+thread = threading.Thread(target=connect)
+thread.start()
+thread.join()
 """,
     "its loop was closed": """
 async def main():
@@ -88,7 +88,7 @@ client = connect()
 threading.Thread(target=client._connection.wait_readable, args=(60,), daemon=True).start()
 time.sleep(0.1)
 """,
-    "dropped at exit, with something to say": """
+    "dropped at exit, with a log message": """
 def drop():
     clients.clear()
     gc.collect()
@@ -112,13 +112,13 @@ if child:
     assert client.status().sessions == 1
     client.close()
 else:
-    signal.alarm(10)  # where a verb hangs it has no timeout
+    signal.alarm(10)  # ends the child if a call hangs
 """
 IN_CHILD = {
     "exits": "pass",
     "drops": "del client; gc.collect()",
     "closes": "client.close()",
-    "asks": """
+    "calls methods": """
     for call in (client.status, client.get_finished, lambda: client.cancel([1])):
         time.sleep(0.001)
         try:
@@ -128,7 +128,7 @@ IN_CHILD = {
     assert not client.connected and not client.connecting
     client.close()
 """,
-    "makes its own": """
+    "creates its own": """
     with OffloadClient(sys.argv[1], engine="another") as own:
         assert own.status().sessions == 2
 """,
@@ -153,22 +153,22 @@ def test_a_client_that_is_open_when_the_process_exits(kvferryd: LocalDaemon, how
     run(AT_EXIT[how], kvferryd)
 
 
-@pytest.mark.parametrize("what", IN_CHILD)
-def test_the_child_of_a_fork(kvferryd: LocalDaemon, what: str) -> None:
-    """It has a client of its parent's; the parent does not notice."""
-    run(f"{FORK}    {IN_CHILD[what]}", kvferryd)
+@pytest.mark.parametrize("action", IN_CHILD)
+def test_the_child_of_a_fork(kvferryd: LocalDaemon, action: str) -> None:
+    """The child has a copy of its parent's client. It does not affect the parent."""
+    run(f"{FORK}    {IN_CHILD[action]}", kvferryd)
 
 
-# Closed
+# Closed clients
 
 
 SPEC: TransferSpec = GPULoadStoreSpec([1]), CPULoadStoreSpec([1])
 
 
-@pytest.mark.parametrize("state", ["here", "away"])
+@pytest.mark.parametrize("state", ["connected", "disconnected"])
 def test_calls_of_a_closed_client_raise_gone(kvferryd: LocalDaemon, state: str) -> None:
     client = OffloadClient(kvferryd.directory)
-    if state == "away":
+    if state == "disconnected":
         kvferryd.kill()
         until(lambda: not client.get_finished() and client.connecting)
     client.close()
@@ -180,7 +180,7 @@ def test_calls_of_a_closed_client_raise_gone(kvferryd: LocalDaemon, state: str) 
         client.get_finished,
     ]
     for call in calls:
-        time.sleep(0.001)  # get_finished does not look twice in some microseconds
+        time.sleep(0.001)  # get_finished checks the connection at most once in some microseconds
         with pytest.raises(Gone, match="this client was closed") as gone:
             call()
         assert gone.value is client.gone
@@ -189,16 +189,16 @@ def test_calls_of_a_closed_client_raise_gone(kvferryd: LocalDaemon, state: str) 
 async def test_closing_an_asyncio_client_ends_its_waits(
     kvferryd: LocalDaemon,
 ) -> None:
-    """At once, also by a daemon that says nothing."""
+    """The waits end at once, even if the daemon does not reply."""
     client = await AsyncOffloadClient.connect(kvferryd.directory)
     os.kill(kvferryd.pid, signal.SIGSTOP)
     try:
         waiting = asyncio.create_task(client.status())
         await asyncio.sleep(0)
         await client.close(timeout=0.1)
-        for asked in (waiting, client.status()):
+        for request in (waiting, client.status()):
             with pytest.raises(Gone, match="this client was closed"):
-                await asyncio.wait_for(asked, 8)
+                await asyncio.wait_for(request, 8)
         with pytest.raises(Gone, match="this client was closed"):
             client.transfer_async(1, SPEC)
     finally:

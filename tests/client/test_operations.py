@@ -1,4 +1,4 @@
-"""Allocating KV caches that cannot be mapped here: the allocation is undone."""
+"""Allocations of KV caches that the client cannot map are undone."""
 
 from __future__ import annotations
 
@@ -47,35 +47,35 @@ def test_nothing_is_allocated_if_the_daemon_s_gpu_is_not_visible(kvferryd: Local
 
 MAPPING = "kvferry.client.tensors.sharing.map_tensors"
 RECEIVING = "receiving a descriptor"
-TWO = KVLayout((TensorLayout(8, 64, 64),) * 2, ((TensorRef(0, 64), TensorRef(1, 64)),))
+LAYOUT = KVLayout((TensorLayout(8, 64, 64),) * 2, ((TensorRef(0, 64), TensorRef(1, 64)),))
 
 
 def make_fail(where: str, error: Exception, patch: pytest.MonkeyPatch) -> None:
-    """Have the client fail after the daemon has allocated: in receiving descriptors, or mapping."""
+    """Make receiving descriptors, or mapping, fail in the client after the daemon's allocation."""
 
-    def failing(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise error
 
     if where == MAPPING:
-        patch.setattr(where, failing)
+        patch.setattr(where, fail)
     else:
-        patch.setattr(effects, "exchange_fds", failing)
+        patch.setattr(effects, "exchange_fds", fail)
 
 
 @pytest.fixture(params=[MAPPING, RECEIVING])
 def failing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail with an error of the system."""
+    """Make one of the steps fail with an error of the operating system."""
     make_fail(request.param, OSError(errno.EMFILE, "too many open files"), monkeypatch)
 
 
 def mapped_tensors(daemon: LocalDaemon) -> set[str]:
-    """The KV memory that the daemon has mapped; one mapping is that of its health check."""
+    """The inodes of KV memory that the daemon has mapped. One belongs to its health check."""
     maps = Path(f"/proc/{daemon.pid}/maps").read_text().splitlines()
     return {line.split()[4] for line in maps if "memfd:kvferry-kv" in line}
 
 
 def check_undone(daemon: LocalDaemon) -> None:
-    """Checked by another client, without a call of the first one."""
+    """Check with another client, without a call of the first one."""
     with OffloadClient(daemon.directory, engine="observer") as observer:
         until(lambda: not any(e.present or e.kept_bytes for e in observer.status().engines))
     until(lambda: len(mapped_tensors(daemon)) == 1)
@@ -89,10 +89,10 @@ def test_a_failed_allocation_is_undone(
 ) -> None:
     with OffloadClient(kvferryd.directory, engine="poor", reconnect=reconnect) as client:
         with pytest.raises(OSError, match="too many open files"):
-            client.allocate_kv_caches(TWO, host_bytes=1024, keep=keep)
+            client.allocate_kv_caches(LAYOUT, host_bytes=1024, keep=keep)
         check_undone(kvferryd)
         monkeypatch.undo()
-        assert not client.allocate_kv_caches(TWO, host_bytes=1024).kept
+        assert not client.allocate_kv_caches(LAYOUT, host_bytes=1024).kept
 
 
 @pytest.mark.usefixtures("failing")
@@ -101,23 +101,23 @@ async def test_a_failed_allocation_is_undone_with_asyncio(
 ) -> None:
     async with await AsyncOffloadClient.connect(kvferryd.directory, engine="poor") as client:
         with pytest.raises(OSError, match="too many open files"):
-            await client.allocate_kv_caches(TWO, host_bytes=1024, keep=True)
+            await client.allocate_kv_caches(LAYOUT, host_bytes=1024, keep=True)
         await asyncio.to_thread(check_undone, kvferryd)
         monkeypatch.undo()
-        assert not (await client.allocate_kv_caches(TWO, host_bytes=1024)).kept
+        assert not (await client.allocate_kv_caches(LAYOUT, host_bytes=1024)).kept
 
 
 def test_a_failed_allocation_leaves_kept_tensors(
     kvferryd: LocalDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with OffloadClient(kvferryd.directory, engine="poor") as client:
-        client.allocate_kv_caches(TWO, host_bytes=1024, keep=True).tensors[0][3] = 7
+        client.allocate_kv_caches(LAYOUT, host_bytes=1024, keep=True).tensors[0][3] = 7
     with OffloadClient(kvferryd.directory, engine="poor") as client:
         make_fail(MAPPING, RuntimeError("no"), monkeypatch)
         with pytest.raises(RuntimeError, match="no"):
-            client.allocate_kv_caches(TWO, host_bytes=1024, keep=True)
+            client.allocate_kv_caches(LAYOUT, host_bytes=1024, keep=True)
         monkeypatch.undo()
-        again = client.allocate_kv_caches(TWO, host_bytes=1024, keep=True)
+        again = client.allocate_kv_caches(LAYOUT, host_bytes=1024, keep=True)
     assert again.kept
     assert again.tensors[0][3].tolist() == [7] * 64
 

@@ -14,7 +14,7 @@ from kvferry.proto.errors import Code, Refused
 from support.client_session import BUSY
 
 
-def test_requests_have_numbers_of_their_own(session: ClientSession) -> None:
+def test_requests_have_unique_numbers(session: ClientSession) -> None:
     requests = [session.wait([7, 8]) for _ in range(3)]
     assert len({request.request_id for request in requests}) == 3
     data = session.request(requests[0])
@@ -68,7 +68,7 @@ def test_an_error_without_a_request_is_raised_at_once(
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", encode(wire.StatusRequest(1))])
-def test_bytes_that_are_no_daemon_s_message_are_refused(
+def test_bytes_that_are_no_message_of_a_daemon_are_refused(
     session: ClientSession, data: bytes
 ) -> None:
     with pytest.raises(Refused) as caught:

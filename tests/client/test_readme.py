@@ -1,4 +1,4 @@
-"""The Python of client/README.md, as it is written there, beside a daemon on the CPU."""
+"""Runs the Python examples of client/README.md with a daemon on the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_example_is_followed_by_its_output() -> None:
 @pytest.mark.parametrize(
     ("code", "output"), [example[1:] for example in EXAMPLES], ids=[title for title, *_ in EXAMPLES]
 )
-def test_an_example_prints_what_is_shown_below_it(
+def test_an_example_prints_the_output_shown_below_it(
     code: str,
     output: str,
     start_kvferryd: StartKvferryd,

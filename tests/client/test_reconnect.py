@@ -1,4 +1,4 @@
-"""Reconnect, with a clock of its own and a FakeDaemon behind the client's session."""
+"""Reconnect, with a given time and a FakeDaemon."""
 
 from __future__ import annotations
 

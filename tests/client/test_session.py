@@ -16,7 +16,7 @@ from kvferry.proto.keys import EventKind, Lookup
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from support.client_session import LOAD, STORE, WELCOME, finish, submit
 
-# Greeting
+# Connecting
 
 
 def test_the_first_message_is_hello() -> None:
@@ -70,9 +70,9 @@ def test_an_incomplete_mirror_requests_one_snapshot(session: ClientSession) -> N
     session.receive_message(encode(wire.Snapshot(0, 0, False, (), True)))
     session.receive_message(encode(wire.KeyEvents(2, KEY_EVENTS.events)))
     session.receive_message(encode(wire.KeyEvents(4, KEY_EVENTS.events)))
-    follow = session.snapshot_request()
-    assert follow is not None
-    assert decode_client_message(follow) == wire.Subscribe()
+    subscription = session.snapshot_request()
+    assert subscription is not None
+    assert decode_client_message(subscription) == wire.Subscribe()
     assert session.snapshot_request() is None
 
 
@@ -107,27 +107,27 @@ def test_kv_caches_are_registered_with_a_region_or_in_a_namespace(
     assert effect.message == wire.AllocateKVCaches(1, layout, None if inside else 4096)
 
 
-# The end
+# The daemon ends
 
 
 ENDS = {
     "goodbye": encode(wire.Goodbye("stopping")),
-    "restarted": encode(wire.Error(None, ErrorInfo(Code.NO_SESSION, "who are you?"))),
+    "restarted": encode(wire.Error(None, ErrorInfo(Code.NO_SESSION, "unknown session"))),
 }
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_jobs_under_way_are_lost_with_the_daemon(session: ClientSession, end: str) -> None:
+def test_jobs_in_flight_are_lost_with_the_daemon(session: ClientSession, end: str) -> None:
     for job_id, spec in ((1, STORE), (2, LOAD), (3, STORE)):
         submit(session, job_id, spec)
     finish(session, 1)
     session.receive_message(ENDS[end])
-    one, two, three = session.jobs.take_results()
-    assert [one.outcome, two.outcome, three.outcome] == ["done", "lost", "lost"]
-    assert (two.transfer_type, three.transfer_type) == (("CPU", "GPU"), ("GPU", "CPU"))
-    assert not two.success
-    assert isinstance(two.error, Gone)
-    assert two.error.code == Code.DAEMON_GONE
+    first, second, third = session.jobs.take_results()
+    assert [first.outcome, second.outcome, third.outcome] == ["done", "lost", "lost"]
+    assert (second.transfer_type, third.transfer_type) == (("CPU", "GPU"), ("GPU", "CPU"))
+    assert not second.success
+    assert isinstance(second.error, Gone)
+    assert second.error.code == Code.DAEMON_GONE
     assert not session.jobs
     finish(session, 2)
     session.receive_message(ENDS[end])
@@ -139,7 +139,7 @@ def test_requests_to_a_lost_daemon_raise_gone(session: ClientSession, end: str) 
     with session.expect_reply(wire.StatusRequest(5)):
         session.receive_message(encode(wire.Waited(5)))
         session.receive_message(ENDS[end])
-        for ask in (
+        for call in (
             lambda: session.submit(1, STORE, 0),
             lambda: session.cancel([1]),
             lambda: session.request(session.wait([1])),
@@ -147,12 +147,12 @@ def test_requests_to_a_lost_daemon_raise_gone(session: ClientSession, end: str) 
             lambda: session.reply(6),
         ):
             with pytest.raises(Gone) as caught:
-                ask()
+                call()
             assert caught.value.code == Code.DAEMON_GONE
-        assert session.reply(5) == wire.Waited(5)  # it came before the end
+        assert session.reply(5) == wire.Waited(5)  # it arrived before the end
 
 
-def test_the_first_reason_for_the_end_stands(session: ClientSession) -> None:
+def test_the_first_reason_for_the_end_is_kept(session: ClientSession) -> None:
     first = Gone(Code.TIMEOUT, "no answer")
     session.connection_lost(first)
     session.connection_lost(Gone(Code.DAEMON_GONE, "later"))

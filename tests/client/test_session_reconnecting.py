@@ -1,4 +1,4 @@
-"""ClientSession: a lost daemon and the one that follows it."""
+"""ClientSession: the loss of a daemon, and reconnecting to the next one."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ KILLED = Gone(Code.DAEMON_GONE, "killed")
 
 @pytest.fixture
 def reconnecting() -> ClientSession:
-    """CONNECTED, with a daemon that may be followed by another."""
+    """A session in the state CONNECTED that reconnects."""
     session = ClientSession("engine", "client", reconnects=True)
     session.receive_message(encode(WELCOME))
     session.mark_connected()
     return session
 
 
-def answer(session: ClientSession, operation: Any, effect: Any, message: Any) -> Any:
-    """Give the operation the daemon's answer to an effect. Returns the next effect."""
+def reply(session: ClientSession, operation: Any, effect: Any, message: Any) -> Any:
+    """Continue the operation with the daemon's reply to an effect. Returns the next effect."""
     if isinstance(effect, effects.SendRequest):
         with session.expect_reply(effect.message):
             session.receive_message(encode(message))
@@ -55,7 +55,7 @@ def reconnect(session: ClientSession, welcome: wire.Welcome = LATER) -> None:
     session.socket_opened()
     operation = operations.connect(session)
     with pytest.raises(StopIteration):
-        answer(session, operation, next(operation), welcome)
+        reply(session, operation, next(operation), welcome)
 
 
 def test_the_states_of_a_session(reconnecting: ClientSession) -> None:
@@ -104,23 +104,23 @@ def test_reconnecting_restores_namespace_mirror_and_pins_in_order(
     operation = operations.connect(reconnecting)
     effect: Any = next(operation)
     assert effect.message == wire.Hello(1, 1, "client", "engine")
-    effect = answer(reconnecting, operation, effect, LATER)
-    again = effect.message
-    assert msgspec.structs.replace(again, request_id=1) == opening
-    effect = answer(
+    effect = reply(reconnecting, operation, effect, LATER)
+    reopening = effect.message
+    assert msgspec.structs.replace(reopening, request_id=1) == opening
+    effect = reply(
         reconnecting,
         operation,
         effect,
-        msgspec.structs.replace(OPENED, request_id=again.request_id),
+        msgspec.structs.replace(OPENED, request_id=reopening.request_id),
     )
     assert effect.message == wire.Subscribe()
     assert effect.until() is None
     reconnecting.receive_message(encode(wire.Snapshot(1, 0, False, (b"bbbb",), True)))
     assert mirror.lookup(b"bbbb") is Lookup.MISS
-    effect = answer(reconnecting, operation, effect, None)
+    effect = reply(reconnecting, operation, effect, None)
     assert effect.message == wire.Pin((b"aaaa", b"aaaa", b"bbbb"))
     with pytest.raises(StopIteration):
-        answer(reconnecting, operation, effect, None)
+        reply(reconnecting, operation, effect, None)
     assert [mirror.lookup(key) for key in (b"aaaa", b"bbbb")] == [Lookup.MISS, Lookup.HIT]
 
 
@@ -134,14 +134,14 @@ def test_pending_resets_are_done_before_the_mirror_is_shown(
     reconnecting.reset()
     reconnecting.socket_opened()
     operation = operations.connect(reconnecting)
-    effect = answer(reconnecting, operation, next(operation), WELCOME)
+    effect = reply(reconnecting, operation, next(operation), WELCOME)
     opened = msgspec.structs.replace(OPENED, request_id=effect.message.request_id)
-    effect = answer(reconnecting, operation, effect, opened)
+    effect = reply(reconnecting, operation, effect, opened)
     reconnecting.receive_message(encode(wire.Snapshot(1, 0, False, (b"aaaa",), True)))
-    effect = answer(reconnecting, operation, effect, None)
+    effect = reply(reconnecting, operation, effect, None)
     assert isinstance(effect.message, wire.Reset)
     with pytest.raises(StopIteration):
-        answer(reconnecting, operation, effect, wire.Done(effect.message.request_id))
+        reply(reconnecting, operation, effect, wire.Done(effect.message.request_id))
     assert reconnecting.namespace.mirror.lookup(b"aaaa") is Lookup.MISS
     assert reconnecting.namespace.pending_resets() == ()
 
@@ -178,7 +178,7 @@ def test_a_lost_daemon_ends_pending_requests_once(reconnecting: ClientSession) -
         assert reconnecting.reply(6) is None
 
 
-def test_a_daemon_that_does_not_take_us_back(reconnecting: ClientSession) -> None:
+def test_a_daemon_that_refuses_to_reconnect(reconnecting: ClientSession) -> None:
     full = Refused(Code.POOL_FULL, "no room", 5)
     reconnecting.connection_lost(KILLED)
     reconnecting.socket_opened()
@@ -195,7 +195,7 @@ def test_a_daemon_that_does_not_take_us_back(reconnecting: ClientSession) -> Non
 
 
 def test_the_traceback_of_gone_does_not_grow(reconnecting: ClientSession) -> None:
-    """An engine may ask at every effect, for hours."""
+    """An engine may submit a job at every step, for hours."""
     reconnecting.connection_lost(KILLED)
     for _ in range(100):
         with pytest.raises(Gone) as caught:
@@ -203,7 +203,7 @@ def test_the_traceback_of_gone_does_not_grow(reconnecting: ClientSession) -> Non
     assert len(traceback.extract_tb(caught.value.__traceback__)) < 10
 
 
-def test_a_session_that_is_abandoned_revokes_its_timeline_and_loses_its_jobs_once(
+def test_an_abandoned_session_revokes_its_timeline_and_loses_its_jobs_once(
     reconnecting: ClientSession,
 ) -> None:
     timeline = Timeline.create()
@@ -220,7 +220,7 @@ def test_a_session_that_is_abandoned_revokes_its_timeline_and_loses_its_jobs_onc
         None,
     )
     revoked = timeline.descriptor
-    sending = operations._send_timeline(timeline)  # as registering again does
+    sending = operations._send_timeline(timeline)  # registering again does this
     assert next(sending) == effects.PassFds((timeline.descriptor,))
     assert timeline.descriptor != revoked
     assert not timeline.revoked
@@ -237,13 +237,13 @@ def test_a_session_with_a_state_to_restore_begins_disconnected() -> None:
         submit(session, 1)
     session.socket_opened()
     connecting = operations.connect(session)
-    effect = answer(session, connecting, next(connecting), WELCOME)
+    effect = reply(session, connecting, next(connecting), WELCOME)
     assert isinstance(effect, effects.SendRequest)
     opening = effect.message
     assert isinstance(opening, wire.OpenNamespace)
     assert (opening.fingerprint, opening.policy) == (FINGERPRINT, "arc")
     opened = msgspec.structs.replace(OPENED, request_id=opening.request_id)
-    effect = answer(session, connecting, effect, opened)
+    effect = reply(session, connecting, effect, opened)
     assert isinstance(effect, effects.SendOneWay)
     session.receive_message(encode(wire.Snapshot(0, 0, False, (b"aaaa",), True)))
     with pytest.raises(StopIteration):

@@ -1,4 +1,4 @@
-"""Searches below the host pool: which lookups wait for them, and until when."""
+"""Searches in tiers: which lookups wait for a search, and how long."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def lookup(session: ClientSession, *keys: bytes, after: float = 0.0) -> list[Loo
     return [session.namespace.lookup(key, NOW + after) for key in keys]
 
 
-def test_a_searched_key_is_a_retry_until_the_answer(session: ClientSession) -> None:
+def test_a_searched_key_is_a_retry_until_the_reply(session: ClientSession) -> None:
     search = begin(session, 7, A, B)
     assert lookup(session, A, B, C) == [Lookup.HIT, Lookup.RETRY, Lookup.MISS]
     session.receive_message(encode(wire.KeyEvents(1, (wire.KeyEvent(EventKind.PENDING, (B,)),))))
@@ -62,7 +62,7 @@ def test_a_refused_search_finds_nothing(session: ClientSession) -> None:
     assert (search.found, lookup(session, B)) == (0, [Lookup.MISS])
 
 
-def test_a_search_without_an_answer_ends_at_its_deadline(session: ClientSession) -> None:
+def test_a_search_without_a_reply_ends_at_its_deadline(session: ClientSession) -> None:
     early, late = begin(session, 7, B, seconds=1), begin(session, 8, B, C, seconds=3)
     assert lookup(session, B, C, after=2) == [Lookup.RETRY, Lookup.RETRY]
     assert (early.found, late.found) == (0, None)
@@ -71,7 +71,7 @@ def test_a_search_without_an_answer_ends_at_its_deadline(session: ClientSession)
     assert late.found == 0
 
 
-def test_two_searches_of_one_key_both_have_to_end(session: ClientSession) -> None:
+def test_two_searches_of_one_key_must_both_end(session: ClientSession) -> None:
     begin(session, 7, B)
     begin(session, 8, B)
     session.receive_message(encode(wire.TiersFound(7, 0)))
@@ -92,14 +92,14 @@ def test_during_a_reset_a_searched_key_is_a_miss(session: ClientSession) -> None
     assert lookup(session, B) == [Lookup.MISS]
 
 
-def test_an_answer_never_finds_more_than_was_searched() -> None:
+def test_a_reply_cannot_find_more_keys_than_were_searched() -> None:
     searches, search = TierSearches(), TierSearch((B,), NOW)
     searches.begin(1, search)
     searches.end(1, found=9)
     assert search.found == 1
 
 
-def test_a_prefetch_has_found_what_all_ranks_have() -> None:
+def test_a_prefetch_finds_the_keys_that_all_ranks_have() -> None:
     searches = TierSearch((A, B), found=2), TierSearch((A, B), found=1)
     assert (Prefetch(searches).done, Prefetch(searches).found_keys) == (True, (A,))
     assert not Prefetch((TierSearch((A,)),)).done

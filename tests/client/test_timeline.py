@@ -1,4 +1,4 @@
-"""Timelines of a device, and of no other."""
+"""Timelines, on a CPU and on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from support.vllm_stand_ins import engine_config_at, kv_caches
 
 @pytest.fixture
 def ordinals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of the GPUs that timelines were made for, by a driver that does nothing."""
-    seen: list[int] = []
+    """The ordinals of the GPUs that timelines visit. The driver does nothing."""
+    visited: list[int] = []
 
     def visiting(ordinal: int) -> nullcontext[None]:
-        seen.append(ordinal)
+        visited.append(ordinal)
         return nullcontext()
 
     driver = SimpleNamespace(
@@ -37,7 +37,7 @@ def ordinals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         call=lambda *_: None,
     )
     monkeypatch.setattr(module, "driver", lambda: driver)
-    return seen
+    return visited
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_device_that_has_no_timeline(device: object) -> None:
 
 
 @pytest.mark.parametrize("refused", ["visiting", "register_host", "host_device_pointer"])
-def test_a_timeline_that_a_gpu_refuses_leaves_nothing_behind(
+def test_a_refused_timeline_leaves_no_descriptor(
     monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
     def refuse() -> None:
@@ -98,7 +98,7 @@ def test_a_timeline_that_a_gpu_refuses_leaves_nothing_behind(
     assert [name for name, _ in calls] == ["cuMemHostUnregister"] * registered
 
 
-def test_a_timeline_whose_gpu_has_failed_is_closed_all_the_same(
+def test_a_timeline_of_a_failed_gpu_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = Mock(visiting=lambda _: nullcontext())
@@ -115,17 +115,17 @@ def test_a_timeline_whose_gpu_has_failed_is_closed_all_the_same(
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("failed", [False, True])
-def test_a_timeline_that_is_dropped_leaves_nothing_behind(
+def test_a_dropped_timeline_leaves_no_descriptor_and_no_mapping(
     monkeypatch: pytest.MonkeyPatch, device: str, failed: bool
 ) -> None:
-    """On a GPU its stream may write to it yet. One that has failed is no trouble of the dropper."""
+    """On a GPU it waits for its stream, which may still write. A failed GPU raises no error."""
     calls: list[str] = []
 
-    def pages() -> int:
+    def count_pages() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:kvferry-timeline")
 
     def call(name: str, _: int) -> None:
-        assert pages() == mapped + 1
+        assert count_pages() == mapped + 1
         calls.append(name)
 
     def drain(context: object) -> None:
@@ -136,20 +136,20 @@ def test_a_timeline_that_is_dropped_leaves_nothing_behind(
     driver = Mock(visiting=lambda _: nullcontext(), call=call, drain=drain)
     monkeypatch.setattr(module, "driver", lambda: driver)
     gc.collect()
-    before, mapped = os.listdir("/proc/self/fd"), pages()
+    before, mapped = os.listdir("/proc/self/fd"), count_pages()
     timeline: Timeline | None = Timeline.create(device)
     assert os.listdir("/proc/self/fd") != before
     timeline = None
     gc.collect()
     assert timeline is None
     assert os.listdir("/proc/self/fd") == before
-    assert pages() == mapped
+    assert count_pages() == mapped
     done = ["drain"] if failed else ["drain", "cuMemHostUnregister"]
     assert calls == (done if device == "cuda" else [])
 
 
 def test_a_timeline_continues_in_a_new_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream may still write to the revoked one, which is released with the timeline."""
+    """A stream may still write to the revoked page, so it is released with the timeline."""
     calls: list[Any] = []
     driver = Mock(
         visiting=lambda _: nullcontext(),
@@ -173,7 +173,7 @@ def test_a_timeline_continues_in_a_new_page(monkeypatch: pytest.MonkeyPatch) -> 
     assert sorted(calls) == sorted(unregistered)
 
 
-def test_a_page_that_a_gpu_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_new_page_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Mock(visiting=lambda _: nullcontext(), host_device_pointer=lambda address: address)
     monkeypatch.setattr(module, "driver", lambda: driver)
     timeline = Timeline.create("cuda")
@@ -197,8 +197,8 @@ def test_a_timeline_of_the_cpu_follows_no_stream() -> None:
 
 
 @pytest.mark.parametrize("value", [0, 1, -1, 1 << 63, (1 << 64) + 5, 2.0, 2.5, "2"])
-def test_a_value_that_no_job_could_wait_for(value: Any) -> None:
-    """It changes nothing, and the next one is as if it had not been."""
+def test_an_invalid_value_is_refused(value: Any) -> None:
+    """It changes nothing, and the next value follows the last valid one."""
     timeline = Timeline.create()
     assert timeline.signal() == 1
     with pytest.raises(Refused, match="from 2 to") as refused:
@@ -209,10 +209,10 @@ def test_a_value_that_no_job_could_wait_for(value: Any) -> None:
     timeline.close()
 
 
-def test_tensors_and_their_timeline_are_of_one_device(
+def test_tensors_and_their_timeline_must_be_on_one_device(
     kvferryd: LocalDaemon, ordinals: list[int]
 ) -> None:
-    """What is refused is not sent: the client may try again."""
+    """The client refuses without a message to the daemon, and can register afterwards."""
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda", 0))
     of_cpu, of_gpu = Timeline.create(), Timeline.create("cuda:0")
     shared = {"layer": shared_empty((8, 64))}

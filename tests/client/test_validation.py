@@ -1,4 +1,4 @@
-"""What no daemon could read is refused here, by the name that the caller gave it."""
+"""The client refuses arguments that no daemon can decode, with the name of the argument."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def allocate(layout: Any = LAYOUT, **arguments: Any) -> Callable[[OffloadClient]
     return lambda client: client.allocate_kv_caches(layout, **arguments)
 
 
-def enter(fingerprint: Any = None, **arguments: Any) -> Callable[[OffloadClient], object]:
+def open_namespace(fingerprint: Any = None, **arguments: Any) -> Callable[[OffloadClient], object]:
     fingerprint = fingerprint or Fingerprint("llama", 64)
     return lambda client: client.open_namespace(fingerprint, **arguments)
 
 
 @pytest.mark.parametrize(
-    ("ask", "said"),
+    ("call", "message"),
     [
         (register(host_bytes=0), "host_bytes must be a whole number from 1 to .* or None .got 0."),
         (register(host_bytes=-5), "host_bytes .*got -5"),
@@ -57,41 +57,47 @@ def enter(fingerprint: Any = None, **arguments: Any) -> Callable[[OffloadClient]
         (allocate(FLAT), "num_blocks must be .*got 0"),
         (allocate("wrong"), "layout must be a KVLayout .got wrong."),
         (allocate(keep=3), "keep must be True or False .got 3."),
-        (enter(store_threshold=0), "store_threshold must be .*got 0"),
-        (enter(cpu_bytes_to_use=-1), "cpu_bytes_to_use must be .* from 0 to .* or None .got -1."),
-        (enter(eviction_policy="x" * 300), "eviction_policy must be a text of 0 to 256 .*xxx"),
-        (enter(Fingerprint("llama", 0)), "host_block_bytes must be .*got 0"),
+        (open_namespace(store_threshold=0), "store_threshold must be .*got 0"),
         (
-            enter(Fingerprint("llama", 64, key_bytes=65)),
+            open_namespace(cpu_bytes_to_use=-1),
+            "cpu_bytes_to_use must be .* from 0 to .* or None .got -1.",
+        ),
+        (
+            open_namespace(eviction_policy="x" * 300),
+            "eviction_policy must be a text of 0 to 256 .*xxx",
+        ),
+        (open_namespace(Fingerprint("llama", 0)), "host_block_bytes must be .*got 0"),
+        (
+            open_namespace(Fingerprint("llama", 64, key_bytes=65)),
             "key_bytes must be .* from 1 to 64 .got 65.",
         ),
-        (enter("llama"), "fingerprint must be a Fingerprint .got llama."),
+        (open_namespace("llama"), "fingerprint must be a Fingerprint .got llama."),
         (lambda client: client.release_kv_caches("x" * 300), "engine must be a text of 1 to 256"),
     ],
 )
-def test_nothing_is_sent_that_cannot_be_read(
+def test_invalid_arguments_are_refused_and_not_sent(
     fake_daemon: FakeDaemon,
     client: OffloadClient,
-    ask: Callable[[OffloadClient], object],
-    said: str,
+    call: Callable[[OffloadClient], object],
+    message: str,
 ) -> None:
-    greeted = list(fake_daemon.received)
-    with pytest.raises(Refused, match=said) as refused:
-        ask(client)
+    before = list(fake_daemon.received)
+    with pytest.raises(Refused, match=message) as refused:
+        call(client)
     assert refused.value.code == Code.BAD_MESSAGE
-    assert fake_daemon.received == greeted
+    assert fake_daemon.received == before
 
 
 @pytest.mark.parametrize(
-    "named", [{"engine": ""}, {"engine": "x" * 300}, {"engine": None}, {"client": "x" * 300}]
+    "arguments", [{"engine": ""}, {"engine": "x" * 300}, {"engine": None}, {"client": "x" * 300}]
 )
-def test_a_name_that_cannot_be_read(fake_daemon: FakeDaemon, named: dict[str, Any]) -> None:
-    (name,) = named
+def test_an_invalid_name_is_refused(fake_daemon: FakeDaemon, arguments: dict[str, Any]) -> None:
+    (name,) = arguments
     with pytest.raises(Refused, match=f"{name} must be a text of . to 256 characters"):
-        OffloadClient(fake_daemon.directory, **named)
+        OffloadClient(fake_daemon.directory, **arguments)
     assert fake_daemon.received == []
 
 
-def test_numbers_may_be_numpy_s() -> None:
+def test_numbers_may_be_numpy_numbers() -> None:
     check_fields(AllocateKVCaches, layout=LAYOUT, host_bytes=np.int64(64), keep=True)
     check_fields(Hello, engine="llama", client="")

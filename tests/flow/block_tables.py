@@ -1,4 +1,4 @@
-"""What a service manager keeps of a daemon's host blocks, read behind everybody's back."""
+"""Reads the block tables that a service manager keeps for a daemon, without the daemon."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from support.service_manager import ServiceManager
 
 
 def await_committed(manager: ServiceManager, count: int) -> None:
-    """Return once so many blocks are committed, over all tables. Which tables there are is asked
-    each time: the manager may yet have to receive one."""
-    until(lambda: sum(_committed(manager, name) for name in manager.names) == count)
+    """Wait until `count` blocks are committed in all tables together.
+
+    Each attempt lists the tables again, because the manager may not have received all of them.
+    """
+    until(lambda: sum(_count_committed(manager, name) for name in manager.names) == count)
 
 
-def _committed(manager: ServiceManager, name: str) -> int:
+def _count_committed(manager: ServiceManager, name: str) -> int:
     if not name.startswith("block-table-"):
         return 0
     try:
         descriptor = os.dup(manager.kept(name))
-    except (StopIteration, OSError):  # it has just gone
+    except (StopIteration, OSError):  # the daemon has just removed it
         return 0
     with closing(BlockTable(descriptor)) as table:
         return table.committed_blocks().size

@@ -1,4 +1,4 @@
-"""Daemons that are killed and started again."""
+"""Fixtures of daemons that are killed and started again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def daemon_service(tmp_path: Path) -> Iterator[DaemonService]:
 
 @pytest.fixture
 def restarted_service(tmp_path: Path) -> Iterator[RestartedService]:
-    """Its manager keeps the pool."""
+    """A daemon whose service manager keeps the pool."""
     service = RestartedService(tmp_path)
     with service.manager:
         service.start()

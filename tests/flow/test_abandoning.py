@@ -1,4 +1,4 @@
-"""An engine that abandons a daemon which stands still, and reuses the GPU blocks of its jobs."""
+"""An engine abandons a stopped daemon (SIGSTOP) and reuses the GPU blocks of its jobs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvferry.testing.plugin import StartKvferryd
 from support.block_specs import load, store
 
 BLOCKS, PAGE = 16, 4096
-PATIENCE = 30.0
+TIMEOUT = 30.0
 PATTERN = 77
 
 
@@ -40,7 +40,7 @@ def timeline() -> Iterator[Timeline]:
 
 @pytest.fixture
 def tensor() -> torch.Tensor:
-    """Each block has its number in it."""
+    """Each block is filled with its number."""
     tensor = shared_empty((BLOCKS, PAGE))
     for block in range(BLOCKS):
         tensor[block] = block
@@ -48,36 +48,36 @@ def tensor() -> torch.Tensor:
 
 
 @pytest.fixture
-def stopped(kvferryd: LocalDaemon) -> Iterator[LocalDaemon]:
+def kvferryd_to_stop(kvferryd: LocalDaemon) -> Iterator[LocalDaemon]:
     yield kvferryd
     os.kill(kvferryd.pid, signal.SIGCONT)
 
 
-def ended(client: OffloadClient, count: int) -> list[TransferResult]:
+def wait_results(client: OffloadClient, count: int) -> list[TransferResult]:
     results: list[TransferResult] = []
 
     def all_ended() -> bool:
         results.extend(client.get_finished())
         return len(results) >= count
 
-    until(all_ended, PATIENCE)
+    until(all_ended, TIMEOUT)
     return results
 
 
-def test_blocks_that_are_reused_stay_as_they_are(
-    stopped: LocalDaemon, tensor: torch.Tensor, timeline: Timeline
+def test_reused_blocks_are_not_overwritten(
+    kvferryd_to_stop: LocalDaemon, tensor: torch.Tensor, timeline: Timeline
 ) -> None:
-    """Job 10 is held by a fence; the daemon has not read the others, which nothing holds."""
-    with OffloadClient(stopped.directory, engine="abandons", timeout=PATIENCE) as client:
+    """Job 10 waits for a fence. The other jobs wait for nothing; the daemon has not read them."""
+    with OffloadClient(kvferryd_to_stop.directory, engine="abandons", timeout=TIMEOUT) as client:
         client.register_kv_caches(
             {"layer": tensor}, num_blocks=BLOCKS, host_bytes=8 * PAGE, timeline=timeline
         )
         client.transfer_async(1, store(1, 0))
-        assert [result.success for result in ended(client, 1)] == [True]
+        assert [result.success for result in wait_results(client, 1)] == [True]
         fence = timeline.signal() + 1
         client.transfer_async(10, load(0, 2), wait_for=fence)
-        assert client.status().pid == stopped.pid  # it has received the job
-        os.kill(stopped.pid, signal.SIGSTOP)
+        assert client.status().pid == kvferryd_to_stop.pid  # it has received the job
+        os.kill(kvferryd_to_stop.pid, signal.SIGSTOP)
         for job_id, block in ((11, 3), (12, 4)):
             client.transfer_async(job_id, load(0, block))
         client.transfer_async(13, store(5, 3))
@@ -94,38 +94,38 @@ def test_blocks_that_are_reused_stay_as_they_are(
         with pytest.raises(Gone) as gone:
             client.transfer_async(14, store(6, 4))
         assert gone.value.code == Code.DAEMON_GONE
-        tensor[2:6] = PATTERN  # other requests' blocks
+        tensor[2:6] = PATTERN  # the blocks belong to other requests now
         timeline.signal(value=fence)
 
-        os.kill(stopped.pid, signal.SIGCONT)
+        os.kill(kvferryd_to_stop.pid, signal.SIGCONT)
 
-        def back() -> bool:
+        def reconnected() -> bool:
             assert bool((tensor[2:6] == PATTERN).all())
             assert client.get_finished() == []
             return client.connected
 
-        until(back, PATIENCE)
+        until(reconnected, TIMEOUT)
         assert client.incarnation == 2
         assert bool((tensor[2:6] == PATTERN).all())
         client.transfer_async(20, store(7, 1), wait_for=timeline.last + 1)
         timeline.signal()
         client.transfer_async(21, load(1, 8), wait_for=timeline.last)
-        assert [result.success for result in ended(client, 2)] == [True, True]
+        assert [result.success for result in wait_results(client, 2)] == [True, True]
         assert bool((tensor[8] == 7).all())
         assert bool((tensor[2:6] == PATTERN).all())
 
 
-def test_once_connected_again_no_chunk_is_in_flight(
+def test_no_chunk_is_in_flight_after_reconnecting(
     start_kvferryd: StartKvferryd, tensor: torch.Tensor, timeline: Timeline
 ) -> None:
-    """The daemon is stopped in the middle of chunks. When it continues it copies none of them."""
+    """The daemon is stopped while it copies chunks. After SIGCONT it copies none of the rest."""
     daemon = start_kvferryd(reference_stall=0.3)
-    with OffloadClient(daemon.directory, engine="abandons", timeout=PATIENCE) as client:
+    with OffloadClient(daemon.directory, engine="abandons", timeout=TIMEOUT) as client:
         client.register_kv_caches(
             {"layer": tensor}, num_blocks=BLOCKS, host_bytes=8 * PAGE, timeline=timeline
         )
         client.transfer_async(1, store(1, 0))
-        assert [result.success for result in ended(client, 1)] == [True]
+        assert [result.success for result in wait_results(client, 1)] == [True]
         for job_id in range(2, 6):
             client.transfer_async(job_id, load(0, job_id))
         assert client.status().pid == daemon.pid  # it has received them
@@ -134,39 +134,39 @@ def test_once_connected_again_no_chunk_is_in_flight(
         assert len(client.get_finished()) == 4
         tensor[2:6] = PATTERN
         os.kill(daemon.pid, signal.SIGCONT)
-        until(lambda: client.get_finished() == [] and client.connected, PATIENCE)
+        until(lambda: client.get_finished() == [] and client.connected, TIMEOUT)
         client.transfer_async(7, store(7, 1))
-        client.transfer_async(8, load(1, 9))  # behind any chunk of a load that was left
-        assert [result.success for result in ended(client, 2)] == [True, True]
+        client.transfer_async(8, load(1, 9))  # runs after any chunk of an abandoned load
+        assert [result.success for result in wait_results(client, 2)] == [True, True]
         assert bool((tensor[2:6] == PATTERN).all())
 
 
-def test_no_poll_waits_while_the_daemon_stands_still(
-    stopped: LocalDaemon, tensor: torch.Tensor, timeline: Timeline
+def test_no_poll_waits_while_the_daemon_is_stopped(
+    kvferryd_to_stop: LocalDaemon, tensor: torch.Tensor, timeline: Timeline
 ) -> None:
-    """Neither do calls with a timeout wait for longer than that."""
-    with OffloadClient(stopped.directory, engine="polls", timeout=PATIENCE) as client:
+    """Calls with a timeout do not wait longer than the timeout."""
+    with OffloadClient(kvferryd_to_stop.directory, engine="polls", timeout=TIMEOUT) as client:
         client.register_kv_caches({"layer": tensor}, num_blocks=BLOCKS, timeline=timeline)
-        os.kill(stopped.pid, signal.SIGSTOP)
+        os.kill(kvferryd_to_stop.pid, signal.SIGSTOP)
         client.abandon()
         slowest, end = 0.0, time.monotonic() + 1
         while time.monotonic() < end:
             before = time.thread_time()
             client.get_finished()
             slowest = max(slowest, time.thread_time() - before)
-        assert slowest < 0.1  # seconds of work; other processes may have had the cores
+        assert slowest < 0.1  # seconds of CPU time, because other processes may use the cores
         before = time.monotonic()
         with pytest.raises(Gone):
             client.status(timeout=0.2)
         assert time.monotonic() - before < 8
-        client.abandon()  # again, in the middle of an attempt
-        os.kill(stopped.pid, signal.SIGCONT)
-        until(lambda: client.get_finished() == [] and client.connected, PATIENCE)
+        client.abandon()  # again, while it reconnects
+        os.kill(kvferryd_to_stop.pid, signal.SIGCONT)
+        until(lambda: client.get_finished() == [] and client.connected, TIMEOUT)
         assert client.incarnation == 2
 
 
-def test_a_client_that_does_not_reconnect_ends(stopped: LocalDaemon) -> None:
-    with OffloadClient(stopped.directory, reconnect=False) as client:
+def test_a_client_that_does_not_reconnect_ends(kvferryd_to_stop: LocalDaemon) -> None:
+    with OffloadClient(kvferryd_to_stop.directory, reconnect=False) as client:
         client.abandon()
         client.abandon()
         assert (client.connected, client.connecting) == (False, False)
@@ -175,22 +175,24 @@ def test_a_client_that_does_not_reconnect_ends(stopped: LocalDaemon) -> None:
 
 
 async def test_an_asyncio_client_abandons(
-    stopped: LocalDaemon, tensor: torch.Tensor, timeline: Timeline
+    kvferryd_to_stop: LocalDaemon, tensor: torch.Tensor, timeline: Timeline
 ) -> None:
-    """Whoever waits for a job is told at once, and the loop reconnects by itself."""
-    client = await AsyncOffloadClient.connect(stopped.directory, engine="async", timeout=PATIENCE)
+    """A task that waits for a job continues at once, and the event loop reconnects."""
+    client = await AsyncOffloadClient.connect(
+        kvferryd_to_stop.directory, engine="async", timeout=TIMEOUT
+    )
     async with client:
         await client.register_kv_caches({"layer": tensor}, num_blocks=BLOCKS, timeline=timeline)
         client.transfer_async(1, store(1, 0), wait_for=1)
         await client.status()
-        os.kill(stopped.pid, signal.SIGSTOP)
+        os.kill(kvferryd_to_stop.pid, signal.SIGSTOP)
         waiting = asyncio.create_task(client.wait([1]))
         await asyncio.sleep(0)
         client.abandon()
-        await asyncio.wait_for(waiting, PATIENCE)
+        await asyncio.wait_for(waiting, TIMEOUT)
         assert [result.outcome for result in client.get_finished()] == [Outcome.LOST]
-        os.kill(stopped.pid, signal.SIGCONT)
-        async with asyncio.timeout(PATIENCE):
+        os.kill(kvferryd_to_stop.pid, signal.SIGCONT)
+        async with asyncio.timeout(TIMEOUT):
             while not client.connected:
                 await asyncio.sleep(0.01)
         client.transfer_async(2, store(1, 0), wait_for=timeline.last + 1)

@@ -1,5 +1,8 @@
-"""Too much: credits of one direction leave the other alone, and who does not poll loses nothing,
-or finds out that it did."""
+"""Clients that submit too many jobs or do not poll.
+
+Credits of one direction do not affect the other. A client that does not poll loses no result, or
+is disconnected with the reason.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ from kvferry.testing.engine import StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient
 
-MANY = 50_000
-TOO_MANY = 140_000
+JOBS = 50_000
+TOO_MANY_JOBS = 140_000
 NEVER = 1 << 40
 LAYOUT = KVLayout((TensorLayout(64, 64, 64),), ((TensorRef(0, 64),),))
 
@@ -36,12 +39,12 @@ def resident_bytes(daemon: LocalDaemon) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
-def stored(client: OffloadClient, jobs: int) -> bool:
+def has_stored(client: OffloadClient, jobs: int) -> bool:
     return client.status().totals.stores == jobs
 
 
 @pytest.mark.parametrize("full", ["store", "load"])
-def test_full_credits_one_way_leave_the_other_alone(
+def test_used_up_credits_of_one_direction_do_not_affect_the_other(
     start_engine: StartSmallEngine, start_kvferryd: StartKvferryd, full: str
 ) -> None:
     daemon = start_kvferryd(limits_max_stores=3, limits_max_loads=2)
@@ -49,24 +52,24 @@ def test_full_credits_one_way_leave_the_other_alone(
     engine.finish(engine.store(range(32), range(32)))
     limits = engine.client.daemon.limits
     assert (limits.max_jobs, limits.max_stores, limits.max_loads) == (5, 3, 2)
-    ways = {"store": engine.store, "load": engine.load}
-    much, other = ways.pop(full), ways.popitem()[1]
-    most = limits.max_stores if full == "store" else limits.max_loads
-    held = [much([i], [i], wait_for=NEVER) for i in range(most)]
+    directions = {"store": engine.store, "load": engine.load}
+    submit_full, submit_other = directions.pop(full), directions.popitem()[1]
+    limit = limits.max_stores if full == "store" else limits.max_loads
+    held = [submit_full([i], [i], wait_for=NEVER) for i in range(limit)]
     with pytest.raises(Refused) as refused:
-        much([9], [9])
+        submit_full([9], [9])
     assert refused.value.code == Code.BUSY
     for _ in range(3):
-        (result,) = engine.finish(other([20], [20]))
+        (result,) = engine.finish(submit_other([20], [20]))
         assert result.success
     assert engine.client.status().errors == {}
     engine.client.cancel(held)
-    assert len(engine.finish(*held)) == most
-    assert engine.finish(much([9], [9]))[0].success
+    assert len(engine.finish(*held)) == limit
+    assert engine.finish(submit_full([9], [9]))[0].success
 
 
 @pytest.mark.timeout(180)
-def test_a_client_that_never_polls_gets_every_result_when_it_does(
+def test_a_client_that_polls_late_receives_every_result(
     start_kvferryd: StartKvferryd,
 ) -> None:
     daemon = start_kvferryd()
@@ -79,19 +82,19 @@ def test_a_client_that_never_polls_gets_every_result_when_it_does(
             client.allocate_kv_caches(LAYOUT, host_bytes=1 << 20)
         spec = GPULoadStoreSpec([1]), CPULoadStoreSpec([1])
         before = resident_bytes(daemon)
-        for job_id in range(MANY):
-            if job_id % 5000 == 0:  # within its credits
-                until(partial(stored, other, job_id), 60)
+        for job_id in range(JOBS):
+            if job_id % 5000 == 0:  # so that it stays within its credits
+                until(partial(has_stored, other, job_id), 60)
             silent.send(Submit(job_id, *spec))
         other.transfer_async(1, spec)
         other.wait([1], timeout=60)
         assert [result.success for result in other.get_finished()] == [True]
-        until(partial(stored, other, MANY + 1), 120)
+        until(partial(has_stored, other, JOBS + 1), 120)
         assert resident_bytes(daemon) - before < 160 << 20
         results = list(silent.recv(Finished).results)
-        while len(results) < MANY:
+        while len(results) < JOBS:
             results += silent.recv(Finished).results
-        assert [result.job_id for result in results] == list(range(MANY))
+        assert [result.job_id for result in results] == list(range(JOBS))
         assert {result.outcome for result in results} == {Outcome.DONE}
 
 
@@ -105,7 +108,7 @@ def test_a_client_that_receives_nothing_is_disconnected_with_the_reason(
         OffloadClient(daemon.directory, engine="other") as other,
     ):
         spec = GPULoadStoreSpec([1]), CPULoadStoreSpec([1])
-        for job_id in range(TOO_MANY):
+        for job_id in range(TOO_MANY_JOBS):
             silent.send(Submit(job_id, *spec))
         until(lambda: "received none" in daemon.log(), 120)
         until(lambda: other.status().sessions == 1)

@@ -1,6 +1,6 @@
-"""Bytes that are no message, and messages out of place: answered with a code, counted, survived.
+"""The daemon replies to invalid bytes and unexpected messages with a code, and counts them.
 
-An ordinary client beside the hostile one has a job under way all the time, and it ends well.
+A correct client beside the hostile one has a job in flight all the time, and the job succeeds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient, load
 
 VALID = encode(load(1000, [3, 4, 5], [6, 7, 8]))
-# Which bytes are no message: tests/proto/test_codec.py.
+# tests/proto/test_codec.py covers which bytes the codec rejects.
 GARBAGE: dict[str, list[bytes]] = {
     "nothing": [b""],
     "text": [b"GET / HTTP/1.1\r\n\r\n"],
@@ -40,7 +40,7 @@ GARBAGE: dict[str, list[bytes]] = {
 
 @pytest.fixture
 def beside(start_engine: StartSmallEngine, start_kvferryd: StartKvferryd) -> Iterator[SmallEngine]:
-    """An engine with a job held by a fence, which ends well in the end."""
+    """An engine with a job that waits for a fence and succeeds at the end of the test."""
     engine = start_engine(start_kvferryd())
     engine.finish(engine.store(range(16), range(16)))
     fence = engine.worker.write([0], 1) + 1
@@ -53,7 +53,7 @@ def beside(start_engine: StartSmallEngine, start_kvferryd: StartKvferryd) -> Ite
         assert newcomer.status().sessions == 3
 
 
-def refusal(raw: RawClient, *frames: bytes) -> str:
+def refusal_of(raw: RawClient, *frames: bytes) -> str:
     raw.send(*frames)
     error = raw.recv(Error)
     assert error.error.message
@@ -61,65 +61,72 @@ def refusal(raw: RawClient, *frames: bytes) -> str:
 
 
 def test_garbage(beside: SmallEngine) -> None:
-    """Each in an open session, and from one that has not said Hello; both can go on after it."""
-    with RawClient(beside.directory, "other") as known, RawClient(beside.directory) as stranger:
+    """Sent in an open session and without a session. Both connections stay usable."""
+    with (
+        RawClient(beside.directory, "other") as in_session,
+        RawClient(beside.directory) as without_session,
+    ):
         for name, frames in GARBAGE.items():
-            assert refusal(known, *frames) == Code.BAD_MESSAGE, name
-            assert refusal(stranger, *frames) == Code.BAD_MESSAGE, name
-        report = known.ask(StatusRequest(5), StatusReport)
+            assert refusal_of(in_session, *frames) == Code.BAD_MESSAGE, name
+            assert refusal_of(without_session, *frames) == Code.BAD_MESSAGE, name
+        report = in_session.ask(StatusRequest(5), StatusReport)
         assert report.request_id == 5
         assert report.status.errors == {Code.BAD_MESSAGE: 2 * len(GARBAGE)}
 
 
 def test_a_message_too_large(beside: SmallEngine) -> None:
     with RawClient(beside.directory, "other") as raw:
-        touch = b"\x92\xa5touch"  # of a kind that may be large
-        most = touch + bytes(MAX_MESSAGE_BYTES - len(touch))
-        assert refusal(raw, most + b"\0") == Code.MESSAGE_TOO_LARGE
-        assert refusal(raw, bytes(MAX_OTHER_BYTES + 1)) == Code.MESSAGE_TOO_LARGE
+        touch = b"\x92\xa5touch"  # a kind of message that may be large
+        largest = touch + bytes(MAX_MESSAGE_BYTES - len(touch))
+        assert refusal_of(raw, largest + b"\0") == Code.MESSAGE_TOO_LARGE
+        assert refusal_of(raw, bytes(MAX_OTHER_BYTES + 1)) == Code.MESSAGE_TOO_LARGE
         assert beside.client.status().errors == {Code.MESSAGE_TOO_LARGE: 2}
-        assert refusal(raw, most) == Code.BAD_MESSAGE
-        assert refusal(raw, bytes(MAX_OTHER_BYTES)) == Code.BAD_MESSAGE
+        assert refusal_of(raw, largest) == Code.BAD_MESSAGE
+        assert refusal_of(raw, bytes(MAX_OTHER_BYTES)) == Code.BAD_MESSAGE
     with RawClient(beside.directory) as raw:
         raw.send(bytes(3 * MAX_MESSAGE_BYTES))
     assert beside.client.status().errors[Code.MESSAGE_TOO_LARGE] == 2
 
 
-def test_nothing_large_is_decoded_before_a_hello(beside: SmallEngine) -> None:
+def test_no_large_message_is_decoded_before_hello(beside: SmallEngine) -> None:
     with RawClient(beside.directory) as raw:
-        assert refusal(raw, bytes(1 << 20)) == Code.NO_SESSION
+        assert refusal_of(raw, bytes(1 << 20)) == Code.NO_SESSION
 
 
 @pytest.mark.parametrize("versions", [(PROTOCOL + 1, PROTOCOL + 5), (0, PROTOCOL - 1), (9, 0)])
-def test_another_protocol(beside: SmallEngine, versions: tuple[int, int]) -> None:
+def test_another_protocol_version_is_refused(
+    beside: SmallEngine, versions: tuple[int, int]
+) -> None:
     with RawClient(beside.directory) as raw:
         answer = raw.ask(Hello(*versions, "newer", "other"), Error)
         assert answer.error.code == Code.PROTOCOL_VERSION
         assert str(PROTOCOL) in answer.error.message
         assert answer.boot_id == beside.client.daemon.boot_id
-        raw.ask(Hello(0, 99, "one that can do both", "other"), Welcome)
+        raw.ask(Hello(0, 99, "supports both", "other"), Welcome)
         assert beside.client.status().errors == {Code.PROTOCOL_VERSION: 1}
 
 
-def test_messages_out_of_place(beside: SmallEngine) -> None:
-    """Anything before Hello; a second Hello; anything after Goodbye."""
+def test_unexpected_messages_are_refused(beside: SmallEngine) -> None:
+    """Any message before Hello, a second Hello, and any message after Goodbye."""
     with RawClient(beside.directory) as raw:
-        assert refusal(raw, VALID) == Code.NO_SESSION
-        assert refusal(raw, encode(StatusRequest(1))) == Code.NO_SESSION
+        assert refusal_of(raw, VALID) == Code.NO_SESSION
+        assert refusal_of(raw, encode(StatusRequest(1))) == Code.NO_SESSION
     with RawClient(beside.directory, "other") as raw:
-        assert refusal(raw, encode(Hello(PROTOCOL, PROTOCOL, "raw", "other"))) == Code.BAD_MESSAGE
+        assert (
+            refusal_of(raw, encode(Hello(PROTOCOL, PROTOCOL, "raw", "other"))) == Code.BAD_MESSAGE
+        )
         assert raw.ask(StatusRequest(2), StatusReport).status.sessions == 3
         raw.ask(Goodbye(), Goodbye)
-        assert refusal(raw, VALID) == Code.NO_SESSION
+        assert refusal_of(raw, VALID) == Code.NO_SESSION
         assert beside.client.status().sessions == 2
 
 
-def test_sockets_that_come_and_go(beside: SmallEngine) -> None:
+def test_sockets_that_connect_and_close(beside: SmallEngine) -> None:
     context = zmq.Context()
     for _ in range(100):
-        visitor = context.socket(zmq.DEALER)
-        visitor.setsockopt(zmq.LINGER, 0)
-        visitor.connect(f"ipc://{beside.directory / 'kvferry.sock'}")
-        visitor.send(b"hello")
-        visitor.close()
+        dealer = context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(f"ipc://{beside.directory / 'kvferry.sock'}")
+        dealer.send(b"hello")
+        dealer.close()
     context.term()

@@ -1,7 +1,7 @@
-"""A registration that cannot be is refused with its code; nothing stays of it, nobody else notices.
+"""An invalid registration is refused with a code, and leaves no state in the daemon.
 
-Whatever a client says of its memory, the daemon has to come out alive: an ordinary engine beside
-moves blocks before and after.
+No registration may end the daemon or affect another client. A correct engine beside the bad
+client copies blocks before and after.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient, collect, one_tensor, store
 
 LAYOUT = one_tensor(8, 64)
-HERE = (Location(0, 0),)
+LOCATIONS = (Location(0, 0),)
 
 
 def memfd(nbytes: int = 512, flags: int = 0) -> int:
@@ -53,14 +53,14 @@ def raw(beside: SmallEngine) -> Iterator[RawClient]:
         yield session
 
 
-def refusal(raw: RawClient, **fields: Any) -> str:
-    """The code that answers a registration; by default it is right but for `fields`."""
+def refusal_of(raw: RawClient, **fields: Any) -> str:
+    """The error code that the daemon sends for a registration: a valid one, changed by `fields`."""
     if "allocations" not in fields:
         descriptor = memfd()
         fields["allocations"] = (FdAllocation(raw.deposit(descriptor)[0], 512),)
         os.close(descriptor)
     message = RegisterKVCaches(
-        **{"request_id": 7, "layout": LAYOUT, "locations": HERE, "host_bytes": 4096, **fields}
+        **{"request_id": 7, "layout": LAYOUT, "locations": LOCATIONS, "host_bytes": 4096, **fields}
     )
     answer = raw.ask(message, Error)
     assert answer.request_id == 7
@@ -76,12 +76,12 @@ def refusal(raw: RawClient, **fields: Any) -> str:
         ({"timeline": 999}, Code.UNKNOWN_HANDLE),
         ({"host_bytes": 1 << 40}, Code.POOL_FULL),
     ],
-    ids=["location", "handle", "timeline", "room"],
+    ids=["location", "handle", "timeline", "size"],
 )
 def test_after_a_refused_registration_the_same_session_may_register(
     beside: SmallEngine, raw: RawClient, fields: dict[str, Any], code: Code
 ) -> None:
-    assert refusal(raw, **fields) == code
+    assert refusal_of(raw, **fields) == code
     assert beside.client.status().errors == {code: 1}
     assert raw.register().region.num_blocks == 8
     raw.send(store(1, [0, 1], [0, 1]))
@@ -90,33 +90,33 @@ def test_after_a_refused_registration_the_same_session_may_register(
 
 def test_memory_smaller_than_registered(raw: RawClient) -> None:
     descriptor = memfd(448)
-    (ticket,) = raw.deposit(descriptor)
+    (handle,) = raw.deposit(descriptor)
     os.close(descriptor)
-    assert refusal(raw, allocations=(FdAllocation(ticket, 512),)) == Code.BAD_LAYOUT
-    assert refusal(raw, allocations=(FdAllocation(ticket, 512),)) == Code.UNKNOWN_HANDLE
+    assert refusal_of(raw, allocations=(FdAllocation(handle, 512),)) == Code.BAD_LAYOUT
+    assert refusal_of(raw, allocations=(FdAllocation(handle, 512),)) == Code.UNKNOWN_HANDLE
 
 
 def test_handles_of_another_session(raw: RawClient, beside: SmallEngine) -> None:
     with RawClient(beside.directory, "thief") as thief:
         descriptor = memfd()
-        (ticket,) = raw.deposit(descriptor)
+        (handle,) = raw.deposit(descriptor)
         os.close(descriptor)
-        stolen = (FdAllocation(ticket, 512),)
-        assert refusal(thief, allocations=stolen) == Code.UNKNOWN_HANDLE
+        stolen = (FdAllocation(handle, 512),)
+        assert refusal_of(thief, allocations=stolen) == Code.UNKNOWN_HANDLE
         with pytest.raises(Refused) as refused:
-            collect(beside.directory, thief.session, ticket, 5)
+            collect(beside.directory, thief.session, handle, 5)
         assert refused.value.code == Code.UNKNOWN_HANDLE
-        with pytest.raises(Gone):  # as for a session of a daemon that was here before
-            collect(beside.directory, "nobody", ticket, 5)
+        with pytest.raises(Gone):  # as for a session of an earlier daemon
+            collect(beside.directory, "unknown", handle, 5)
 
 
 def test_cuda_memory_at_a_cpu_daemon(raw: RawClient) -> None:
     cuda = (CudaAllocation("GPU-0", bytes(64), 512),)
-    assert refusal(raw, allocations=cuda) == Code.DEVICE_MISMATCH
+    assert refusal_of(raw, allocations=cuda) == Code.DEVICE_MISMATCH
 
 
 @pytest.mark.parametrize("what", [".", "pipe", "pyproject.toml", "internet", "unix"])
-def test_descriptors_of_no_use(raw: RawClient, what: str) -> None:
+def test_unusable_descriptors_are_refused(raw: RawClient, what: str) -> None:
     with ExitStack() as stack:
         if what == "pipe":
             ends: tuple[int, ...] = os.pipe()
@@ -136,40 +136,40 @@ def test_descriptors_of_another_device(raw: RawClient) -> None:
     descriptor = os.open("/dev/null", os.O_RDONLY)
     tensor, timeline = raw.deposit(descriptor, descriptor)
     os.close(descriptor)
-    as_tensor = refusal(raw, allocations=(FdAllocation(tensor, 512),))
-    as_timeline = refusal(raw, timeline=timeline)
+    as_tensor = refusal_of(raw, allocations=(FdAllocation(tensor, 512),))
+    as_timeline = refusal_of(raw, timeline=timeline)
     assert as_tensor in (Code.BAD_LAYOUT, Code.MAP_FAILED, Code.NOT_SHAREABLE)
     assert as_timeline in (Code.NOT_SHAREABLE, Code.MAP_FAILED)
 
 
 def test_a_timeline_that_could_shrink(raw: RawClient) -> None:
     descriptor = memfd(4096, os.MFD_ALLOW_SEALING)
-    (ticket,) = raw.deposit(descriptor)
+    (handle,) = raw.deposit(descriptor)
     os.close(descriptor)
-    assert refusal(raw, timeline=ticket) == Code.NOT_SHAREABLE
+    assert refusal_of(raw, timeline=handle) == Code.NOT_SHAREABLE
 
 
 def test_a_client_that_registers_twice(beside: SmallEngine) -> None:
-    """Who holds its name is itself, and no process to look for."""
+    """The client refuses the second call itself, without a message to the daemon."""
     caches = {"layer": shared_empty((8, 64))}
     with OffloadClient(beside.directory, engine="twice") as client:
         client.register_kv_caches(caches, num_blocks=8, host_bytes=512)
-        for again in (
+        for register_again in (
             lambda: client.register_kv_caches(caches, num_blocks=8, host_bytes=512),
             lambda: client.allocate_kv_caches(LAYOUT, host_bytes=512),
         ):
             with pytest.raises(Refused, match="this client has already registered") as refused:
-                again()
+                register_again()
             assert (refused.value.code, refused.value.value) == (Code.ALREADY_REGISTERED, "twice")
         assert Code.ALREADY_REGISTERED not in client.status().errors
 
 
 def test_memory_that_shrinks_later(kvferryd: LocalDaemon) -> None:
-    """The owner cuts its tensor's memory off: the transfer fails, the daemon does not."""
+    """The owner truncates its tensor's memory. The transfer fails, the daemon continues."""
     descriptor = memfd()
     with RawClient(kvferryd.directory, "careless", timeout=20) as raw:
         allocations = (FdAllocation(raw.deposit(descriptor)[0], 512),)
-        raw.ask(RegisterKVCaches(1, LAYOUT, allocations, HERE, 512), Registered)
+        raw.ask(RegisterKVCaches(1, LAYOUT, allocations, LOCATIONS, 512), Registered)
         os.ftruncate(descriptor, 0)
         os.close(descriptor)
         raw.send(store(1, [0], [0]))

@@ -1,6 +1,6 @@
-"""A refused transfer: its code, its counter, and that no byte is copied.
+"""A refused transfer returns a code, is counted, and copies no byte.
 
-Which transfers are refused: tests/daemon/core/test_layout.py and test_transfers.py.
+tests/daemon/core/test_layout.py and test_transfers.py cover which transfers are refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def errors(engine: SmallEngine, code: Code) -> int:
 
 @pytest.fixture
 def engine(start_engine: StartSmallEngine, daemon: LocalDaemon) -> SmallEngine:
-    """Two groups, factor 2, 16 host blocks, all of them stored."""
+    """Two groups, factor 2, 16 host blocks, all of them written by stores."""
     opened = start_engine(daemon, groups=TWO_GROUPS, block_size_factor=2, host_bytes=16 * 2 * 512)
     assert opened.region.num_blocks == 16
     fence = opened.worker.write(ALL, 1)
@@ -55,14 +55,14 @@ def engine(start_engine: StartSmallEngine, daemon: LocalDaemon) -> SmallEngine:
     ],
     ids=["store", "load"],
 )
-def test_a_refused_transfer_copies_nothing_and_leaves_others_alone(
+def test_a_refused_transfer_copies_nothing_and_does_not_affect_others(
     engine: SmallEngine, spec: TransferSpec, code: Code
 ) -> None:
     fence = engine.worker.write(ALL, 2)
     before, counted = engine.worker.snapshot(), errors(engine, code)
     held = engine.store([30, 31], [15], sizes=(2, 0), wait_for=fence + 1)
-    bad = engine.submit(spec)
-    (result,) = engine.finish(bad)
+    refused_job = engine.submit(spec)
+    (result,) = engine.finish(refused_job)
     assert (result.outcome, result.success, result.transfer_size) == ("refused", False, 0)
     assert isinstance(result.error, Refused)
     assert result.error.code == code
@@ -71,8 +71,8 @@ def test_a_refused_transfer_copies_nothing_and_leaves_others_alone(
 
     assert engine.worker.signal() == fence + 1
     assert engine.finish(held)[0].success
-    same = zip(engine.worker.snapshot(), before, strict=True)
-    assert all(np.array_equal(now, then) for now, then in same)
+    snapshots = zip(engine.worker.snapshot(), before, strict=True)
+    assert all(np.array_equal(now, then) for now, then in snapshots)
     engine.finish(engine.load(range(16), ALL, sizes=(32, 0)))
     wanted = engine.expected(ALL, 1)
     wanted[30:] = engine.expected([30, 31], 2)

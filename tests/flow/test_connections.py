@@ -1,6 +1,6 @@
-"""Connections that a daemon has to survive: chosen routing ids, old protocols, silent ones, floods.
+"""Hostile connections: chosen routing ids, old protocols, silent connections, and floods.
 
-An honest client is beside them, and its jobs go on.
+An honest client runs beside them, and its jobs complete.
 """
 
 from __future__ import annotations
@@ -36,78 +36,83 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def works(engine: SmallEngine, block: int) -> bool:
+def can_store(engine: SmallEngine, block: int) -> bool:
     value = engine.worker.write([block], 1)
-    (stored,) = engine.finish(engine.store([block], [block], wait_for=value))
-    return stored.success
+    (result,) = engine.finish(engine.store([block], [block], wait_for=value))
+    return result.success
 
 
 def connect(path: Path, kind: int = socket.SOCK_STREAM) -> socket.socket:
-    one = socket.socket(socket.AF_UNIX, kind)
-    one.settimeout(10)
-    one.connect(str(path))
-    return one
+    connection = socket.socket(socket.AF_UNIX, kind)
+    connection.settimeout(10)
+    connection.connect(str(path))
+    return connection
 
 
 @pytest.mark.parametrize("version", GREETINGS)
 def test_a_peer_of_an_old_zmtp_version_is_disconnected(
     engine: SmallEngine, kvferryd: LocalDaemon, version: str
 ) -> None:
-    """Such a peer would name its routing id before anybody asked who it is."""
+    """Such a peer would choose its routing id before its credentials are checked."""
     with connect(kvferryd.directory / "kvferry.sock") as old:
         old.sendall(GREETINGS[version])
         with suppress(ConnectionResetError):
-            while old.recv(4096):  # the daemon's own greeting, and then the end
+            while old.recv(4096):  # the daemon's greeting, then end of file
                 pass
-    assert works(engine, 1)
+    assert can_store(engine, 1)
 
 
-def test_ids_in_the_form_of_automatic_ones_are_bounded(
+def test_chosen_routing_ids_are_bounded(
     engine: SmallEngine, kvferryd: LocalDaemon, stack: ExitStack
 ) -> None:
-    """libzmq would abort once its counter of new connections meets a chosen id. A user has so few
-    connections at a time that this takes months."""
+    """The ids have the form of those that libzmq chooses.
+
+    libzmq aborts when its counter of connections reaches an id that a client has chosen. The limit
+    of connections per user makes this take months.
+    """
     context = stack.enter_context(zmq.Context())
     address = f"ipc://{kvferryd.directory / 'kvferry.sock'}"
-    planted = []
+    connections = []
     for number in range(PER_USER.live + 40):
-        one = context.socket(zmq.DEALER)
-        stack.callback(one.close, 0)
-        one.setsockopt(zmq.ROUTING_ID, b"\0" + (number << 22).to_bytes(4, "big"))
-        one.setsockopt(zmq.RECONNECT_IVL, 1000)
-        one.connect(address)
-        one.send(b"no message, but every one of a connection that was admitted is answered")
-        planted.append(one)
+        connection = context.socket(zmq.DEALER)
+        stack.callback(connection.close, 0)
+        connection.setsockopt(zmq.ROUTING_ID, b"\0" + (number << 22).to_bytes(4, "big"))
+        connection.setsockopt(zmq.RECONNECT_IVL, 1000)
+        connection.connect(address)
+        connection.send(b"no message, but each admitted connection receives a reply")
+        connections.append(connection)
     time.sleep(2)
-    answered = sum(one.poll(0) for one in planted)
+    answered = sum(connection.poll(0) for connection in connections)
     assert 0 < answered <= PER_USER.live
-    assert works(engine, 1)
-    for one in planted:
-        one.close(0)
+    assert can_store(engine, 1)
+    for connection in connections:
+        connection.close(0)
 
-    def joins() -> bool:
+    def can_connect() -> bool:
         with OffloadClient(kvferryd.directory, timeout=20) as client:
             return client.status().pid == kvferryd.pid
 
-    assert joins()
+    assert can_connect()
 
 
 def test_silent_connections_to_the_descriptor_socket_do_not_delay_others(
     kvferryd: LocalDaemon, start_engine: StartSmallEngine, stack: ExitStack
 ) -> None:
-    """An engine that starts hands descriptors over, and has ten seconds for it."""
+    """An engine that starts must pass its descriptors within ten seconds."""
     for _ in range(300):
-        one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        stack.enter_context(one)
-        one.setblocking(False)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stack.enter_context(connection)
+        connection.setblocking(False)
         try:
-            one.connect(str(kvferryd.directory / "fds.sock"))
+            connection.connect(str(kvferryd.directory / "fds.sock"))
         except BlockingIOError:  # the kernel's queue is full
             continue
-    assert works(start_engine(kvferryd), 1)
+    assert can_store(start_engine(kvferryd), 1)
 
 
-def test_a_client_waits_in_the_folder_above_for_a_daemon_that_starts_later(tmp_path: Path) -> None:
+def test_a_client_waits_in_the_parent_directory_for_a_daemon_that_starts_later(
+    tmp_path: Path,
+) -> None:
     started: list[LocalDaemon] = []
 
     def start() -> None:

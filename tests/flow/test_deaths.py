@@ -1,4 +1,4 @@
-"""Processes that are killed: who has to notice does so within a second, nobody else does."""
+"""Processes that are killed: the affected jobs end within a second, other jobs continue."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def own_status(engine: SmallEngine) -> EngineStatus:
 
 
 def test_the_daemon_is_killed(start_engine: StartSmallEngine, kvferryd: LocalDaemon) -> None:
-    """Jobs under way end as lost, without a wait; everything later says that nobody is there."""
+    """Jobs in flight end as lost at once. Every later call raises Gone."""
     engine = start_engine(kvferryd)
     engine.finish(engine.store([8, 9], [8, 9]))
     jobs = [engine.store([i], [i], wait_for=NEVER) for i in range(4)]
@@ -85,7 +85,7 @@ def test_waits_end_when_the_daemon_is_killed(
 
 
 def test_a_daemon_restarts_under_an_idle_client(tmp_path: Path) -> None:
-    """The new daemon does not know the client; one that is to end with the old finds out."""
+    """The client reconnects with its next request. One with reconnect=False raises Gone."""
     options = {"runtime_dir": tmp_path, "pool_bytes": 1 << 20}
     with ExitStack() as stack:
         first = stack.enter_context(LocalDaemon(**options))  # type: ignore[arg-type]
@@ -100,8 +100,8 @@ def test_a_daemon_restarts_under_an_idle_client(tmp_path: Path) -> None:
         assert gone.value.code == Code.DAEMON_GONE
 
 
-def test_a_connection_is_dropped(kvferryd: LocalDaemon) -> None:
-    """The process lives and forgot to say goodbye; its session ends all the same."""
+def test_a_dropped_connection_ends_its_session(kvferryd: LocalDaemon) -> None:
+    """The process continues and has not sent Goodbye."""
     with OffloadClient(kvferryd.directory, engine="observer") as observer:
         raw = RawClient(kvferryd.directory, "dropped")
         raw.register()
@@ -113,7 +113,10 @@ def test_a_connection_is_dropped(kvferryd: LocalDaemon) -> None:
 
 
 def test_a_worker_is_killed(start_engine: StartSmallEngine, daemon: LocalDaemon) -> None:
-    """Its engine is away, its jobs fail, its scheduler is refused; the others go on."""
+    """Its engine is no longer present, its jobs fail, and its scheduler's next job is refused.
+
+    Other engines continue.
+    """
     engine, other = start_engine(daemon), start_engine(daemon)
     engine.finish(engine.store([1], [1]))
     held = [engine.store([0], [0], wait_for=NEVER), engine.load([1], [1], wait_for=NEVER)]
@@ -123,9 +126,9 @@ def test_a_worker_is_killed(start_engine: StartSmallEngine, daemon: LocalDaemon)
     results = engine.finish(*held, timeout=PROMPTLY)
     assert [result.outcome for result in results] == ["failed"] * 2
     assert {result.error.code for result in results if result.error} == {Code.ENGINE_GONE}
-    (late,) = engine.finish(engine.store([0], [0]))
-    assert late.error is not None
-    assert late.error.code == Code.NOT_REGISTERED
+    (next_result,) = engine.finish(engine.store([0], [0]))
+    assert next_result.error is not None
+    assert next_result.error.code == Code.NOT_REGISTERED
     assert all(r.success for r in other.finish(other.store([0], [0]), other.load([0], [1])))
 
 
@@ -156,7 +159,7 @@ def test_a_new_worker_loads_what_the_dead_one_stored(
 def test_a_worker_is_killed_while_it_copies(
     start_engine: StartSmallEngine, daemon: LocalDaemon, worker_process: Callable[[], WorkerProcess]
 ) -> None:
-    """Jobs may end either way, but all end; the one that comes after finds its region in order."""
+    """All jobs end, with success or not. The next worker can use the region."""
     engine = start_engine(daemon, num_blocks=512)
     jobs = [engine.store(range(256), range(256)) for _ in range(60)]
     engine.process.kill()
@@ -175,7 +178,7 @@ def test_a_worker_is_killed_while_it_copies(
 def second_scheduler(
     start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> Iterator[tuple[SmallEngine, int]]:
-    """An engine, and the pid of a second scheduler of it, with eight stores held by a fence."""
+    """An engine, and the pid of its second scheduler, which has eight stores behind a fence."""
     engine = start_engine(daemon)
     command = [sys.executable, "-c", SCHEDULER, str(daemon.directory), engine.options.name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -186,7 +189,7 @@ def second_scheduler(
 
 
 def test_a_scheduler_is_killed(second_scheduler: tuple[SmallEngine, int]) -> None:
-    """Its jobs end; those behind them, of another scheduler of the engine, go on."""
+    """Its jobs end. Jobs behind them, from another scheduler of the engine, complete."""
     engine, pid = second_scheduler
     sessions = engine.client.status().sessions
     behind = engine.store([9], [9], wait_for=engine.worker.write([9], 1))

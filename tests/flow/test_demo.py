@@ -1,4 +1,4 @@
-"""The demo's model is right, its tokens hang on every page, and the demo says what it should."""
+"""The demo's model is correct, its tokens depend on every page, and the demo reports its checks."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def norm(x: Tensor) -> Tensor:
 def rotated(x: Tensor) -> Tensor:
     """Rotary positions of (heads, tokens, head_dim), as a product of complex numbers."""
     half, tokens = CONFIG.head_dim // 2, torch.arange(x.shape[1], dtype=torch.float64)
-    turns = torch.outer(tokens, CONFIG.rope_theta ** -(torch.arange(half) / half).double())
-    spun = torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.ones_like(turns), turns)
-    return torch.cat((spun.real, spun.imag), -1).float()
+    angles = torch.outer(tokens, CONFIG.rope_theta ** -(torch.arange(half) / half).double())
+    product = torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((product.real, product.imag), -1).float()
 
 
 def contiguous_logits(model: PagedLlama, tokens: list[int]) -> Tensor:
@@ -47,15 +47,15 @@ def contiguous_logits(model: PagedLlama, tokens: list[int]) -> Tensor:
             for w in (layer.q, layer.k, layer.v)
         )
         k, v = (t.repeat_interleave(CONFIG.heads // CONFIG.kv_heads, 0) for t in (rotated(k), v))
-        read = functional.scaled_dot_product_attention(rotated(q), k, v, is_causal=True)
-        x = x + read.transpose(0, 1).flatten(1) @ layer.out
+        attention = functional.scaled_dot_product_attention(rotated(q), k, v, is_causal=True)
+        x = x + attention.transpose(0, 1).flatten(1) @ layer.out
         y = norm(x)
         x = x + (functional.silu(y @ layer.gate) * (y @ layer.up)) @ layer.down
     return norm(x) @ model.head
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 8, 24, 59])
-def test_pages_and_chunks_change_nothing(model: PagedLlama, chunk: int) -> None:
+def test_pages_and_chunks_do_not_change_the_logits(model: PagedLlama, chunk: int) -> None:
     expected, pages = contiguous_logits(model, TOKENS), empty_pages(model)
     for start in range(0, len(TOKENS), chunk):
         tokens = TOKENS[start : start + chunk]
@@ -73,7 +73,7 @@ def test_only_the_pages_of_the_table_are_written(model: PagedLlama) -> None:
         assert layer[[*TABLE[3:], 1, 4, 6, 10]].isnan().all()
 
 
-def test_generating_is_decoding_one_by_one(model: PagedLlama) -> None:
+def test_generate_equals_decoding_one_by_one(model: PagedLlama) -> None:
     tokens = TOKENS[:40]
     expected: list[int] = []
     for _ in range(6):
@@ -84,7 +84,7 @@ def test_generating_is_decoding_one_by_one(model: PagedLlama) -> None:
 
 
 @pytest.mark.parametrize("layer", range(CONFIG.layers))
-def test_a_wrong_page_of_any_layer_shows(model: PagedLlama, layer: int) -> None:
+def test_a_wrong_page_of_any_layer_changes_the_tokens(model: PagedLlama, layer: int) -> None:
     pages, noise = empty_pages(model), torch.Generator().manual_seed(1)
     model.forward(TOKENS[:32], 0, TABLE, pages)
     expected = model.generate(TOKENS[32:40], 32, 24, TABLE, pages)
@@ -93,7 +93,7 @@ def test_a_wrong_page_of_any_layer_shows(model: PagedLlama, layer: int) -> None:
     assert model.generate(TOKENS[32:40], 32, 24, TABLE, pages) != expected
 
 
-def test_pages_in_another_order_show(model: PagedLlama) -> None:
+def test_pages_in_another_order_change_the_tokens(model: PagedLlama) -> None:
     pages = empty_pages(model)
     model.forward(TOKENS[:32], 0, TABLE, pages)
     expected = model.generate(TOKENS[32:40], 32, 24, TABLE, pages)
@@ -101,7 +101,7 @@ def test_pages_in_another_order_show(model: PagedLlama) -> None:
     assert model.generate(TOKENS[32:40], 32, 24, swapped, pages) != expected
 
 
-def demo(*options: str) -> tuple[int, str]:
+def run_demo(*options: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "kvferry.testing.demo", "--device", "cpu", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     return done.returncode, done.stdout + done.stderr
@@ -111,13 +111,13 @@ SHORT = ("--prompt-tokens", "700", "--steps", "32")
 
 
 def test_the_demo_succeeds() -> None:
-    code, output = demo(*SHORT)
+    code, output = run_demo(*SHORT)
     assert code == 0, output
     assert "tokens after the round trip equal the undisturbed run: yes" in output
     assert "with one tampered block: different (as it must be)" in output
 
 
-def test_demo_fails_where_no_block_was_tampered() -> None:
-    code, output = demo(*SHORT, "--no-tamper")
+def test_the_demo_fails_if_no_block_is_tampered() -> None:
+    code, output = run_demo(*SHORT, "--no-tamper")
     assert code == 1, output
     assert "with one tampered block: THE SAME" in output

@@ -14,15 +14,15 @@ pytestmark = pytest.mark.skipif(
 BLOCKS = 24
 
 
-def test_what_one_daemon_stores_the_other_finds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_daemon_finds_the_blocks_of_the_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo_cluster.main(["--blocks", str(BLOCKS)]) == 0
     output = capsys.readouterr().out
     assert "is the one that engine A stored: yes" in output
-    assert "after a reset nothing is found any more: yes" in output
+    assert "after a reset no key is found: yes" in output
 
 
-def test_the_demo_sees_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engine A computes other bytes than those that engine B expects."""
+def test_the_demo_detects_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engine A stores other bytes than engine B expects."""
 
     def fill(engine: demo_cluster.ClusterEngine) -> None:
         engine._pages.fill_(7)

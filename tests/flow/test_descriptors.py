@@ -1,4 +1,4 @@
-"""Engines come and go, also without a word: the daemon has as many descriptors as before."""
+"""After engines end in any way, the daemon has as many open descriptors as before."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from kvferry.testing.engine import StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient, one_tensor
 
+# An engine without torch, so that it starts quickly. `ends`: "killed", "goodbye" or "dropped".
 ENGINE = """
 import os, signal, sys
 from pathlib import Path
@@ -32,19 +33,19 @@ from kvferry.client import Timeline
 from kvferry.proto.messages import (Allocated, AllocateKVCaches, Welcome)
 from support.raw_client import RawClient, one_tensor, store
 
-directory, name, does, ends = sys.argv[1:]
+directory, name, action, ends = sys.argv[1:]
 timeline = Timeline.create()
 raw = RawClient(Path(directory), name)
-if does == "register":
+if action == "register":
     raw.register()
     for job in range(4):
         raw.send(store(job, [job], [job]))
         raw.result(job)
-elif does == "allocate":
-    (clock,) = raw.deposit(timeline.descriptor)
-    raw.ask(AllocateKVCaches(1, one_tensor(), 4096, clock), Allocated)
+elif action == "allocate":
+    (handle,) = raw.deposit(timeline.descriptor)
+    raw.ask(AllocateKVCaches(1, one_tensor(), 4096, handle), Allocated)
     raw.send(store(1, [1], [1], wait_for=1 << 40))
-elif does == "deposit":
+elif action == "deposit":
     raw.deposit(*[timeline.descriptor] * 20)
 if ends == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
@@ -53,11 +54,10 @@ elif ends == "goodbye":
 else:
     raw.drop()
 """
-"""An engine without torch, that starts in no time. `ends`: "killed", "goodbye" or "wordless"."""
 
 
-def descriptors(daemon: LocalDaemon) -> int:
-    """How many it has, without the ledgers of regions: those stay with their regions."""
+def count_descriptors(daemon: LocalDaemon) -> int:
+    """Open descriptors of the daemon, without block tables, which stay with their regions."""
     count = 0
     for link in Path(f"/proc/{daemon.pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -65,8 +65,8 @@ def descriptors(daemon: LocalDaemon) -> int:
     return count
 
 
-def ledgers(daemon: LocalDaemon) -> int:
-    """How many ledgers it has mapped: each behind more than one descriptor."""
+def count_block_tables(daemon: LocalDaemon) -> int:
+    """Block tables that the daemon has open. Each has more than one descriptor."""
     found = set[int]()
     for link in Path(f"/proc/{daemon.pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -77,50 +77,50 @@ def ledgers(daemon: LocalDaemon) -> int:
 
 @pytest.fixture
 def counted(start_kvferryd: StartKvferryd) -> Iterator[LocalDaemon]:
-    """A daemon that in the end has as many descriptors as in the beginning."""
+    """A daemon that must have as many descriptors at the end of the test as at the beginning."""
     daemon = start_kvferryd()
     with OffloadClient(daemon.directory, engine="observer") as observer:
         until(lambda: observer.status().pool.pinned_bytes == observer.status().pool.size_bytes)
-        began = descriptors(daemon)
+        before = count_descriptors(daemon)
         yield daemon
         until(lambda: observer.status().sessions == 1)
-        until(lambda: descriptors(daemon) <= began)
+        until(lambda: count_descriptors(daemon) <= before)
         until(lambda: not any(engine.present for engine in observer.status().engines))
-        until(lambda: ledgers(daemon) == len(observer.status().engines))
+        until(lambda: count_block_tables(daemon) == len(observer.status().engines))
 
 
 def test_twenty_engines(counted: LocalDaemon) -> None:
-    """What each does and how it ends; five at a time."""
-    ends = ["goodbye", "killed", "killed", "wordless"]
-    does = ["register", "allocate", "allocate", "deposit", "nothing"]
+    """Five engines at a time, each with another action. The rounds end in different ways."""
+    ends = ["goodbye", "killed", "killed", "dropped"]
+    actions = ["register", "allocate", "allocate", "deposit", "nothing"]
     for round_ in range(4):
         running = [
             subprocess.Popen(
-                [sys.executable, "-c", ENGINE, counted.directory, f"{i}", what, ends[round_]]
+                [sys.executable, "-c", ENGINE, counted.directory, f"{i}", action, ends[round_]]
             )
-            for i, what in enumerate(does)
+            for i, action in enumerate(actions)
         ]
         statuses = {process.wait(30) for process in running}
         assert statuses == ({-9} if ends[round_] == "killed" else {0})
 
 
 def test_engines_with_torch(counted: LocalDaemon, start_engine: StartSmallEngine) -> None:
-    with start_engine(counted, daemon_owned=True) as one, start_engine(counted) as other:
-        for engine in (one, other):
+    with start_engine(counted, daemon_owned=True) as owned, start_engine(counted) as other:
+        for engine in (owned, other):
             engine.finish(engine.store([0], [0]), engine.load([1], [1]))
         other.store([0], [0], wait_for=1 << 40)
         other.process.kill()
 
 
 def test_connections_to_the_descriptor_socket_that_send_nonsense(counted: LocalDaemon) -> None:
-    """They say nothing, or nonsense, or leave before the answer."""
+    """They send nothing or invalid bytes, or close before the reply."""
     path = str(counted.directory / "fds.sock")
-    for words in (b"", b"nonsense", bytes(8000), encode(FetchFd("nobody", 1))):
+    for packet in (b"", b"nonsense", bytes(8000), encode(FetchFd("unknown", 1))):
         for _ in range(5):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
                 connection.connect(path)
-                if words:
-                    socket.send_fds(connection, [words], [connection.fileno()] * 3)
+                if packet:
+                    socket.send_fds(connection, [packet], [connection.fileno()] * 3)
 
 
 def test_a_fetched_descriptor_that_is_not_received(counted: LocalDaemon) -> None:
@@ -135,10 +135,10 @@ def test_a_fetched_descriptor_that_is_not_received(counted: LocalDaemon) -> None
                 connection.send(encode(FetchFd(raw.session, allocation.handle)))
 
 
-def test_connections_that_take_over_each_other_s_numbers(kvferryd: LocalDaemon) -> None:
-    """A client right behind one that went gets its descriptor's number, and must not go with it.
+def test_a_reused_descriptor_number_does_not_end_the_new_connection(kvferryd: LocalDaemon) -> None:
+    """A client that connects right after another one disconnected gets its descriptor number.
 
-    With every core busy the end of the old connection is heard late.
+    With every core busy, the daemon notices the end of the old connection late.
     """
     spin = [sys.executable, "-c", "while True: pass"]
     busy_processes = [subprocess.Popen(spin) for _ in range(3)]
@@ -153,12 +153,12 @@ def test_connections_that_take_over_each_other_s_numbers(kvferryd: LocalDaemon) 
             process.wait()
 
 
-LINGERS = 30
+LINGER_SECONDS = 30
 
 
 @contextlib.contextmanager
-def lingering() -> Iterator[socket.socket]:
-    """A socket whose last close takes seconds: its peer does not read what was sent."""
+def lingering_socket() -> Iterator[socket.socket]:
+    """A socket whose last close takes seconds, because its peer does not read."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         listener.bind(("127.0.0.1", 0))
@@ -166,7 +166,7 @@ def lingering() -> Iterator[socket.socket]:
         ours = socket.create_connection(listener.getsockname())
         peer, _ = listener.accept()
         with peer:
-            linger = struct.pack("ii", 1, LINGERS)
+            linger = struct.pack("ii", 1, LINGER_SECONDS)
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             ours.setblocking(False)
             with contextlib.suppress(BlockingIOError):
@@ -175,27 +175,27 @@ def lingering() -> Iterator[socket.socket]:
             yield ours
 
 
-@pytest.mark.parametrize("way", ["deposit", "second packet"])
-def test_no_close_of_a_client_s_descriptor_is_waited_for(kvferryd: LocalDaemon, way: str) -> None:
-    """The daemon has the last one of a socket that lingers, or of what such a one is in."""
+@pytest.mark.parametrize("sent_in", ["deposit", "second packet"])
+def test_closing_a_client_s_descriptor_does_not_block(kvferryd: LocalDaemon, sent_in: str) -> None:
+    """The daemon closes the last descriptor of a lingering socket, received in a packet."""
     with (
         OffloadClient(kvferryd.directory, engine="other") as other,
         RawClient(kvferryd.directory, "rude") as rude,
-        lingering() as odd,
+        lingering_socket() as slow_to_close,
         contextlib.ExitStack() as stack,
     ):
         connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         os.kill(kvferryd.pid, signal.SIGSTOP)
         packet = encode(SendFds(rude.session))
-        match way:
+        match sent_in:
             case "deposit":
                 connection.connect(str(kvferryd.directory / "fds.sock"))
-                socket.send_fds(connection, [packet], [odd.fileno()])
+                socket.send_fds(connection, [packet], [slow_to_close.fileno()])
             case "second packet":
                 connection.connect(str(kvferryd.directory / "fds.sock"))
                 connection.send(packet)
-                socket.send_fds(connection, [packet], [odd.fileno()])
-        odd.close()
+                socket.send_fds(connection, [packet], [slow_to_close.fileno()])
+        slow_to_close.close()
         os.kill(kvferryd.pid, signal.SIGCONT)
         began = time.monotonic()
         rude.close()
@@ -203,4 +203,4 @@ def test_no_close_of_a_client_s_descriptor_is_waited_for(kvferryd: LocalDaemon, 
             other.status()
         tensors = {"layer": shared_empty((8, 64))}
         other.register_kv_caches(tensors, num_blocks=8, host_bytes=4096)
-        assert time.monotonic() - began < LINGERS / 2
+        assert time.monotonic() - began < LINGER_SECONDS / 2

@@ -1,4 +1,4 @@
-"""Copies that fail: the job says so, with a code that means "a miss", and nothing else suffers."""
+"""Copies that fail: their jobs fail with COPY_FAILED, and other jobs complete."""
 
 from __future__ import annotations
 

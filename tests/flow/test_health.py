@@ -1,4 +1,4 @@
-"""Health: what makes a daemon unhealthy, what does not, and what those who ask are status."""
+"""What makes a daemon unhealthy, what does not, and how the status reports it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from support.service_manager import ServiceManager, kvferryd_command
 NEVER = 1 << 40
 
 
-def health(client: OffloadClient) -> HealthStatus:
+def health_of(client: OffloadClient) -> HealthStatus:
     status = client.status().health
     assert status is not None
     return status
 
 
-def kvferry(*arguments: object) -> subprocess.CompletedProcess[str]:
+def run_kvferry(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvferry.client.cli", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=30)
 
 
-def test_a_daemon_is_healthy_and_its_probe_does_not_show(
+def test_a_daemon_is_healthy_and_its_probe_is_not_counted(
     kvferryd: LocalDaemon, kvferry_client: OffloadClient
 ) -> None:
-    until(lambda: health(kvferry_client).healthy)
+    until(lambda: health_of(kvferry_client).healthy)
     status = kvferry_client.status()
     assert status.health is not None
     assert status.health.reasons == ()
@@ -49,28 +49,28 @@ def test_a_daemon_is_healthy_and_its_probe_does_not_show(
     assert kvferryd.log().count("healthy") == 1
 
 
-def test_the_whole_pool_is_for_engines(
+def test_engines_can_reserve_the_whole_pool(
     start_engine: StartSmallEngine, kvferryd: LocalDaemon
 ) -> None:
     engine = start_engine(kvferryd, host_bytes=16 << 20)
     assert engine.region.num_blocks * engine.region.block_bytes > (16 << 20) - (1 << 14)
 
 
-def test_a_device_that_stands_still(
-    start_kvferryd: StartKvferryd, start_engine: StartSmallEngine
-) -> None:
-    """Unhealthy while a probe is under way too long; the job behind it is old, and nobody's
-    engine holds it back."""
+def test_a_device_that_hangs(start_kvferryd: StartKvferryd, start_engine: StartSmallEngine) -> None:
+    """The daemon is unhealthy while a probe takes too long.
+
+    The job behind the probe is reported as old, and not as held by its engine.
+    """
     daemon = start_kvferryd(
         reference_stall=1.5, health_deadline_seconds=0.3, health_every_seconds=0.1
     )
     engine = start_engine(daemon)
-    until(lambda: "running for" in " ".join(health(engine.client).reasons))
-    assert not health(engine.client).healthy
+    until(lambda: "running for" in " ".join(health_of(engine.client).reasons))
+    assert not health_of(engine.client).healthy
     job = engine.store([0], [0])
-    until(lambda: health(engine.client).oldest_job is not None, 5)
-    assert health(engine.client).held_job is None
-    done = kvferry("status", "--check", "-d", daemon.directory)
+    until(lambda: health_of(engine.client).oldest_job is not None, 5)
+    assert health_of(engine.client).held_job is None
+    done = run_kvferry("status", "--check", "-d", daemon.directory)
     assert (done.returncode, done.stderr) == (1, "")
     assert "probe" in done.stdout
     engine.finish(job)
@@ -80,36 +80,36 @@ def test_a_device_that_stands_still(
 def test_a_device_that_fails(start_kvferryd: StartKvferryd) -> None:
     daemon = start_kvferryd(reference_fail_every=1, health_every_seconds=0.05)
     with OffloadClient(daemon.directory) as client:
-        until(lambda: "copy_failed" in " ".join(health(client).reasons))
-        assert not health(client).healthy
+        until(lambda: "copy_failed" in " ".join(health_of(client).reasons))
+        assert not health_of(client).healthy
         time.sleep(0.3)
         status = client.status()
         assert (status.errors, status.totals.failed) == ({}, 0)
     assert daemon.log().count("unhealthy") == 1
 
 
-def test_a_job_that_its_engine_holds_back_is_no_fault(
+def test_a_job_that_waits_for_its_engine_is_no_fault(
     start_engine: StartSmallEngine, kvferryd: LocalDaemon
 ) -> None:
     engine = start_engine(kvferryd)
-    until(lambda: health(engine.client).healthy)
+    until(lambda: health_of(engine.client).healthy)
     held = engine.store([0], [0], wait_for=NEVER)
     behind = engine.load([0], [1])
-    until(lambda: health(engine.client).held_job is not None)
-    status = health(engine.client)
+    until(lambda: health_of(engine.client).held_job is not None)
+    status = health_of(engine.client)
     assert status.healthy
     assert status.oldest_job is None
     engine.client.cancel([held])
     engine.finish(held, behind)
-    until(lambda: health(engine.client).held_job is None)
+    until(lambda: health_of(engine.client).held_job is None)
 
 
-def test_status_of_a_stopped_daemon_ends_with_words(kvferryd: LocalDaemon) -> None:
+def test_status_of_a_stopped_daemon_ends_with_a_message(kvferryd: LocalDaemon) -> None:
     os.kill(kvferryd.pid, signal.SIGSTOP)
     try:
         for flags in ((), ("--check",)):
             began = time.monotonic()
-            done = kvferry("status", "--timeout", 1, "-d", kvferryd.directory, *flags)
+            done = run_kvferry("status", "--timeout", 1, "-d", kvferryd.directory, *flags)
             assert done.returncode == 1
             assert "timeout" in done.stderr
             assert str(kvferryd.pid) in done.stderr
@@ -120,19 +120,19 @@ def test_status_of_a_stopped_daemon_ends_with_words(kvferryd: LocalDaemon) -> No
 
 
 def test_check_of_a_healthy_daemon(kvferryd: LocalDaemon, kvferry_client: OffloadClient) -> None:
-    until(lambda: health(kvferry_client).healthy)
-    done = kvferry("status", "--check", "-d", kvferryd.directory)
+    until(lambda: health_of(kvferry_client).healthy)
+    done = run_kvferry("status", "--check", "-d", kvferryd.directory)
     assert (done.returncode, done.stderr) == (0, "")
     assert "healthy" in done.stdout
-    assert "health" in kvferry("status", "-d", kvferryd.directory).stdout
+    assert "health" in run_kvferry("status", "-d", kvferryd.directory).stdout
 
 
-# What the service manager hears
+# Messages to the service manager
 
 
 @pytest.fixture
 def manage(tmp_path: Path) -> Iterator[Callable[..., ServiceManager]]:
-    """manage(watchdog=None, **options) -> a manager with a daemon that it has just started."""
+    """manage(watchdog=None, **options) -> a manager that has started a daemon."""
     with ExitStack() as running:
 
         def start(watchdog: float | None = None, **options: object) -> ServiceManager:
@@ -150,7 +150,7 @@ def manage(tmp_path: Path) -> Iterator[Callable[..., ServiceManager]]:
         yield start
 
 
-def heard(manager: ServiceManager, name: str) -> int:
+def count_messages(manager: ServiceManager, name: str) -> int:
     return sum(name in message for message in tuple(manager.said))
 
 
@@ -159,7 +159,7 @@ def test_the_watchdog_kills_a_daemon_that_hangs(
 ) -> None:
     manager = manage(watchdog=2.0)
     manager.wait_for("READY")
-    until(lambda: heard(manager, "WATCHDOG") >= 3)
+    until(lambda: count_messages(manager, "WATCHDOG") >= 3)
     assert manager.starved == 0
     os.kill(manager.process.pid, signal.SIGSTOP)
     until(lambda: manager.starved == 1, 20)

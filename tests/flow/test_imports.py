@@ -1,4 +1,4 @@
-"""What is imported, and what must not be: torch to submit and poll, regular packages at the top."""
+"""Which modules an import loads: no torch to submit and poll, no regular package at the top."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ print(*sys.modules)
 """
 
 
-def modules(code: str, *arguments: str) -> set[str]:
-    """Names of the modules that a program had imported when it ended."""
+def imported_modules(code: str, *arguments: str) -> set[str]:
+    """Run a program that prints the names of its imported modules. Returns them."""
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
@@ -43,7 +43,7 @@ def test_a_scheduler_needs_no_torch(start_engine: StartSmallEngine, kvferryd: Lo
     engine = start_engine(kvferryd)
     engine.worker.write([3], 1)
     engine.worker.snapshot()
-    imported = modules(SCHEDULER, str(kvferryd.directory), engine.options.name)
+    imported = imported_modules(SCHEDULER, str(kvferryd.directory), engine.options.name)
     assert "kvferry.client" in imported
     assert not imported & {"torch", "kvferry.daemon", "kvferry.testing", "uvloop", "structlog"}
     assert np.array_equal(engine.worker.read([4]), engine.expected([3], 1))
@@ -62,14 +62,14 @@ def test_a_scheduler_needs_no_torch(start_engine: StartSmallEngine, kvferryd: Lo
     ],
 )
 def test_modules_loaded_by_each_import(package: str, unwanted: set[str]) -> None:
-    imported = modules(f"import sys, {package}; print(*sys.modules)")
+    imported = imported_modules(f"import sys, {package}; print(*sys.modules)")
     assert package in imported
     assert not imported & unwanted
 
 
 WITHOUT_TORCH = """
 import sys
-sys.modules["torch"] = None  # as where it is not installed
+sys.modules["torch"] = None  # as if it is not installed
 from kvferry.client import *
 import kvferry.client
 
@@ -90,13 +90,13 @@ print(*sys.modules)
 """
 
 
-def test_what_needs_torch_says_how_to_have_it(kvferryd: LocalDaemon) -> None:
-    modules(WITHOUT_TORCH, str(kvferryd.directory))
+def test_calls_that_need_torch_name_the_package_to_install(kvferryd: LocalDaemon) -> None:
+    imported_modules(WITHOUT_TORCH, str(kvferryd.directory))
 
 
 def test_a_star_import_has_all_public_names() -> None:
     program = "import sys; from kvferry.client import *; shared_empty; print(*sys.modules)"
-    assert "torch" in modules(program)
+    assert "torch" in imported_modules(program)
 
 
 def test_one_namespace_of_four_directories() -> None:
@@ -104,5 +104,5 @@ def test_one_namespace_of_four_directories() -> None:
         assert not (ROOT / name / "__init__.py").exists()
         assert not (ROOT / name / "kvferry" / "__init__.py").exists()
     for name in [*NAMESPACES[:-1], "testing"]:
-        home = "tests" if name == "testing" else name
-        assert (ROOT / home / "kvferry" / name / "__init__.py").exists()
+        parent = "tests" if name == "testing" else name
+        assert (ROOT / parent / "kvferry" / name / "__init__.py").exists()

@@ -1,5 +1,7 @@
-"""KV tensors that the daemon allocated: they outlive the engine where it asked for that, and the
-daemon as long as the engine lives."""
+"""KV tensors that the daemon allocated.
+
+With keep=True they outlive the engine. They outlive the daemon while the engine lives.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ LAYOUT = KVLayout((TensorLayout(16, 4096, 4096),) * 2, ((TensorRef(0, 4096), Ten
 GRANULE = 2 << 20
 
 
-def large(device: str) -> dict[str, Any]:
-    """Tensors of 2 MiB a block, so many that on a GPU they show beside processes' contexts."""
+def large_options(device: str) -> dict[str, Any]:
+    """Options for tensors of 2 MiB per block, much larger than the CUDA contexts on a GPU."""
     blocks = 128 if device == "cpu" else 2048
     groups = (GroupOptions(4, (64, 16, 128)),)
     return {"groups": groups, "num_blocks": blocks, "host_bytes": 32 << 20, "daemon_owned": True}
@@ -52,77 +54,77 @@ def status_of(daemon: LocalDaemon, name: str) -> EngineStatus | None:
 
 
 def kept_bytes(daemon: LocalDaemon, name: str) -> int:
-    found = status_of(daemon, name)
-    return 0 if found is None else found.kept_bytes
+    status = status_of(daemon, name)
+    return 0 if status is None else status.kept_bytes
 
 
-def away(daemon: LocalDaemon, name: str) -> bool:
-    found = status_of(daemon, name)
-    return found is None or not found.present
+def is_absent(daemon: LocalDaemon, name: str) -> bool:
+    status = status_of(daemon, name)
+    return status is None or not status.present
 
 
 def memory_of(daemon: LocalDaemon, device: str) -> int:
-    """Bytes that tensors take, as far as can be seen from here."""
+    """Bytes that tensors use: on a GPU all used memory, else the memfds of the daemon."""
     if device != "cpu":
         free, total = torch.cuda.mem_get_info(0)
         return int(total - free)
-    seen = set()
+    sizes = set()
     for name in os.listdir(fds := f"/proc/{daemon.pid}/fd"):
         try:
             path = Path(fds, name)
             if "memfd:kvferry-kv" in os.readlink(path):
                 status = path.stat()
-                seen.add((status.st_ino, status.st_size))
+                sizes.add((status.st_ino, status.st_size))
         except FileNotFoundError:
             continue
     for line in Path(f"/proc/{daemon.pid}/maps").read_text().splitlines():
         if "memfd:kvferry-kv" in line:
             start, end = (int(part, 16) for part in line.split()[0].split("-"))
-            seen.add((int(line.split()[4]), end - start))
-    return sum(dict(seen).values())
+            sizes.add((int(line.split()[4]), end - start))
+    return sum(dict(sizes).values())
 
 
 def memory_before(daemon: LocalDaemon, device: str) -> int:
-    """What they take once the engines of the tests before are gone, and their tensors with them."""
+    """Bytes that tensors use when the engines of earlier tests have ended."""
     with OffloadClient(daemon.directory, engine="observer") as observer:
         until(lambda: not any(engine.present for engine in observer.status().engines), PROMPTLY)
-    seen: list[int] = []
+    sizes: list[int] = []
 
     def steady() -> bool:
         time.sleep(0.05)
-        seen.append(memory_of(daemon, device))
-        return len(seen) > 4 and len(set(seen[-4:])) == 1
+        sizes.append(memory_of(daemon, device))
+        return len(sizes) > 4 and len(set(sizes[-4:])) == 1
 
     until(steady, 10)
-    return seen[-1]
+    return sizes[-1]
 
 
-def killed(engine: SmallEngine, daemon: LocalDaemon) -> None:
-    """SIGKILL for its worker, and back when the daemon has noticed."""
+def kill_worker(engine: SmallEngine, daemon: LocalDaemon) -> None:
+    """Kill the worker (SIGKILL). Returns when the daemon has noticed."""
     engine.process.kill()
-    until(lambda: away(daemon, engine.options.name), PROMPTLY)
+    until(lambda: is_absent(daemon, engine.options.name), PROMPTLY)
 
 
-# The engine goes
+# The engine ends
 
 
-def test_an_engine_that_was_killed_finds_its_tensors(
+def test_a_restarted_engine_receives_its_kept_tensors(
     start_engine: StartSmallEngine, daemon: LocalDaemon, worker_process: Callable[[], WorkerProcess]
 ) -> None:
     engine = start_engine(daemon, daemon_owned=True, keep=True, row_padding=96)
     assert not engine.kept
     fence = engine.worker.write(range(16), 5)
     engine.finish(engine.store([3, 4], [0, 1], wait_for=fence))
-    whole = engine.worker.snapshot()
-    killed(engine, daemon)
+    before = engine.worker.snapshot()
+    kill_worker(engine, daemon)
     size = kept_bytes(daemon, engine.options.name)
-    assert size >= sum(part.size for part in whole)
+    assert size >= sum(part.size for part in before)
 
     engine.start_worker(worker_process())
     assert engine.kept
     assert engine.region.reattached
-    for found, wanted in zip(engine.worker.snapshot(), whole, strict=True):
-        assert np.array_equal(found, wanted)
+    for actual, wanted in zip(engine.worker.snapshot(), before, strict=True):
+        assert np.array_equal(actual, wanted)
     engine.finish(engine.load([0, 1], [20, 21]), engine.store([7], [5]))
     engine.finish(engine.load([5], [22]))
     assert np.array_equal(engine.worker.read([20, 21, 22]), engine.expected([3, 4, 7], 5))
@@ -133,10 +135,10 @@ def test_kept_tensors_are_freed_by_release_kv_caches(
     start_engine: StartSmallEngine, daemon: LocalDaemon, device: str
 ) -> None:
     before = memory_before(daemon, device)
-    engine = start_engine(daemon, **large(device), keep=True)
+    engine = start_engine(daemon, **large_options(device), keep=True)
     name, size = engine.options.name, kept_bytes(daemon, engine.options.name)
     assert size >= engine.options.num_blocks * GRANULE
-    killed(engine, daemon)
+    kill_worker(engine, daemon)
     assert memory_of(daemon, device) >= before + size // 2
     with OffloadClient(daemon.directory, engine=name) as client:
         assert client.release_kv_caches() == size
@@ -147,29 +149,29 @@ def test_kept_tensors_are_freed_by_release_kv_caches(
     assert kept_bytes(daemon, name) == 0
 
 
-def test_the_command_line_shows_and_releases_them(
+def test_the_command_line_shows_and_releases_kept_tensors(
     kvferryd: LocalDaemon, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = ["-d", str(kvferryd.directory)]
+    option = ["-d", str(kvferryd.directory)]
     with OffloadClient(kvferryd.directory, engine="llama") as client:
         client.allocate_kv_caches(LAYOUT, host_bytes=1 << 20, keep=True)
-    for arguments, status, said in (
-        (["status", *where], 0, "128 KiB"),
-        (["release", "llama", *where], 0, "released 128 KiB kept for llama"),
-        (["release", "llama", *where], 1, "not_registered"),
+    for arguments, exit_status, expected in (
+        (["status", *option], 0, "128 KiB"),
+        (["release", "llama", *option], 0, "released 128 KiB kept for llama"),
+        (["release", "llama", *option], 1, "not_registered"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
-        assert ended.value.code == status
-        words = "".join(capsys.readouterr())
-        assert said in words, words
+        assert ended.value.code == exit_status
+        output = "".join(capsys.readouterr())
+        assert expected in output, output
 
 
-# The daemon goes
+# The daemon ends
 
 
-class Serviced:
-    """A daemon that a service manager starts, and keeps descriptors for."""
+class KeptTensorsService:
+    """A daemon of a service manager that keeps its descriptors."""
 
     def __init__(self, device: str, folder: Path) -> None:
         name = "0" if device != "cpu" else device
@@ -178,7 +180,7 @@ class Serviced:
         self.manager = ServiceManager(command, folder / "notify", log=folder / "log")
 
     def start(self) -> Path:
-        """Returns where its sockets are."""
+        """Start the daemon. Returns the directory of its sockets."""
         self.manager.start(ready=False)
         until(self._answers, 60)
         return self._directory()
@@ -202,57 +204,57 @@ class Serviced:
 
 
 @pytest.fixture
-def serviced(device: str, short_path: Path) -> Iterator[Serviced]:
-    serviced = Serviced(device, short_path)
-    with serviced.manager:
-        yield serviced
+def service(device: str, short_path: Path) -> Iterator[KeptTensorsService]:
+    service = KeptTensorsService(device, short_path)
+    with service.manager:
+        yield service
 
 
 @contextmanager
-def come(directory: Path, *, keep: bool = True) -> Iterator[tuple[OffloadClient, Any, bool]]:
-    """An engine, its second tensor, and whether that was kept."""
+def allocate_kept(
+    directory: Path, *, keep: bool = True
+) -> Iterator[tuple[OffloadClient, Any, bool]]:
+    """Connect as an engine and allocate. Yields the client, the second tensor, and `kept`."""
     with OffloadClient(directory, engine="kept") as client:
         _, (_, tensor), kept = client.allocate_kv_caches(LAYOUT, host_bytes=1 << 20, keep=keep)
         yield client, tensor, kept
 
 
-def test_kept_tensors_outlive_their_engine_and_the_daemon(serviced: Serviced) -> None:
-    directory = serviced.start()
+def test_kept_tensors_outlive_their_engine_and_the_daemon(service: KeptTensorsService) -> None:
+    directory = service.start()
     for generation in range(4):
-        with come(directory) as (_, tensor, kept):
-            assert kept == (generation > 0), serviced.manager.log()
+        with allocate_kept(directory) as (_, tensor, kept):
+            assert kept == (generation > 0), service.manager.log()
             assert not kept or bool((tensor == generation - 1).all())
             tensor.fill_(generation)
-            until(lambda: len(serviced.tensors()) == 2)
+            until(lambda: len(service.tensors()) == 2)
         del tensor
-        directory = serviced.restart()
-    with come(directory) as (client, _, kept):
+        directory = service.restart()
+    with allocate_kept(directory) as (client, _, kept):
         assert client.release_kv_caches() >= 2 * 16 * 4096
-        until(lambda: not serviced.tensors())
-    with come(serviced.restart()) as (_, _, kept):
+        until(lambda: not service.tensors())
+    with allocate_kept(service.restart()) as (_, _, kept):
         assert not kept
 
 
-def test_an_engine_lives_on_and_leaves_its_tensors_with_the_next_daemon(
-    serviced: Serviced,
-) -> None:
-    """It registers them there: they are the very same, and what it writes later stays, too."""
-    with OffloadClient(serviced.start(), engine="kept", reconnect=False) as client:
+def test_an_engine_registers_its_tensors_with_the_next_daemon(service: KeptTensorsService) -> None:
+    """That daemon keeps the same memory, with the bytes that the engine writes later."""
+    with OffloadClient(service.start(), engine="kept", reconnect=False) as client:
         tensors = client.allocate_kv_caches(LAYOUT, host_bytes=1 << 20, keep=True).tensors
-        directory = serviced.restart()
+        directory = service.restart()
     with OffloadClient(directory, engine="kept") as again:
         again.register_kv_caches(CanonicalKVCaches(LAYOUT, tuple(tensors)), host_bytes=1 << 20)
         tensors[1].fill_(77)
     del tensors
     with OffloadClient(directory, engine="observer") as observer:
         until(lambda: not any(engine.present for engine in observer.status().engines))
-    with come(directory, keep=False) as (_, tensor, kept):
-        assert kept, serviced.manager.log()
+    with allocate_kept(directory, keep=False) as (_, tensor, kept):
+        assert kept, service.manager.log()
         assert bool((tensor == 77).all())
-        until(lambda: not serviced.tensors())
+        until(lambda: not service.tensors())
 
 
-LETS_GO = """
+RELEASES_TENSORS = """
 import gc, os, sys, time, torch
 from kvferry.client import KVLayout, OffloadClient, TensorLayout, TensorRef
 
@@ -264,13 +266,13 @@ def open_files():
 directory, device = sys.argv[1:]
 layout = KVLayout((TensorLayout(128, 1 << 21, 1 << 21),), ((TensorRef(0, 1 << 21),),))
 for turn in range(4):
-    with OffloadClient(directory, engine="lets go") as client:
+    with OffloadClient(directory, engine="releases") as client:
         (tensor,) = client.allocate_kv_caches(layout, host_bytes=1 << 22).tensors
     view = tensor[5:6, :10]
     del tensor
     view.fill_(3)
     assert int(view.sum()) == 30
-    if turn == 1:  # whatever a driver opens for the first of all is open
+    if turn == 1:  # files that a driver opens for the first tensor are open now
         usual = open_files()
     assert turn < 1 or open_files() == usual, (turn, open_files(), usual)
     if device != "cpu":
@@ -284,10 +286,10 @@ print("done")
 """
 
 
-def test_the_last_tensor_takes_the_memory_along(daemon: LocalDaemon, device: str) -> None:
-    """A view holds it; without any it is freed, and the descriptor closed, in a live process."""
+def test_deleting_the_last_view_frees_the_memory(daemon: LocalDaemon, device: str) -> None:
+    """The process that held the view lives on, and its descriptor is closed."""
     done = subprocess.run(
-        [sys.executable, "-c", LETS_GO, daemon.directory, device],
+        [sys.executable, "-c", RELEASES_TENSORS, daemon.directory, device],
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,4 +1,4 @@
-"""The largest layouts, and larger ones: they cost others no time, and the daemon little memory."""
+"""The largest layouts, and larger ones, do not delay other clients and take little memory."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ def resident_bytes(daemon: LocalDaemon) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
-def test_a_client_that_sends_large_layouts_does_not_keep_the_others_waiting(
+def test_a_client_that_sends_large_layouts_does_not_delay_others(
     start_engine: StartSmallEngine, start_kvferryd: StartKvferryd
 ) -> None:
-    """One sends a layout of a million references (7 MB, refused unread), one of one too many, and
-    one that is legal but finds no room, over and over; an other engine stores and loads."""
+    """A client sends three kinds of layouts in a loop, and another engine stores and loads.
+
+    The layouts: a million references (7 MB, refused before decoding), one reference too many, and
+    a valid one that is larger than the pool.
+    """
     other = start_engine(start_kvferryd())
     million = msgspec.msgpack.encode(
         ["allocatekvcaches", 1, [TENSORS, [REFS] * 256, 1], None, None, False]
@@ -52,14 +55,14 @@ def test_a_client_that_sends_large_layouts_does_not_keep_the_others_waiting(
 
 
 def test_the_largest_layouts_take_little_memory(start_kvferryd: StartKvferryd) -> None:
-    """Of a daemon that has granted them, each some 2 MB: the arrays, and a map of each tensor."""
+    """A granted layout takes about 2 MB in the daemon: its arrays and its tensor mappings."""
     daemon = start_kvferryd(pool_bytes=64 << 20)
     sessions = [RawClient(daemon.directory, f"engine-{n}") for n in range(ENGINES + 1)]
     try:
         for n, session in enumerate(sessions):
             session.send(AllocateKVCaches(n, LARGEST, 1 << 20))
             assert session.recv(Allocated).request_id == n
-            if n == 0:  # what is loaded and allocated once
+            if n == 0:  # the first one also loads modules
                 before = resident_bytes(daemon)
         assert resident_bytes(daemon) - before < ENGINES * (2 << 20)
     finally:

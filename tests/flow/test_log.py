@@ -1,4 +1,4 @@
-"""What an operator reads: each thing once, with what it takes to understand it."""
+"""The daemon's log has one record per event, with the fields an operator needs."""
 
 from __future__ import annotations
 
@@ -26,61 +26,65 @@ def daemon(start_kvferryd: StartKvferryd) -> LocalDaemon:
     return start_kvferryd(log_format="json", reference_fail_every=3)
 
 
-def said(daemon: LocalDaemon, event: str, **of: object) -> list[dict[str, Any]]:
+def find_records(daemon: LocalDaemon, event: str, **fields: object) -> list[dict[str, Any]]:
     records = [json.loads(line) for line in daemon.log().splitlines()]
-    return [r for r in records if r["event"] == event and of.items() <= r.items()]
+    return [r for r in records if r["event"] == event and fields.items() <= r.items()]
 
 
-def test_the_life_of_an_engine(daemon: LocalDaemon, start_engine: StartSmallEngine) -> None:
+def test_records_of_an_engine(daemon: LocalDaemon, start_engine: StartSmallEngine) -> None:
     engine = start_engine(daemon, name="llama")
     results = engine.finish(*[engine.store([i], [i]) for i in range(9)])
     moved = sum(result.transfer_size for result in results)
     engine.store([0], [0], wait_for=NEVER)
     engine.client.status()
     engine.client.close()
-    until(lambda: bool(said(daemon, "client disconnected")))
-    (registered,) = said(daemon, "engine registered")
+    until(lambda: bool(find_records(daemon, "client disconnected")))
+    (registered,) = find_records(daemon, "engine registered")
     assert (registered["engine"], registered["host_blocks"]) == ("llama", engine.region.num_blocks)
     assert registered["copied"] == ["store cpu, load cpu"]
-    (went,) = said(daemon, "client disconnected", client="scheduler")
-    assert went["reason"] == "goodbye"
-    assert (went["jobs_lost"], went["bytes_moved"]) == (1, moved)
-    assert len(said(daemon, "client connected", engine="llama")) == 2
-    (failed,) = said(daemon, "job failed")  # of three, within ten seconds
+    (disconnected,) = find_records(daemon, "client disconnected", client="scheduler")
+    assert disconnected["reason"] == "goodbye"
+    assert (disconnected["jobs_lost"], disconnected["bytes_moved"]) == (1, moved)
+    assert len(find_records(daemon, "client connected", engine="llama")) == 2
+    (failed,) = find_records(daemon, "job failed")  # of three, within ten seconds
     assert (failed["engine"], failed["code"]) == ("llama", "copy_failed")
-    (pool,) = said(daemon, "pool registered")
+    (pool,) = find_records(daemon, "pool registered")
     assert pool["bytes"] >= 16 << 20
 
 
-def test_a_process_that_died(daemon: LocalDaemon, start_engine: StartSmallEngine) -> None:
+def test_the_record_of_a_killed_process(
+    daemon: LocalDaemon, start_engine: StartSmallEngine
+) -> None:
     engine = start_engine(daemon)
     engine.process.kill()
-    until(lambda: bool(said(daemon, "client disconnected")))
-    (went,) = said(daemon, "client disconnected")
-    assert went["reason"] in ("process exited", "connection closed")
+    until(lambda: bool(find_records(daemon, "client disconnected")))
+    (disconnected,) = find_records(daemon, "client disconnected")
+    assert disconnected["reason"] in ("process exited", "connection closed")
 
 
-def test_the_refused_are_a_number(daemon: LocalDaemon) -> None:
-    with RawClient(daemon.directory) as stranger, OffloadClient(daemon.directory) as client:
+def test_repeated_refusals_are_logged_once(daemon: LocalDaemon) -> None:
+    with RawClient(daemon.directory) as raw, OffloadClient(daemon.directory) as client:
         for number in range(200):
-            stranger.send(StatusRequest(number))
-            stranger.recv(Error)
+            raw.send(StatusRequest(number))
+            raw.recv(Error)
         assert client.status().errors["no_session"] == 200
-    assert len(said(daemon, "message refused", code="no_session")) == 1
+    assert len(find_records(daemon, "message refused", code="no_session")) == 1
 
 
-@pytest.mark.parametrize("where", ["a full disk", "a reader that ends", "one that sleeps"])
-def test_a_log_that_cannot_be_written(tmp_path: Path, where: str) -> None:
-    """Its lines are lost, and nothing else: clients come and go, and a stop is a clean one."""
+@pytest.mark.parametrize(
+    "output", ["full disk", "pipe without a reader", "full pipe whose reader sleeps"]
+)
+def test_a_log_that_cannot_be_written(tmp_path: Path, output: str) -> None:
+    """Only the records are lost: the daemon serves clients, and stops with status 0."""
     reader, writer = os.pipe()
-    if where == "a full disk":
+    if output == "full disk":
         os.close(writer)
         writer = os.open("/dev/full", os.O_WRONLY)
     with subprocess.Popen(kvferryd_command(tmp_path), stderr=writer) as daemon:
         try:
             until(lambda: daemon.poll() is not None or (tmp_path / "cpu/kvferry.sock").exists())
-            if where == "one that sleeps":
-                fill(writer)
+            if output == "full pipe whose reader sleeps":
+                fill_pipe(writer)
             else:
                 os.close(reader)
             for _ in range(3):
@@ -95,7 +99,7 @@ def test_a_log_that_cannot_be_written(tmp_path: Path, where: str) -> None:
                 os.close(reader)
 
 
-def fill(pipe: int) -> None:
+def fill_pipe(pipe: int) -> None:
     os.set_blocking(pipe, False)
     with suppress(BlockingIOError):
         while True:

@@ -1,4 +1,4 @@
-"""Thousands of small jobs, both ways over the same blocks, some given up: each ends once."""
+"""Thousands of small jobs in both directions over the same blocks. Some are cancelled."""
 
 from __future__ import annotations
 
@@ -20,38 +20,39 @@ from kvferry.testing.plugin import StartKvferryd
 
 BLOCKS = 256
 LAYOUT = KVLayout((TensorLayout(BLOCKS, 64, 64),), ((TensorRef(0, 64),),))
-SECONDS, PATIENCE = 4.0, 20.0
+# Seconds: how long jobs are submitted, and the longest pause between two results.
+SECONDS, MAX_PAUSE = 4.0, 20.0
 
 
 @pytest.mark.parametrize("fail_every", [0, 50])
 def test_many_small_jobs_end_once_without_pauses(
     start_kvferryd: StartKvferryd, fail_every: int
 ) -> None:
-    source = random.Random(fail_every)
+    rng = random.Random(fail_every)
     daemon = start_kvferryd(reference_fail_every=fail_every)
     with (
-        OffloadClient(daemon.directory, engine="one") as one,
-        OffloadClient(daemon.directory, engine="two") as two,
+        OffloadClient(daemon.directory, engine="one") as first,
+        OffloadClient(daemon.directory, engine="two") as second,
     ):
-        for client in (one, two):
+        for client in (first, second):
             client.allocate_kv_caches(LAYOUT, host_bytes=1 << 20)
-        under_way: dict[OffloadClient, set[int]] = {one: set(), two: set()}
+        in_flight: dict[OffloadClient, set[int]] = {first: set(), second: set()}
         number, end = 0, time.monotonic() + SECONDS
         last = time.monotonic()
-        while time.monotonic() < end or any(under_way.values()):
-            for client, jobs in under_way.items():
-                while time.monotonic() < end and len(jobs) < source.choice([1, 2, 8, 64]):
+        while time.monotonic() < end or any(in_flight.values()):
+            for client, jobs in in_flight.items():
+                while time.monotonic() < end and len(jobs) < rng.choice([1, 2, 8, 64]):
                     number += 1
-                    ids = np.array(source.sample(range(BLOCKS), source.choice([1, 2, 100])))
+                    ids = np.array(rng.sample(range(BLOCKS), rng.choice([1, 2, 100])))
                     spec = GPULoadStoreSpec(ids), CPULoadStoreSpec(ids)
-                    client.transfer_async(number, spec if source.random() < 0.5 else spec[::-1])
+                    client.transfer_async(number, spec if rng.random() < 0.5 else spec[::-1])
                     jobs.add(number)
-                    if source.random() < 0.02:
+                    if rng.random() < 0.02:
                         client.cancel([number])
-                    if source.random() < 0.01:
+                    if rng.random() < 0.01:
                         client.wait([number])
                 for result in client.get_finished():
                     jobs.remove(result.job_id)
                     last = time.monotonic()
-            assert time.monotonic() < last + PATIENCE, under_way
-        assert all(not client.get_finished() for client in under_way)
+            assert time.monotonic() < last + MAX_PAUSE, in_flight
+        assert all(not client.get_finished() for client in in_flight)

@@ -1,4 +1,4 @@
-"""What an operator's tools read over HTTP, of a real daemon: samples that add up, and health."""
+"""Metrics and health of a real daemon over HTTP."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def daemon(start_kvferryd: StartKvferryd) -> LocalDaemon:
     return start_kvferryd(metrics_listen="127.0.0.1:0", reference_fail_every=4)
 
 
-def url(daemon: LocalDaemon, path: str) -> str:
-    """Where the daemon says that it listens."""
+def url_of(daemon: LocalDaemon, path: str) -> str:
+    """The address in the daemon's log, with a path."""
     found: list[str] = []
 
     def listening() -> bool:
@@ -38,7 +38,7 @@ def url(daemon: LocalDaemon, path: str) -> str:
 
 def get(daemon: LocalDaemon, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(url(daemon, path), timeout=20) as answer:
+        with urllib.request.urlopen(url_of(daemon, path), timeout=20) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -55,8 +55,8 @@ def samples(daemon: LocalDaemon) -> dict[tuple[str, tuple[tuple[str, str], ...]]
     }
 
 
-def labels(**of: str) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted(of.items()))
+def labels(**values: str) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(values.items()))
 
 
 @pytest.fixture
@@ -64,10 +64,10 @@ def engine(start_engine: StartSmallEngine, daemon: LocalDaemon) -> SmallEngine:
     return start_engine(daemon, name="llama")
 
 
-def test_samples_say_what_was_done(daemon: LocalDaemon, engine: SmallEngine) -> None:
+def test_samples_match_the_jobs(daemon: LocalDaemon, engine: SmallEngine) -> None:
     until(lambda: samples(daemon)["kvferry_healthy", ()] == 1)
     results = engine.finish(*[engine.store([i], [i]) for i in range(4)])
-    results += engine.finish(engine.load([0], [1]))  # or it might be the fourth, which fails
+    results += engine.finish(engine.load([0], [1]))  # submitted last: the fourth copy fails
     assert [result.success for result in results] == [True, True, True, False, True]
     moved = sum(r.transfer_size for r in results if r.transfer_type == ("GPU", "CPU"))
     seconds = sum(r.transfer_time for r in results if r.transfer_type == ("GPU", "CPU"))
@@ -109,13 +109,13 @@ def test_the_wait_for_the_engine_is_part_of_the_queue_time(
 
 
 def tcp_sockets(daemon: LocalDaemon) -> set[str]:
-    """The inodes of those that it has."""
-    process, held = Path(f"/proc/{daemon.pid}"), set[str]()
+    """The inodes of the daemon's TCP sockets."""
+    process, inodes = Path(f"/proc/{daemon.pid}"), set[str]()
     for link in (process / "fd").iterdir():
-        with suppress(FileNotFoundError):  # others come and go
-            held.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+        with suppress(FileNotFoundError):  # closed since the listing
+            inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
     tables = [(process / "net" / name).read_text() for name in ("tcp", "tcp6")]
-    return held & {line.split()[9] for table in tables for line in table.splitlines()[1:]}
+    return inodes & {line.split()[9] for table in tables for line in table.splitlines()[1:]}
 
 
 def test_metrics_are_off_by_default(daemon: LocalDaemon, kvferryd: LocalDaemon) -> None:
@@ -125,6 +125,6 @@ def test_metrics_are_off_by_default(daemon: LocalDaemon, kvferryd: LocalDaemon) 
 
 
 def test_the_daemon_stops_beside_a_silent_http_connection(daemon: LocalDaemon) -> None:
-    host, port = url(daemon, "").removeprefix("http://").split(":")
+    host, port = url_of(daemon, "").removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))):
         assert daemon.stop(timeout=20) == 0

@@ -1,4 +1,4 @@
-"""A mistake of the daemon's own: whoever met it is record, and the others go on."""
+"""An internal error of the daemon: its client is disconnected, it is logged, others continue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ app.main()
 
 
 class FaultyDaemon(LocalDaemon):
-    """It fails on every second job."""
+    """A daemon with an internal error on every second job."""
 
     def _start(self, timeout: float) -> None:
         self.command[1:3] = ["-c", FAULTY]
@@ -37,11 +37,11 @@ class FaultyDaemon(LocalDaemon):
 
 @pytest.fixture
 def daemon() -> Iterator[LocalDaemon]:
-    with FaultyDaemon(pool_bytes=8 << 20, log_format="json") as one:
-        yield one
+    with FaultyDaemon(pool_bytes=8 << 20, log_format="json") as daemon:
+        yield daemon
 
 
-def test_its_client_is_disconnected_and_others_go_on(
+def test_the_client_is_disconnected_and_others_continue(
     daemon: LocalDaemon, start_engine: StartSmallEngine
 ) -> None:
     engine, other = (start_engine(daemon, name=name) for name in ("first", "other"))
@@ -57,13 +57,13 @@ def test_its_client_is_disconnected_and_others_go_on(
     assert done.outcome is Outcome.DONE
     until(lambda: "internal error" in daemon.log())
     records = [json.loads(line) for line in daemon.log().splitlines()]
-    (record,) = [one for one in records if one["event"] == "internal error"]
+    (record,) = [each for each in records if each["event"] == "internal error"]
     assert record["engine"] == "first"
     assert "ZeroDivisionError: a mistake of ours" in record["exception"]
     assert "in handle" in record["exception"]
 
 
-def test_the_disconnected_client_learns_the_reason(
+def test_the_disconnected_client_receives_the_reason(
     daemon: LocalDaemon, start_engine: StartSmallEngine
 ) -> None:
     engine = start_engine(daemon)
@@ -71,4 +71,4 @@ def test_the_disconnected_client_learns_the_reason(
     job = engine.store([1], [1])
     engine.client.wait([job], timeout=10)
     with pytest.raises(Gone, match="see its log"):
-        raise engine.client.gone or AssertionError("it came back")
+        raise engine.client.gone or AssertionError("the client is connected")

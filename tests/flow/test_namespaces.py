@@ -1,4 +1,4 @@
-"""One cache for every engine of a model, through real processes: shared, lasting, published."""
+"""The engines of a model share one cache through real processes. It survives them."""
 
 from __future__ import annotations
 
@@ -60,23 +60,23 @@ def keys(*numbers: int) -> list[bytes]:
 
 @dataclass
 class Tenant:
-    """An engine in a namespace: scheduler and worker in one."""
+    """An engine in a namespace: scheduler and worker in one process."""
 
     client: OffloadClient
     manager: OffloadingManager
     pages: Sequence[torch.Tensor]
     jobs: int = 0
 
-    def fill(self, block: int, seed: int) -> None:
+    def fill_block(self, block: int, seed: int) -> None:
         for number, page in enumerate(self.pages):
             page[block] = content(seed, number)
 
-    def holds(self, block: int) -> list[bytes]:
+    def read_block(self, block: int) -> list[bytes]:
         return [page[block].cpu().numpy().tobytes() for page in self.pages]
 
-    def transfer(self, spec: Any, **more: Any) -> int:
+    def transfer(self, spec: Any, **options: Any) -> int:
         self.jobs += 1
-        self.client.transfer_async(self.jobs, spec, **more)
+        self.client.transfer_async(self.jobs, spec, **options)
         return self.jobs
 
     def run(self, spec: Any) -> TransferResult:
@@ -87,16 +87,16 @@ class Tenant:
         return result
 
     def store(self, *numbers: int) -> TransferResult:
-        """Store blocks with these contents under these keys."""
+        """Write each number into the GPU block of that number, and store it under its key."""
         for number in numbers:
-            self.fill(number, number)
+            self.fill_block(number, number)
         return self.run((GPULoadStoreSpec(numbers), KeyLoadStoreSpec(keys(*numbers))))
 
     def load(self, *numbers: int, into: Sequence[int]) -> TransferResult:
         return self.run((KeyLoadStoreSpec(keys(*numbers)), GPULoadStoreSpec(into)))
 
-    def sees(self, number: int, what: Lookup) -> bool:
-        return self.manager.lookup(key(number)) is what
+    def has_lookup(self, number: int, wanted: Lookup) -> bool:
+        return self.manager.lookup(key(number)) is wanted
 
 
 def content(seed: int, tensor: int) -> torch.Tensor:
@@ -107,12 +107,12 @@ def expected(seed: int) -> list[bytes]:
     return [content(seed, tensor).numpy().tobytes() for tensor in range(TENSORS)]
 
 
-Enter = Callable[..., Tenant]
+StartTenant = Callable[..., Tenant]
 
 
 @pytest.fixture
-def enter() -> Iterator[Enter]:
-    """enter(daemon, name, **namespace) -> an engine in a namespace of that daemon."""
+def start_tenant() -> Iterator[StartTenant]:
+    """start_tenant(daemon, name, **namespace) -> an engine in a namespace of that daemon."""
     with ExitStack() as stack:
 
         def start(
@@ -136,21 +136,23 @@ def daemon(device: str, start_kvferryd: StartKvferryd) -> LocalDaemon:
     return start_kvferryd("0" if device.startswith("cuda") else device)
 
 
-# Shared
+# Several engines share a namespace
 
 
-def test_the_second_engine_hits_what_the_first_stored(daemon: LocalDaemon, enter: Enter) -> None:
-    first, second = enter(daemon, "first"), enter(daemon, "second")
+def test_the_second_engine_hits_what_the_first_stored(
+    daemon: LocalDaemon, start_tenant: StartTenant
+) -> None:
+    first, second = start_tenant(daemon, "first"), start_tenant(daemon, "second")
     assert first.store(1, 2, 3).transfer_size == 3 * TENSORS * PAGE
-    until(lambda: second.sees(3, HIT), PROMPTLY)
+    until(lambda: second.has_lookup(3, HIT), PROMPTLY)
     spec = second.manager.prepare_load(keys(1, 2, 3))
     assert second.run((spec, GPULoadStoreSpec([10, 20, 30]))).success
     second.manager.complete_load(spec.keys)
-    assert [second.holds(b) for b in (10, 20, 30)] == [expected(n) for n in (1, 2, 3)]
-    assert second.store(1, 2, 3).transfer_size == 0  # they are there
+    assert [second.read_block(b) for b in (10, 20, 30)] == [expected(n) for n in (1, 2, 3)]
+    assert second.store(1, 2, 3).transfer_size == 0  # the keys are stored already
 
 
-# Lasting
+# A namespace survives its engines
 
 KILLED_ENGINE = """
 import sys, time
@@ -164,7 +166,7 @@ timeline = Timeline.create(sys.argv[2])
 pages = client.allocate_kv_caches(LAYOUT, timeline=timeline).tensors
 tenant = Tenant(client, OffloadingManager(client), pages)
 assert tenant.store(1, 2, 3).success
-tenant.fill(4, 4)
+tenant.fill_block(4, 4)
 tenant.transfer((GPULoadStoreSpec([4]), KeyLoadStoreSpec(keys(4))), wait_for=1 << 40)
 tenant.client.pin(keys(1))
 tenant.client.status()
@@ -173,8 +175,8 @@ time.sleep(600)
 """
 
 
-def test_the_engine_is_killed_and_its_successor_hits_what_was_complete(
-    daemon: LocalDaemon, device: str, enter: Enter
+def test_after_a_kill_the_next_engine_loads_what_was_stored(
+    daemon: LocalDaemon, device: str, start_tenant: StartTenant
 ) -> None:
     engine = subprocess.Popen(
         [sys.executable, "-c", KILLED_ENGINE, str(daemon.directory), device],
@@ -189,17 +191,17 @@ def test_the_engine_is_killed_and_its_successor_hits_what_was_complete(
         engine.kill()
         engine.communicate()
         until(lambda: not observer.namespaces()[0].pinned, PROMPTLY)
-    successor = enter(daemon, "engine")
-    assert successor.client.namespace.opened.reattached
-    until(lambda: successor.sees(4, MISS), PROMPTLY)  # its store never ended
-    assert [successor.sees(n, HIT) for n in (1, 2, 3)] == [True] * 3
-    assert successor.load(1, 2, 3, into=[7, 8, 9]).success
-    assert [successor.holds(b) for b in (7, 8, 9)] == [expected(n) for n in (1, 2, 3)]
-    assert successor.load(4, into=[5]).error.code == Code.KEY_ABSENT  # type: ignore[union-attr]
+    next_engine = start_tenant(daemon, "engine")
+    assert next_engine.client.namespace.opened.reattached
+    until(lambda: next_engine.has_lookup(4, MISS), PROMPTLY)  # its store never ended
+    assert [next_engine.has_lookup(n, HIT) for n in (1, 2, 3)] == [True] * 3
+    assert next_engine.load(1, 2, 3, into=[7, 8, 9]).success
+    assert [next_engine.read_block(b) for b in (7, 8, 9)] == [expected(n) for n in (1, 2, 3)]
+    assert next_engine.load(4, into=[5]).error.code == Code.KEY_ABSENT  # type: ignore[union-attr]
 
 
 def test_two_daemons_of_two_ranks(start_kvferryd: StartKvferryd) -> None:
-    """A key is a hit when both have it."""
+    """A key is a hit if both daemons have it."""
     daemons = [start_kvferryd(), start_kvferryd()]
     with ExitStack() as stack:
         workers = []
@@ -227,49 +229,46 @@ def test_two_daemons_of_two_ranks(start_kvferryd: StartKvferryd) -> None:
         assert manager.lookup(key(1)) is HIT
 
 
-# Told
+# Events
 
 
-def test_kv_events_are_published(kvferryd: LocalDaemon, enter: Enter) -> None:
-    tenant = enter(kvferryd, "tenant", cpu_bytes_to_use=2 * TENSORS * PAGE)
+def test_kv_events_are_published(kvferryd: LocalDaemon, start_tenant: StartTenant) -> None:
+    tenant = start_tenant(kvferryd, "tenant", cpu_bytes_to_use=2 * TENSORS * PAGE)
     topic = tenant.client.namespace.opened.name
-    with zmq.Context() as context, context.socket(zmq.SUB) as listener:
-        listener.setsockopt(zmq.RCVTIMEO, 5000)
-        listener.setsockopt_string(zmq.SUBSCRIBE, topic)
-        listener.connect(f"ipc://{kvferryd.directory}/events.sock")
-        time.sleep(0.2)  # a subscription takes a moment
+    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+        subscriber.setsockopt(zmq.RCVTIMEO, 5000)
+        subscriber.setsockopt_string(zmq.SUBSCRIBE, topic)
+        subscriber.connect(f"ipc://{kvferryd.directory}/events.sock")
+        time.sleep(0.2)  # ZeroMQ sends the subscription in the background
         tenant.store(1, 2)
         tenant.store(3)
         tenant.client.reset()
         published: list[Any] = []
         numbers = []
         while AllBlocksCleared() not in published:
-            name, number, payload = listener.recv_multipart()
+            name, number, payload = subscriber.recv_multipart()
             assert name.decode() == topic
             numbers.append(int.from_bytes(number, "big"))
             published += msgspec.msgpack.decode(payload, type=KVEventBatch).events
-    hashes = [one[:-4] for one in keys(1, 2, 3)]
+    hashes = [key_[:-4] for key_ in keys(1, 2, 3)]
     assert numbers == list(range(len(numbers)))
     assert published[0] == BlockStored(hashes[:2], None, [], 0, None, "CPU", None)
-    assert published[1] == BlockRemoved([hashes[1]], "CPU")  # the tail of a prefix goes first
+    assert published[1] == BlockRemoved([hashes[1]], "CPU")  # the tail of a prefix is evicted first
     assert published[2] == BlockStored(hashes[2:], None, [], 0, None, "CPU", None)
 
 
-# Bad input
-
-
-# Replayed
+# Replay of a trace
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_a_replay_loads_what_was_stored(policy: str) -> None:
-    """Prefixes that come back, more of them than there is room, by three engines at once."""
-    random = np.random.default_rng(0)
+    """Three engines replay prefixes that repeat and exceed the capacity."""
+    rng = np.random.default_rng(0)
     trace = []
     for _ in range(120):
-        family, depth = int(random.zipf(1.5)) % 12, int(random.integers(1, 24))
+        family, depth = int(rng.zipf(1.5)) % 12, int(rng.integers(1, 24))
         shared = [1000 * family + i for i in range(depth)]
-        trace.append(shared + [int(n) for n in random.integers(1 << 32, 1 << 33, size=4)])
+        trace.append(shared + [int(n) for n in rng.integers(1 << 32, 1 << 33, size=4)])
     outcome: Replayed = replay(trace, 150, policy=policy, clients=3)
     assert (outcome.requests, outcome.wrong) == (120, 0)
     assert outcome.blocks == sum(map(len, trace))

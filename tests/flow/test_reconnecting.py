@@ -1,4 +1,4 @@
-"""Clients whose daemon is killed and restarted: they reconnect by themselves."""
+"""Clients reconnect by themselves when their daemon is killed and restarted."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from support.reconnecting_fixture import (
     FINGERPRINT,
     NEVER,
     PAGE,
-    PATIENCE,
+    TIMEOUT,
     A,
     DaemonService,
     ReconnectingFixture,
-    back,
+    wait_reconnected,
 )
 
 
 @pytest.fixture
 def engine(daemon_service: DaemonService) -> Iterator[ReconnectingFixture]:
-    """Registered, with a region of the pool."""
-    with OffloadClient(daemon_service.directory, engine="engine", timeout=PATIENCE) as client:
+    """An engine that is registered and has a region of the pool."""
+    with OffloadClient(daemon_service.directory, engine="engine", timeout=TIMEOUT) as client:
         engine = ReconnectingFixture(client)
         client.register_kv_caches({"layer": engine.tensor}, host_bytes=8 * PAGE, **engine.arguments)
         yield engine
@@ -56,23 +56,23 @@ def engine(daemon_service: DaemonService) -> Iterator[ReconnectingFixture]:
 def test_a_daemon_is_killed_and_restarted_under_a_client_that_submits(
     daemon_service: DaemonService, engine: ReconnectingFixture
 ) -> None:
-    """The loop below is all that the caller does."""
-    began, restarted, said = time.monotonic(), False, set()
+    """The caller only submits and polls."""
+    began, restarted, codes = time.monotonic(), False, set()
     while engine.client.incarnation < 2 or time.monotonic() < began + 1:
         try:
             engine.submit(store(len(engine.accepted) % BLOCKS, len(engine.accepted) % 8))
         except (Gone, Refused) as error:
-            said.add(error.code)
+            codes.add(error.code)
         engine.poll()
         if not restarted and time.monotonic() > began + 0.2:
             daemon_service.restart()
             restarted = True
-        assert time.monotonic() < began + PATIENCE
+        assert time.monotonic() < began + TIMEOUT
         time.sleep(0.001)
     engine.check_each_ended_once()
-    assert {one.outcome for one in engine.history} <= {"done", "lost"}
+    assert {result.outcome for result in engine.history} <= {"done", "lost"}
     engine.round_trip(3, 0, 9)
-    assert said <= {Code.DAEMON_GONE, Code.BUSY}
+    assert codes <= {Code.DAEMON_GONE, Code.BUSY}
     assert engine.client.daemon.pid == daemon_service.daemon.pid
 
 
@@ -80,7 +80,7 @@ def test_a_daemon_is_killed_and_restarted_under_a_client_that_submits(
 def test_a_client_without_a_daemon_raises_gone_and_reconnects(
     daemon_service: DaemonService, engine: ReconnectingFixture, how: str
 ) -> None:
-    """Nothing waits meanwhile, and what is held ends as lost."""
+    """No call blocks meanwhile, and the waiting job ends as lost or cancelled."""
     held = engine.submit(store(1, 1), wait_for=NEVER)
     engine.client.status()
     if how == "kill":
@@ -88,7 +88,7 @@ def test_a_client_without_a_daemon_raises_gone_and_reconnects(
     else:
         daemon_service.daemon.stop()
     assert engine.result(held).outcome == ("lost" if how == "kill" else "cancelled")
-    until(lambda: bool(engine.client.get_finished()) or not engine.client.connected, PATIENCE)
+    until(lambda: bool(engine.client.get_finished()) or not engine.client.connected, TIMEOUT)
     assert engine.client.connecting
     assert "reconnecting" in str(engine.client.gone)
     began = time.monotonic()
@@ -102,17 +102,17 @@ def test_a_client_without_a_daemon_raises_gone_and_reconnects(
     assert gone.value.code == Code.DAEMON_GONE
     assert time.monotonic() - began < 8
     daemon_service.start()
-    assert engine.client.status().pid == daemon_service.daemon.pid  # waits until it is back
+    assert engine.client.status().pid == daemon_service.daemon.pid  # waits until it is connected
     assert engine.client.incarnation == 2
     engine.round_trip(4, 2, 9)
 
 
-def test_the_bytes_of_a_daemon_that_was_killed_are_not_loaded(
+def test_bytes_stored_before_the_kill_are_not_loaded(
     daemon_service: DaemonService, engine: ReconnectingFixture
 ) -> None:
     engine.round_trip(3, 0, 9)
     daemon_service.restart()
-    back(engine.client)
+    wait_reconnected(engine.client)
     assert engine.client.region is not None
     assert not engine.client.region.reattached
     stale = engine.result(engine.submit(load(0, 9)))
@@ -129,8 +129,8 @@ def test_a_daemon_that_continues_after_sigstop_stays_connected(
 ) -> None:
     os.kill(daemon_service.daemon.pid, signal.SIGSTOP)
     job = engine.submit(store(3, 0))
-    until_then = time.monotonic() + 0.5
-    while time.monotonic() < until_then:
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:
         assert engine.poll() == []
     os.kill(daemon_service.daemon.pid, signal.SIGCONT)
     assert engine.result(job).success
@@ -151,12 +151,12 @@ def test_a_restarted_daemon_that_hangs_does_not_block_polls(
         assert not engine.client.connected
     finally:
         os.kill(daemon_service.daemon.pid, signal.SIGCONT)
-    back(engine.client)
+    wait_reconnected(engine.client)
     engine.round_trip(3, 0, 9)
 
 
 def test_a_client_that_starts_without_a_daemon(daemon_service: DaemonService) -> None:
-    """With a state to restore, the constructor does not wait; polling connects."""
+    """With a state to restore, the constructor does not wait. Polling connects."""
     directory = daemon_service.directory
     daemon_service.daemon.stop()
     tensor, timeline = shared_empty((BLOCKS, PAGE)), Timeline.create()
@@ -173,27 +173,27 @@ def test_a_client_that_starts_without_a_daemon(daemon_service: DaemonService) ->
         assert client.get_finished() == []
         with pytest.raises(Gone, match="not connected"):
             client.transfer_async(1, (GPULoadStoreSpec([3]), KeyLoadStoreSpec((A,))))
-        assert time.monotonic() - began < 8  # nothing waited for the timeout of 10 s
+        assert time.monotonic() - began < 8  # no call waited for the timeout of 10 s
         with pytest.raises(Gone):
             client.wait_connected(timeout=0.1)
         daemon_service.start()
-        client.wait_connected(PATIENCE)
+        client.wait_connected(TIMEOUT)
         assert client.incarnation == 1
         assert client.namespace.opened.num_blocks == 8
         client.transfer_async(1, (GPULoadStoreSpec([3]), KeyLoadStoreSpec((A,))))
         client.wait([1])
         assert [result.success for result in client.get_finished()] == [True]
-        until(lambda: client.lookup(A) is Lookup.HIT, PATIENCE)
+        until(lambda: client.lookup(A) is Lookup.HIT, TIMEOUT)
     timeline.close()
 
 
-# What cannot come back
+# State that cannot be restored
 
 
 def test_tensors_that_cannot_be_shared_again_raise_nothing_in_a_poll(
     daemon_service: DaemonService, engine: ReconnectingFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reason is in `gone`, and the next attempts may succeed."""
+    """`gone` has the reason, and a later attempt succeeds."""
 
     def fail(*_: object) -> None:
         raise OSError("too many open files")
@@ -201,13 +201,13 @@ def test_tensors_that_cannot_be_shared_again_raise_nothing_in_a_poll(
     with monkeypatch.context() as broken:
         broken.setattr("kvferry.client.tensors.sharing.export_tensors", fail)
         daemon_service.restart()
-        until(lambda: bool(engine.poll()) or _refused(engine.client), PATIENCE)
+        until(lambda: bool(engine.poll()) or _refused(engine.client), TIMEOUT)
         assert engine.client.gone is not None
         cause = engine.client.gone.__cause__
         assert isinstance(cause, Failed)
         assert cause.code == Code.MAP_FAILED
         assert "too many open files" in str(cause)
-    back(engine.client)
+    wait_reconnected(engine.client)
     engine.round_trip(3, 0, 9)
 
 
@@ -215,7 +215,7 @@ def _refused(client: OffloadClient) -> bool:
     return client.gone is not None and client.gone.__cause__ is not None
 
 
-def test_tensors_of_a_daemon_are_the_engine_s_own_for_the_next_one(
+def test_tensors_of_a_daemon_are_registered_with_the_next_one(
     daemon_service: DaemonService, engine: ReconnectingFixture
 ) -> None:
     from support.raw_client import one_tensor
@@ -242,16 +242,16 @@ def test_a_closed_timeline_is_the_reason_in_gone(
 ) -> None:
     engine.timeline.close()
     daemon_service.restart()
-    until(lambda: bool(engine.client.get_finished()) or _refused(engine.client), PATIENCE)
+    until(lambda: bool(engine.client.get_finished()) or _refused(engine.client), TIMEOUT)
     assert "timeline is closed" in str(engine.client.gone)
 
 
-@pytest.mark.parametrize("state", ["away", "coming"])
-def test_closing_while_the_daemon_is_away(daemon_service: DaemonService, state: str) -> None:
+@pytest.mark.parametrize("state", ["disconnected", "connecting"])
+def test_closing_while_the_daemon_is_down(daemon_service: DaemonService, state: str) -> None:
     client = OffloadClient(daemon_service.directory)
     daemon_service.daemon.kill()
     until(lambda: bool(client.get_finished()) or not client.connected)
-    if state == "coming":
+    if state == "connecting":
         daemon_service.start()
         client.get_finished()
     began = time.monotonic()
@@ -267,18 +267,18 @@ def test_closing_while_the_daemon_is_away(daemon_service: DaemonService, state: 
 def test_a_scheduler_and_a_worker(
     daemon_service: DaemonService, engine: ReconnectingFixture
 ) -> None:
-    """Only one registers; the other submits, and finds its jobs done again."""
+    """Only the worker registers. The scheduler's jobs are done again after both reconnected."""
     with OffloadClient(daemon_service.directory, engine="engine") as scheduler:
         schedule = ReconnectingFixture(scheduler)
         schedule.tensor = engine.tensor
         schedule.round_trip(3, 0, 9)
         daemon_service.restart()
-        back(scheduler)
+        wait_reconnected(scheduler)
         assert scheduler.region is None
         early = schedule.result(schedule.submit(store(3, 0)))
         assert early.error is not None
         assert early.error.code == Code.NOT_REGISTERED
-        back(engine.client)
+        wait_reconnected(engine.client)
         schedule.round_trip(5, 0, 9)
         stale = schedule.result(schedule.submit(load(1, 9)))
         assert stale.error is not None

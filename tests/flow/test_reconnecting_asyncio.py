@@ -17,17 +17,17 @@ from support.eventually import eventually
 from support.reconnecting_fixture import (
     NEVER,
     PAGE,
-    PATIENCE,
+    TIMEOUT,
     DaemonService,
     ReconnectingFixture,
 )
 
 
-async def registered(
+async def connect_and_register(
     daemon_service: DaemonService,
 ) -> tuple[AsyncOffloadClient, ReconnectingFixture]:
     client = await AsyncOffloadClient.connect(
-        daemon_service.directory, engine="async", timeout=PATIENCE
+        daemon_service.directory, engine="async", timeout=TIMEOUT
     )
     engine = ReconnectingFixture(client)
     await client.register_kv_caches(
@@ -37,8 +37,8 @@ async def registered(
 
 
 async def test_an_asyncio_client_reconnects_by_itself(daemon_service: DaemonService) -> None:
-    """Nothing is called meanwhile."""
-    client, engine = await registered(daemon_service)
+    """The caller calls nothing meanwhile."""
+    client, engine = await connect_and_register(daemon_service)
     held = engine.submit(store(1, 1), wait_for=NEVER)
     waiting = asyncio.create_task(client.wait([held]))
     await client.status()
@@ -53,29 +53,29 @@ async def test_an_asyncio_client_reconnects_by_itself(daemon_service: DaemonServ
     await client.wait([job])
     assert torch.equal(engine.tensor[9], engine.tensor[3])
     engine.check_each_ended_once()
-    assert [one.outcome for one in engine.history] == ["lost", "done", "done"]
+    assert [result.outcome for result in engine.history] == ["lost", "done", "done"]
     await client.close()
     engine.timeline.close()
 
 
-async def test_an_asyncio_verb_waits_for_the_daemon(daemon_service: DaemonService) -> None:
-    client, engine = await registered(daemon_service)
+async def test_an_asyncio_request_waits_for_the_daemon(daemon_service: DaemonService) -> None:
+    client, engine = await connect_and_register(daemon_service)
     daemon_service.daemon.kill()
     await eventually(lambda: client.connecting)
     with pytest.raises(Gone) as gone:
         await client.status(timeout=0.2)
     assert gone.value.code == Code.DAEMON_GONE
-    asking = asyncio.create_task(client.status())
+    request = asyncio.create_task(client.status())
     await asyncio.to_thread(daemon_service.start)
-    assert (await asking).pid == daemon_service.daemon.pid
+    assert (await request).pid == daemon_service.daemon.pid
     await client.close()
     engine.timeline.close()
 
 
-async def test_closing_an_asyncio_client_while_the_daemon_is_away(
+async def test_closing_an_asyncio_client_while_the_daemon_is_down(
     daemon_service: DaemonService,
 ) -> None:
-    client, engine = await registered(daemon_service)
+    client, engine = await connect_and_register(daemon_service)
     daemon_service.daemon.kill()
     await eventually(lambda: client.connecting)
     async with asyncio.timeout(8):

@@ -19,13 +19,13 @@ from kvferry.testing.engine import until
 from support.reconnecting_fixture import (
     FINGERPRINT,
     PAGE,
-    PATIENCE,
+    TIMEOUT,
     A,
     B,
     C,
     DaemonService,
     ReconnectingFixture,
-    back,
+    wait_reconnected,
 )
 from support.service_manager import ServiceManager, kvferryd_command
 
@@ -34,7 +34,7 @@ from .block_tables import await_committed
 
 @pytest.fixture
 def engine_in_namespace(daemon_service: DaemonService) -> Iterator[ReconnectingFixture]:
-    with OffloadClient(daemon_service.directory, engine="engine", timeout=PATIENCE) as client:
+    with OffloadClient(daemon_service.directory, engine="engine", timeout=TIMEOUT) as client:
         client.open_namespace(FINGERPRINT, eviction_policy="arc", cpu_bytes_to_use=8 * PAGE)
         engine = ReconnectingFixture(client)
         client.register_kv_caches({"layer": engine.tensor}, **engine.arguments)
@@ -42,37 +42,37 @@ def engine_in_namespace(daemon_service: DaemonService) -> Iterator[ReconnectingF
     engine.timeline.close()
 
 
-def keep(engine: ReconnectingFixture, gpu: int, key: bytes) -> None:
-    """Store a block under a key, and see it there."""
+def store_key(engine: ReconnectingFixture, gpu: int, key: bytes) -> None:
+    """Store a block under a key, and wait until the lookup is a hit."""
     assert engine.result(engine.submit((GPULoadStoreSpec([gpu]), KeyLoadStoreSpec((key,))))).success
-    until(lambda: engine.client.lookup(key) is Lookup.HIT, PATIENCE)
+    until(lambda: engine.client.lookup(key) is Lookup.HIT, TIMEOUT)
 
 
-def fetch(engine: ReconnectingFixture, key: bytes, gpu: int) -> TransferResult:
+def load_key(engine: ReconnectingFixture, key: bytes, gpu: int) -> TransferResult:
     return engine.result(engine.submit((KeyLoadStoreSpec((key,)), GPULoadStoreSpec([gpu]))))
 
 
 def test_after_a_restart_keys_of_others_are_hits_and_pins_are_restored(
     daemon_service: DaemonService, engine_in_namespace: ReconnectingFixture
 ) -> None:
-    """The other client is back first, and stores a key that this one has pinned."""
+    """The other client reconnects first, and stores a key that this one has pinned."""
     client = engine_in_namespace.client
-    keep(engine_in_namespace, 3, A)
+    store_key(engine_in_namespace, 3, A)
     client.pin([A, A, C])
     daemon_service.restart()
     with OffloadClient(daemon_service.directory, engine="other") as other:
         other.open_namespace(FINGERPRINT, cpu_bytes_to_use=8 * PAGE)
         engine = ReconnectingFixture(other)
         other.register_kv_caches({"layer": engine.tensor}, **engine.arguments)
-        keep(engine, 5, A)
-        back(client)
+        store_key(engine, 5, A)
+        wait_reconnected(client)
         assert client.lookup(A) is Lookup.HIT
-        until(lambda: other.namespaces()[0].pinned == 1, PATIENCE)
+        until(lambda: other.namespaces()[0].pinned == 1, TIMEOUT)
         client.unpin([A])
         assert client.namespaces()[0].pinned == 1
         client.unpin([A, C])
         assert client.namespaces()[0].pinned == 0
-        assert fetch(engine_in_namespace, A, 9).success
+        assert load_key(engine_in_namespace, A, 9).success
         assert bool((engine_in_namespace.tensor[9] == 5).all())
         engine.timeline.close()
 
@@ -83,18 +83,18 @@ def test_a_manager_continues_after_a_restart_of_the_daemon(
     with OffloadingManager.connect(
         [daemon_service.directory], engine="engine", fingerprint=FINGERPRINT, events=True
     ) as manager:
-        keep(engine_in_namespace, 3, A)
-        until(lambda: manager.lookup(A) is Lookup.HIT, PATIENCE)
+        store_key(engine_in_namespace, 3, A)
+        until(lambda: manager.lookup(A) is Lookup.HIT, TIMEOUT)
         assert [event.removed for event in manager.take_events()] == [False]
         daemon_service.daemon.kill()
-        until(lambda: manager.lookup(A) is Lookup.MISS, PATIENCE)
+        until(lambda: manager.lookup(A) is Lookup.MISS, TIMEOUT)
         assert [event.removed for event in manager.take_events()] == [True]
         output = manager.prepare_store([B])
         assert output is not None
         assert output.keys_to_store == ()
         daemon_service.start()
-        back(engine_in_namespace.client)
-        until(lambda: bool(manager.take_events()) or manager.gone is None, PATIENCE)
+        wait_reconnected(engine_in_namespace.client)
+        until(lambda: bool(manager.take_events()) or manager.gone is None, TIMEOUT)
         output = manager.prepare_store([A, B])
         assert output is not None
         assert output.keys_to_store == (A, B)
@@ -102,7 +102,7 @@ def test_a_manager_continues_after_a_restart_of_the_daemon(
             engine_in_namespace.submit((GPULoadStoreSpec([5, 6]), output.store_spec))
         ).success
         manager.complete_store([A, B])
-        until(lambda: manager.lookup(B) is Lookup.HIT, PATIENCE)
+        until(lambda: manager.lookup(B) is Lookup.HIT, TIMEOUT)
         (event,) = manager.take_events()
         assert set(event.keys) == {A, B}
 
@@ -121,23 +121,23 @@ def kept(tmp_path: Path) -> Iterator[ServiceManager]:
 def test_keys_and_pins_outlive_a_daemon_that_keeps_its_pool(
     kept: ServiceManager, tmp_path: Path
 ) -> None:
-    with OffloadClient(tmp_path / "run" / "cpu", engine="engine", timeout=PATIENCE) as client:
+    with OffloadClient(tmp_path / "run" / "cpu", engine="engine", timeout=TIMEOUT) as client:
         client.open_namespace(FINGERPRINT, cpu_bytes_to_use=8 * PAGE)
         engine = ReconnectingFixture(client)
         client.register_kv_caches({"layer": engine.tensor}, **engine.arguments)
-        keep(engine, 3, A)
-        keep(engine, 4, B)
+        store_key(engine, 3, A)
+        store_key(engine, 4, B)
         client.pin([A])
         await_committed(kept, 2)
         kept.kill()
         kept.start(ready=False)
         with OffloadClient(tmp_path / "run" / "cpu", engine="observer") as observer:
-            # A pin of a key whose block is not verified yet keeps nothing.
-            until(lambda: observer.namespaces()[0].unverified == 0, PATIENCE)
-        back(client)
+            # A pin has no effect before the key's block is verified.
+            until(lambda: observer.namespaces()[0].unverified == 0, TIMEOUT)
+        wait_reconnected(client)
         assert client.namespace.opened.reattached
         assert [client.lookup(key) for key in (A, B, C)] == [Lookup.HIT, Lookup.HIT, Lookup.MISS]
         assert client.namespaces()[0].pinned == 1
-        assert fetch(engine, A, 9).success
+        assert load_key(engine, A, 9).success
         assert bool((engine.tensor[9] == 3).all())
         engine.timeline.close()

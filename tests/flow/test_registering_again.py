@@ -1,6 +1,6 @@
-"""Registering again, where nobody waited for the daemon's answer: it may have registered, or not.
+"""Registering again after a call that timed out, when the daemon may have registered the tensors.
 
-The daemon stands still from the moment on that it is asked, and goes on when nobody waits.
+A DaemonStopper stops the daemon at the request (SIGSTOP) and continues it after the timeout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SPEC = GPULoadStoreSpec([3]), CPULoadStoreSpec([0])
 
 
 class DaemonStopper:
-    """Stops a daemon as soon as a client's next registration is on its way."""
+    """Stops a daemon right before a client sends its next registration."""
 
     def __init__(self, daemon: LocalDaemon) -> None:
         self._process = daemon.process
@@ -43,13 +43,13 @@ class DaemonStopper:
     def stop_at_registration(self, client: NonBlockingClient) -> None:
         send = client._send
 
-        def stopping(data: bytes) -> None:
+        def stop_and_send(data: bytes) -> None:
             if b"kvcaches" in data:
                 self._process.send_signal(signal.SIGSTOP)
                 client._send = send  # type: ignore[method-assign]
             send(data)
 
-        client._send = stopping  # type: ignore[method-assign]
+        client._send = stop_and_send  # type: ignore[method-assign]
 
     def continue_daemon(self) -> None:
         self._process.send_signal(signal.SIGCONT)
@@ -57,9 +57,9 @@ class DaemonStopper:
 
 @pytest.fixture
 def stopper(kvferryd: LocalDaemon) -> Iterator[DaemonStopper]:
-    one = DaemonStopper(kvferryd)
-    yield one
-    one.continue_daemon()
+    stopper = DaemonStopper(kvferryd)
+    yield stopper
+    stopper.continue_daemon()
 
 
 def register(client: Any, tensor: torch.Tensor, **options: Any) -> Any:
@@ -74,35 +74,38 @@ METHOD = pytest.mark.parametrize("method", [register, allocate])
 RECONNECTS = pytest.mark.parametrize("reconnects", [True, False])
 
 
-def timed_out(method: Callable[[], Any]) -> None:
+def check_timeout(method: Callable[[], Any]) -> None:
     with pytest.raises(Gone) as gone:
         method()
     assert gone.value.code == Code.TIMEOUT
 
 
-def stores(client: OffloadClient) -> bool:
-    """Whether what was registered can be used."""
+def can_store(client: OffloadClient) -> bool:
     client.transfer_async(1, SPEC)
     client.wait([1])
     return [result.success for result in client.get_finished()] == [True]
 
 
 @METHOD
-def test_the_same_again_is_the_same(
+def test_the_same_registration_continues_the_first(
     kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any
 ) -> None:
-    """It is not registered twice, and the client is as it was."""
+    """The tensors are registered once, and the client stays connected."""
     tensor, timeline = shared_empty((8, 64)), Timeline.create()
     with OffloadClient(kvferryd.directory, engine="late") as client:
         stopper.stop_at_registration(client)
-        timed_out(lambda: method(client, tensor, host_bytes=512, timeline=timeline, timeout=0.2))
-        timed_out(lambda: method(client, tensor, host_bytes=512, timeline=timeline, timeout=0.2))
+        check_timeout(
+            lambda: method(client, tensor, host_bytes=512, timeline=timeline, timeout=0.2)
+        )
+        check_timeout(
+            lambda: method(client, tensor, host_bytes=512, timeline=timeline, timeout=0.2)
+        )
         stopper.continue_daemon()
         method(client, tensor, host_bytes=512, timeline=timeline)
         assert client.region is not None
         assert client.region.num_blocks == 8
         assert client.incarnation == 1
-        assert stores(client)
+        assert can_store(client)
         with pytest.raises(Refused, match="this client has already registered") as refused:
             method(client, tensor, host_bytes=512, timeline=timeline)
         assert refused.value.code == Code.ALREADY_REGISTERED
@@ -117,12 +120,12 @@ def test_another_registration_replaces_the_unanswered_one(
 ) -> None:
     with OffloadClient(kvferryd.directory, engine="late", reconnect=reconnects) as client:
         stopper.stop_at_registration(client)
-        timed_out(lambda: method(client, shared_empty((8, 64)), host_bytes=1024, timeout=0.2))
+        check_timeout(lambda: method(client, shared_empty((8, 64)), host_bytes=1024, timeout=0.2))
         stopper.continue_daemon()
         method(client, shared_empty((8, 64)), host_bytes=512)
         assert client.region is not None
         assert client.region.num_blocks == 8
-        assert stores(client)
+        assert can_store(client)
         (engine,) = client.status().engines
         assert (engine.name, engine.host_blocks) == ("late", 8)
         kvferryd.kill()
@@ -137,16 +140,18 @@ def test_after_a_refusal_the_next_request_is_sent(
 ) -> None:
     with OffloadClient(kvferryd.directory, engine="late") as client:
         stopper.stop_at_registration(client)
-        timed_out(lambda: method(client, shared_empty((8, 64)), host_bytes=1 << 40, timeout=0.2))
+        check_timeout(
+            lambda: method(client, shared_empty((8, 64)), host_bytes=1 << 40, timeout=0.2)
+        )
         stopper.continue_daemon()
         method(client, shared_empty((8, 64)), host_bytes=512)
-        assert stores(client)
+        assert can_store(client)
         assert client.incarnation == 1
 
 
 @METHOD
 def test_an_interrupt(kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any) -> None:
-    """Whoever keeps the exception does not keep the client from registering."""
+    """A reference to the exception does not prevent the next registration."""
     tensor = shared_empty((8, 64))
 
     def interrupt(number: int, frame: object) -> None:
@@ -162,7 +167,7 @@ def test_an_interrupt(kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any
             except KeyboardInterrupt:
                 stopper.continue_daemon()
                 method(client, tensor, host_bytes=512)
-            assert stores(client)
+            assert can_store(client)
     finally:
         signal.signal(signal.SIGALRM, before)
 
@@ -175,11 +180,11 @@ def test_the_request_is_sent_again_to_a_restarted_daemon(
     daemon = start_kvferryd(runtime_dir=short_path)
     with OffloadClient(daemon.directory, engine="late") as client:
         DaemonStopper(daemon).stop_at_registration(client)
-        timed_out(lambda: method(client, tensor, host_bytes=512, timeout=0.2))
+        check_timeout(lambda: method(client, tensor, host_bytes=512, timeout=0.2))
         daemon.kill()
         start_kvferryd(runtime_dir=short_path)
         method(client, tensor, host_bytes=512)
-        assert stores(client)
+        assert can_store(client)
         assert client.incarnation == 2
 
 
@@ -213,7 +218,7 @@ async def test_a_task_that_was_cancelled(
 async def test_two_tasks_at_once(
     kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any
 ) -> None:
-    """One of them has it, and the other is told so, also where both take up what was left."""
+    """One task registers and the other is refused, also if both continue an earlier request."""
     tensor = shared_empty((8, 64))
     async with await AsyncOffloadClient.connect(kvferryd.directory, engine="late") as client:
         stopper.stop_at_registration(client)
@@ -223,8 +228,8 @@ async def test_two_tasks_at_once(
         await asyncio.sleep(0.1)
         stopper.continue_daemon()
         outcomes = await asyncio.gather(*both, return_exceptions=True)
-        refused = [one for one in outcomes if isinstance(one, Refused)]
-        assert [one.code for one in refused] == [Code.ALREADY_REGISTERED]
+        refused = [outcome for outcome in outcomes if isinstance(outcome, Refused)]
+        assert [error.code for error in refused] == [Code.ALREADY_REGISTERED]
         client.transfer_async(1, SPEC)
         await client.wait([1])
         assert [result.success for result in client.get_finished()] == [True]

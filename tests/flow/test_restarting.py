@@ -1,4 +1,4 @@
-"""A restarted daemon has the blocks that were stored, and no others."""
+"""A restarted daemon has the blocks whose stores completed, and no others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .block_tables import await_committed
 
 @pytest.fixture
 def service_on_device(short_path: Path, device: str) -> Iterator[RestartedService]:
-    """On a GPU as well."""
+    """A restarted service that also runs on a GPU."""
     restarted_service = RestartedService(short_path, device)
     with restarted_service.manager:
         restarted_service.start()
@@ -39,22 +39,22 @@ def service_on_device(short_path: Path, device: str) -> Iterator[RestartedServic
 
 
 def test_stored_keys_are_hits_after_a_restart(service_on_device: RestartedService) -> None:
-    with service_on_device.engine() as one:
-        content = one.fill(range(8), seed=1)
-        assert one.store(range(8), keys(1, 2, 3, 4)).success
-        assert one.store([8], keys(5)).success  # half of a host block
+    with service_on_device.engine() as engine:
+        content = engine.fill(range(8), seed=1)
+        assert engine.store(range(8), keys(1, 2, 3, 4)).success
+        assert engine.store([8], keys(5)).success  # half of a host block
         await_committed(service_on_device.manager, 5)
     service_on_device.restart()
-    with service_on_device.engine("two") as two:
-        assert two.opened.reattached
-        until(lambda: two.lookup(1, 2, 3, 4) == [Lookup.HIT] * 4, 20)
-        assert two.lookup(6) == [Lookup.MISS]
-        assert two.load(keys(3, 1), [20, 21, 22, 23]).success
-        assert torch.equal(two.read(range(20, 24)), content[[4, 5, 0, 1]])
-        half = two.load(keys(5), [24, 25])
+    with service_on_device.engine("two") as second:
+        assert second.opened.reattached
+        until(lambda: second.lookup(1, 2, 3, 4) == [Lookup.HIT] * 4, 20)
+        assert second.lookup(6) == [Lookup.MISS]
+        assert second.load(keys(3, 1), [20, 21, 22, 23]).success
+        assert torch.equal(second.read(range(20, 24)), content[[4, 5, 0, 1]])
+        half = second.load(keys(5), [24, 25])
         assert half.error is not None
         assert half.error.code == Code.KEY_ABSENT
-        until(lambda: verified(two.client), 20)
+        until(lambda: verified(second.client), 20)
     assert "region restored" in service_on_device.manager.log()
 
 
@@ -78,107 +78,111 @@ def test_a_store_that_was_in_flight_is_not_resident(tmp_path: Path) -> None:
     restarted_service = RestartedService(tmp_path)
     with restarted_service.manager:
         restarted_service.start()
-        with restarted_service.engine() as one:
-            assert one.store([0, 1], keys(1)).success
+        with restarted_service.engine() as engine:
+            assert engine.store([0, 1], keys(1)).success
             await_committed(restarted_service.manager, 1)
         restarted_service.restart(reference_stall=0.5)
-        with restarted_service.engine() as one:
-            one.submit((GPULoadStoreSpec(range(16)), KeyLoadStoreSpec(keys(*range(2, 10)))))
-            until(lambda: one.client.namespaces()[0].pending == 8)
+        with restarted_service.engine() as engine:
+            engine.submit((GPULoadStoreSpec(range(16)), KeyLoadStoreSpec(keys(*range(2, 10)))))
+            until(lambda: engine.client.namespaces()[0].pending == 8)
             restarted_service.restart()
-        with restarted_service.engine() as one:
-            one.await_verified()
-            assert one.lookup(*range(1, 10)) == [Lookup.HIT] + [Lookup.MISS] * 8
+        with restarted_service.engine() as engine:
+            engine.await_verified()
+            assert engine.lookup(*range(1, 10)) == [Lookup.HIT] + [Lookup.MISS] * 8
 
 
-def test_keys_that_were_evicted_or_reset_stay_away(restarted_service: RestartedService) -> None:
-    with restarted_service.engine() as one:
-        blocks = one.opened.num_blocks
+def test_evicted_and_reset_keys_are_misses_after_a_restart(
+    restarted_service: RestartedService,
+) -> None:
+    with restarted_service.engine() as engine:
+        blocks = engine.opened.num_blocks
         for first in range(0, blocks + 16, 16):
-            assert one.store(range(32), keys(*range(first, first + 16))).success
+            assert engine.store(range(32), keys(*range(first, first + 16))).success
         await_committed(restarted_service.manager, blocks)
     restarted_service.restart()
-    with restarted_service.engine() as one:
-        one.await_verified()
-        assert one.lookup(0, 15, 16, blocks + 15) == [Lookup.MISS] * 2 + [Lookup.HIT] * 2
-        one.client.reset()
+    with restarted_service.engine() as engine:
+        engine.await_verified()
+        assert engine.lookup(0, 15, 16, blocks + 15) == [Lookup.MISS] * 2 + [Lookup.HIT] * 2
+        engine.client.reset()
     restarted_service.restart()
-    with restarted_service.engine() as one:
-        assert one.opened.reattached
-        assert one.lookup(16, blocks + 15) == [Lookup.MISS] * 2
-        assert one.opened.generation == 2
+    with restarted_service.engine() as engine:
+        assert engine.opened.reattached
+        assert engine.lookup(16, blocks + 15) == [Lookup.MISS] * 2
+        assert engine.opened.generation == 2
 
 
-def test_the_order_of_use_is_kept_over_a_restart(restarted_service: RestartedService) -> None:
-    with restarted_service.engine() as one:
-        blocks = one.opened.num_blocks
+def test_the_lru_order_is_kept_over_a_restart(restarted_service: RestartedService) -> None:
+    with restarted_service.engine() as engine:
+        blocks = engine.opened.num_blocks
         for first in range(0, blocks, 16):
-            assert one.store(range(32), keys(*range(first, first + 16))).success
+            assert engine.store(range(32), keys(*range(first, first + 16))).success
         await_committed(restarted_service.manager, blocks)
-        assert one.load(keys(3), [0, 1]).success
+        assert engine.load(keys(3), [0, 1]).success
     restarted_service.restart()
-    with restarted_service.engine() as one:
-        one.await_verified()
-        assert one.store(range(32), keys(*range(9000, 9016))).success
-        assert one.lookup(3, 16) == [Lookup.HIT] * 2
-        assert one.lookup(0, 15) == [Lookup.MISS] * 2
+    with restarted_service.engine() as engine:
+        engine.await_verified()
+        assert engine.store(range(32), keys(*range(9000, 9016))).success
+        assert engine.lookup(3, 16) == [Lookup.HIT] * 2
+        assert engine.lookup(0, 15) == [Lookup.MISS] * 2
 
 
-def test_bytes_that_changed_meanwhile_are_never_loaded(service_on_device: RestartedService) -> None:
-    with service_on_device.engine() as one:
-        content = one.fill(range(4), seed=1)
-        assert one.store(range(4), keys(1, 2)).success
+def test_bytes_that_changed_during_a_restart_are_not_loaded(
+    service_on_device: RestartedService,
+) -> None:
+    with service_on_device.engine() as engine:
+        content = engine.fill(range(4), seed=1)
+        assert engine.store(range(4), keys(1, 2)).success
         await_committed(service_on_device.manager, 2)
     service_on_device.manager.kill()
-    service_on_device.change("pool-00000", OWN + PAGE + 17, b"\x00\x01\x02\x03")
+    service_on_device.overwrite("pool-00000", OWN + PAGE + 17, b"\x00\x01\x02\x03")
     service_on_device.start()
-    with service_on_device.engine() as one:
-        result = one.load(keys(1), [20, 21])
+    with service_on_device.engine() as engine:
+        result = engine.load(keys(1), [20, 21])
         assert not result.success
         assert result.error is not None
         assert result.error.code in (Code.CORRUPT_BLOCK, Code.KEY_ABSENT)
-        until(lambda: one.lookup(1) == [Lookup.MISS])
-        assert one.load(keys(2), [20, 21]).success
-        assert torch.equal(one.read(range(20, 22)), content[2:])
-        content = one.fill([0, 1], seed=2)  # and it can be stored anew
-        assert one.store([0, 1], keys(1)).success
-        assert one.load(keys(1), [8, 9]).success
-        assert torch.equal(one.read(range(8, 10)), content)
+        until(lambda: engine.lookup(1) == [Lookup.MISS])
+        assert engine.load(keys(2), [20, 21]).success
+        assert torch.equal(engine.read(range(20, 22)), content[2:])
+        content = engine.fill([0, 1], seed=2)  # the key can be stored again
+        assert engine.store([0, 1], keys(1)).success
+        assert engine.load(keys(1), [8, 9]).success
+        assert torch.equal(engine.read(range(8, 10)), content)
 
 
 def test_a_block_that_changes_while_the_daemon_runs_is_found_by_the_scrub(tmp_path: Path) -> None:
     restarted_service = RestartedService(tmp_path, integrity_scrub_rate="1GiB")
     with restarted_service.manager:
         restarted_service.start()
-        with restarted_service.engine() as one:
-            assert one.store(range(4), keys(1, 2)).success
+        with restarted_service.engine() as engine:
+            assert engine.store(range(4), keys(1, 2)).success
             await_committed(restarted_service.manager, 2)
-            restarted_service.change("pool-00000", OWN + 5, b"tampered")
-            until(lambda: one.lookup(1, 2) == [Lookup.MISS, Lookup.HIT])
-            assert not one.load(keys(1), range(2)).success
-            assert one.load(keys(2), range(2)).success
-            assert one.client.status().errors[Code.CORRUPT_BLOCK] == 1
+            restarted_service.overwrite("pool-00000", OWN + 5, b"tampered")
+            until(lambda: engine.lookup(1, 2) == [Lookup.MISS, Lookup.HIT])
+            assert not engine.load(keys(1), range(2)).success
+            assert engine.load(keys(2), range(2)).success
+            assert engine.client.status().errors[Code.CORRUPT_BLOCK] == 1
         assert "host blocks corrupt" in restarted_service.manager.log()
 
 
 def test_blocks_by_number_are_loadable_after_a_restart(
     service_on_device: RestartedService,
 ) -> None:
-    with service_on_device.engine(namespace=False) as one:
-        content = one.fill(range(4), seed=3)
-        assert one.run((GPULoadStoreSpec(range(4)), CPULoadStoreSpec([7, 9]))).success
+    with service_on_device.engine(namespace=False) as engine:
+        content = engine.fill(range(4), seed=3)
+        assert engine.run((GPULoadStoreSpec(range(4)), CPULoadStoreSpec([7, 9]))).success
         await_committed(service_on_device.manager, 2)
     service_on_device.restart()
-    with service_on_device.engine(namespace=False) as one:
-        assert one.region.reattached
-        back = CPULoadStoreSpec([9, 7]), GPULoadStoreSpec(range(10, 14))
-        until(lambda: one.run(back).success, 20)
-        assert torch.equal(one.read(range(10, 14)), content[[2, 3, 0, 1]])
-        never = one.run((CPULoadStoreSpec([7, 8]), GPULoadStoreSpec(range(10, 14))))
-        assert never.error is not None
-        assert never.error.code == Code.STALE
-        assert one.run((GPULoadStoreSpec(range(2)), CPULoadStoreSpec([8]))).success
-        assert one.run((CPULoadStoreSpec([7, 8]), GPULoadStoreSpec(range(10, 14)))).success
+    with service_on_device.engine(namespace=False) as engine:
+        assert engine.region.reattached
+        spec = CPULoadStoreSpec([9, 7]), GPULoadStoreSpec(range(10, 14))
+        until(lambda: engine.run(spec).success, 20)
+        assert torch.equal(engine.read(range(10, 14)), content[[2, 3, 0, 1]])
+        undefined = engine.run((CPULoadStoreSpec([7, 8]), GPULoadStoreSpec(range(10, 14))))
+        assert undefined.error is not None
+        assert undefined.error.code == Code.STALE
+        assert engine.run((GPULoadStoreSpec(range(2)), CPULoadStoreSpec([8]))).success
+        assert engine.run((CPULoadStoreSpec([7, 8]), GPULoadStoreSpec(range(10, 14)))).success
 
 
 def test_a_freed_region_is_not_restored(restarted_service: RestartedService) -> None:

@@ -1,8 +1,8 @@
-"""What is stored and loaded elsewhere is the same bytes, and not one other byte changes.
+"""A store and a load into other blocks copy the same bytes, and change no other byte.
 
-`moved` compares whole memories. Before anything moves, the worker's own kernels write into the
-blocks to come what must come, and all memory is remembered; then those blocks are filled with
-something else, and the load has to bring the memory to just that state.
+`check_moved` compares all GPU memory. The worker's kernels first write the expected bytes into the
+destination blocks, and a snapshot of all memory is taken. Then the kernels overwrite the
+destination blocks. After the load the memory must equal the snapshot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvferry.client import (
 from kvferry.proto.specs import MAX_BLOCK_IDS
 from kvferry.testing.engine import GroupOptions, SmallEngine, StartSmallEngine
 
-WRITTEN, SPOILED = 1, 2
+WRITTEN, OVERWRITTEN = 1, 2
 SHAPES: dict[str, dict[str, Any]] = {
     "blocks first": {"form": "blocks_first"},
     "blocks first, HND": {"form": "blocks_first_hnd", "dtype": "float16"},
@@ -66,7 +66,7 @@ def check_moved(
     jobs = [engine.store(flat[0], host, wait_for=value, sizes=sizes, firsts=firsts)]
     engine.finish(*jobs)
     for group, target in enumerate(dst):
-        value = worker.write(target, SPOILED, group=group)
+        value = worker.write(target, OVERWRITTEN, group=group)
     jobs.append(engine.load(host, flat[1], wait_for=value, sizes=sizes, firsts=firsts))
     results = engine.finish(*jobs)
     nbytes = sum(
@@ -75,13 +75,13 @@ def check_moved(
     assert [(r.success, r.transfer_size, r.error) for r in results] == [(True, nbytes, None)] * 2
     assert [r.transfer_type for r in results] == [("GPU", "CPU"), ("CPU", "GPU")]
     assert all(r.transfer_time > 0 for r in results)
-    for found, whole in zip(worker.snapshot(), wanted, strict=True):
-        assert np.array_equal(found, whole)
+    for actual, expected in zip(worker.snapshot(), wanted, strict=True):
+        assert np.array_equal(actual, expected)
 
 
-def shuffled(*counts: int, of: int = 32) -> list[list[int]]:
-    """Lists of ids that do not meet, in no order."""
-    ids = np.random.default_rng(5).permutation(of).tolist()
+def shuffled(*counts: int, total: int = 32) -> list[list[int]]:
+    """Disjoint lists of ids in random order."""
+    ids = np.random.default_rng(5).permutation(total).tolist()
     ends = np.cumsum(counts).tolist()
     return [ids[end - n : end] for n, end in zip(counts, ends, strict=True)]
 
@@ -113,7 +113,7 @@ def test_groups(
 
 
 def test_the_longest_list_of_blocks(kvferryd: LocalDaemon) -> None:
-    """As many ids as a spec may name, blocks of one byte each."""
+    """The most ids that a spec may have, for blocks of one byte."""
     tensor = shared_empty((MAX_BLOCK_IDS, 1), torch.uint8)
     content = torch.arange(MAX_BLOCK_IDS).remainder(251).to(torch.uint8)
     tensor[:, 0] = content
@@ -135,12 +135,12 @@ def test_the_longest_list_of_blocks(kvferryd: LocalDaemon) -> None:
 def test_large_jobs_that_wait_for_a_kernel_and_for_each_other(
     start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
-    """What they need is made ready meanwhile, by the loop."""
+    """The event loop prepares their tables while they wait."""
     groups = (GroupOptions(2, (64, 8, 64)),)
     engine = start_engine(
         daemon, groups=groups, num_blocks=272, host_bytes=40 << 20, block_size_factor=4
     )
-    src, dst = shuffled(136, 136, of=272)
+    src, dst = shuffled(136, 136, total=272)
     value = engine.worker.write(src, 1, slow=0.05)
     jobs = engine.store(src, range(34), wait_for=value), engine.load(range(34), dst)
     assert all(result.success for result in engine.finish(*jobs))

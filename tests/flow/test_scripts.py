@@ -1,4 +1,4 @@
-"""What measures is asked how it is called, and what is interrupted ends quietly."""
+"""Scripts print their usage, and an interrupted program ends without a traceback."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_an_unknown_scenario_is_refused() -> None:
 
 def test_a_plot_needs_an_existing_file(tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text("text")
-    for given in ([], [tmp_path / "no.json", "a.png"], [tmp_path / "text.json", "a.png"]):
-        done = run("-m", plotting.__name__, *given)
+    for arguments in ([], [tmp_path / "no.json", "a.png"], [tmp_path / "text.json", "a.png"]):
+        done = run("-m", plotting.__name__, *arguments)
         assert done.returncode == 2
         assert "usage: " in done.stderr
         assert "Traceback" not in done.stderr

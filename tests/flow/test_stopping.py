@@ -1,4 +1,4 @@
-"""SIGTERM: what runs ends, what cannot is cancelled, everybody is told, and the status is 0."""
+"""SIGTERM: running jobs complete, waiting jobs are cancelled, clients are informed, status 0."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from kvferry.testing.engine import SmallEngine, StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
 
 NEVER = 1 << 40
-PATIENCE = 10.0
+TIMEOUT = 10.0
 # Seconds. Less than the timeouts of 10 s; longer than usual, because other processes may use the
 # cores.
 PROMPTLY = 8.0
 
 
-def ended(daemon: LocalDaemon) -> int:
-    """The exit status, once the daemon has ended; it said nothing alarming on the way."""
-    status = daemon.process.wait(PATIENCE)
+def wait_exit(daemon: LocalDaemon) -> int:
+    """Wait until the daemon has ended, and check its log and sockets. Returns the exit status."""
+    status = daemon.process.wait(TIMEOUT)
     assert "Traceback" not in daemon.log(), daemon.log()
     assert not list(daemon.runtime_dir.glob("*/*.sock"))
     return status
 
 
-def check_told(engine: SmallEngine) -> None:
-    """The scheduler's client knows that the daemon is gone, and every verb says so in time."""
+def check_disconnected(engine: SmallEngine) -> None:
+    """Every method of the scheduler's client reports that the daemon is gone, in time."""
     began = time.monotonic()
     engine.poll()
     with pytest.raises(Gone) as gone:
@@ -55,8 +55,8 @@ def test_running_jobs_are_drained(start_engine: StartSmallEngine, slow: LocalDae
     until(lambda: not engine.client.wait(jobs))  # type: ignore[func-returns-value]
     results = engine.finish(*jobs)
     assert [result.success for result in results] == [True] * 4
-    assert ended(slow) == 0
-    check_told(engine)
+    assert wait_exit(slow) == 0
+    check_disconnected(engine)
 
 
 def test_no_new_work_while_draining(start_engine: StartSmallEngine, slow: LocalDaemon) -> None:
@@ -74,7 +74,7 @@ def test_no_new_work_while_draining(start_engine: StartSmallEngine, slow: LocalD
         OffloadClient(slow.directory)
     assert gone.value.code == Code.SHUTTING_DOWN
     assert all(result.success for result in engine.finish(*jobs))
-    assert ended(slow) == 0
+    assert wait_exit(slow) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -92,37 +92,37 @@ def test_held_jobs_are_cancelled(
     results = engine.finish(*jobs)
     assert [result.outcome for result in results] == ["cancelled"] * 4
     assert [result.error.code for result in results if result.error] == [Code.CANCELLED] * 4
-    assert ended(daemon) == 0
+    assert wait_exit(daemon) == 0
     assert 0.2 <= time.monotonic() - began < PROMPTLY
-    check_told(engine)
+    check_disconnected(engine)
 
 
 @pytest.mark.parametrize("instead", ["nothing", "a file"])
-def test_a_folder_that_is_not_ours_any_more(
+def test_a_stop_without_the_runtime_directory(
     start_engine: StartSmallEngine, kvferryd: LocalDaemon, instead: str
 ) -> None:
-    """Its files cannot be taken away, as where another user was given them: all else is done."""
+    """The daemon cannot remove its files, and still stops normally."""
     engine = start_engine(kvferryd)
     shutil.rmtree(kvferryd.directory)
     if instead == "a file":
         kvferryd.directory.write_text("")
     assert kvferryd.stop() == 0
-    assert ended(kvferryd) == 0
-    check_told(engine)
+    assert wait_exit(kvferryd) == 0
+    check_disconnected(engine)
 
 
 def test_a_stop_ends_waits_in_all_processes(
     start_engine: StartSmallEngine, start_kvferryd: StartKvferryd
 ) -> None:
-    """In the scheduler, and in the worker, which did not submit the job."""
+    """Both the scheduler and the worker wait. The worker has not submitted the job."""
     daemon = start_kvferryd(stop_drain_seconds=0.2)
     engine = start_engine(daemon)
     job = engine.store([0], [0], wait_for=NEVER)
     engine.client.status()
     stopping = threading.Timer(0.05, daemon.process.send_signal, [signal.SIGTERM])
     stopping.start()
-    engine.worker.wait([job], timeout=PATIENCE)
-    engine.client.wait([job], timeout=PATIENCE)
+    engine.worker.wait([job], timeout=TIMEOUT)
+    engine.client.wait([job], timeout=TIMEOUT)
     stopping.join()
     assert engine.finish(job)[0].outcome == "cancelled"
 
@@ -134,7 +134,7 @@ def test_an_idle_daemon_stops_at_once(
     began = time.monotonic()
     assert kvferryd.stop() == 0
     assert time.monotonic() - began < PROMPTLY
-    assert ended(kvferryd) == 0
+    assert wait_exit(kvferryd) == 0
     until(lambda: raises_gone(engine))
 
 

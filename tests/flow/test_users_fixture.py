@@ -1,4 +1,4 @@
-"""The pytest plugin, as somebody else's tests use it."""
+"""The pytest plugin, used by tests of another project."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from pathlib import Path
 import pytest
 
 
-def note(daemon):
+def record_pid(daemon):
     with Path("pids").open("a") as pids:
         pids.write(f"{daemon.pid}\\n")
 
 
 def test_a_client(kvferryd, kvferry_client):
-    note(kvferryd)
+    record_pid(kvferryd)
     assert "torch" not in sys.modules
     assert kvferry_client.status().pid == kvferryd.pid
     assert kvferry_client.directory == kvferryd.directory
     assert kvferry_client.daemon.device.kind == "cpu"
 
 
-def test_a_fresh_daemon_for_each(kvferryd, kvferry_client):
-    note(kvferryd)
+def test_a_new_daemon_for_each_test(kvferryd, kvferry_client):
+    record_pid(kvferryd)
     assert kvferry_client.status().totals.stores == 0
     assert str(kvferryd.pid) not in Path("pids").read_text().split()[:-1]
 
@@ -38,9 +38,9 @@ def test_a_fresh_daemon_for_each(kvferryd, kvferry_client):
 def test_options(start_kvferryd):
     from kvferry.client import OffloadClient
 
-    one, other = start_kvferryd(pool_bytes=4 << 20), start_kvferryd(limits_max_stores=3)
-    note(one), note(other)
-    with OffloadClient(one.directory) as client:
+    first, other = start_kvferryd(pool_bytes=4 << 20), start_kvferryd(limits_max_stores=3)
+    record_pid(first), record_pid(other)
+    with OffloadClient(first.directory) as client:
         assert client.status().pool.size_bytes == 4 << 20
     with OffloadClient(other.directory) as client:
         assert client.daemon.limits.max_stores == 3
@@ -48,7 +48,7 @@ def test_options(start_kvferryd):
 
 def test_a_daemon_that_the_test_stopped(start_kvferryd):
     daemon = start_kvferryd()
-    note(daemon)
+    record_pid(daemon)
     assert daemon.stop() == 0
 
 
@@ -56,7 +56,7 @@ def test_a_transfer(kvferryd, kvferry_client):
     import numpy as np
     from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, shared_empty
 
-    note(kvferryd)
+    record_pid(kvferryd)
     tensor = shared_empty((4, 256))
     tensor[0] = 7
     kvferry_client.register_kv_caches({"layer": tensor}, num_blocks=4)
@@ -70,13 +70,13 @@ def test_a_transfer(kvferryd, kvferry_client):
 
 @pytest.mark.xfail(strict=True)
 def test_that_fails(start_kvferryd):
-    note(start_kvferryd())
+    record_pid(start_kvferryd())
     raise AssertionError
 """
 
 
 def test_a_users_tests_pass(tmp_path: Path) -> None:
-    """With all warnings as errors; and no daemon of theirs is left behind."""
+    """Warnings are errors, and no daemon runs afterwards."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_of_a_user.py").write_text(USERS_TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:asyncio"]

@@ -26,7 +26,7 @@ from support.vllm_measure import (
     alternate,
     ask_at_once,
     ask_in_a_row,
-    say,
+    print_figures,
     summary,
     tier_of,
     wait_written,
@@ -90,7 +90,7 @@ def started(kv_heads: int) -> Iterator[SharingEngines]:
                 max_num_seqs=64,
             )
             cluster.engines.append(running.enter_context(engine))
-            say("started", engine=name)
+            print_figures("started", engine=name)
         for engine in cluster.engines:
             for _ in range(2):
                 engine.timed(make_prompts(1, next(cluster.new), TOKENS))
@@ -122,10 +122,10 @@ def shared(cluster: SharingEngines, reps: int) -> list[Record]:
             "host_cached": host_cached,
             "promoted": after.promoted - before.promoted,
         }
-        say("shared", round=number, **row)
+        print_figures("shared", round=number, **row)
         if number >= 0:
             rows.append(row)
-    say("tier", **{key: getattr(after, key) for key in after.__struct_fields__})
+    print_figures("tier", **{key: getattr(after, key) for key in after.__struct_fields__})
     return rows
 
 

@@ -40,8 +40,8 @@ from support.vllm_measure import (
     alternate,
     ask_at_once,
     ask_in_a_row,
-    link,
-    say,
+    measure_link,
+    print_figures,
     summary,
     tier_of,
     wait_written,
@@ -89,8 +89,8 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="kvferry-tier-", dir=chosen.path))
     try:
         tool, rate = raw_read_rate(root)
-        record: Record = {"link_gbs": link(), "raw_gbs": rate / 1e9, "raw_tool": tool}
-        say("rates", **record)
+        record: Record = {"link_gbs": measure_link(), "raw_gbs": rate / 1e9, "raw_tool": tool}
+        print_figures("rates", **record)
         model = LARGE | {"num_key_value_heads": chosen.kv_heads}
         names = NAMES[1:] if chosen.alone else NAMES
         with started(root, chosen.write, model, names) as bench:
@@ -99,7 +99,9 @@ def main() -> None:
                 columns = [key for key in rows[0] if key != "connector"]
                 record[name] = {"rows": rows, "figures": summary(name, rows, *columns)}
                 chosen.json.write_text(json.dumps(record, indent=1))
-            say("tier", **{key: getattr(bench.tier(), key) for key in TierStatus.__struct_fields__})
+            print_figures(
+                "tier", **{key: getattr(bench.tier(), key) for key in TierStatus.__struct_fields__}
+            )
     finally:
         shutil.rmtree(root)
 
@@ -157,16 +159,16 @@ def started(root: Path, write: str, model: Record, names: Sequence[str]) -> Iter
                 max_num_seqs=64,
             )
             bench.engines[name] = running.enter_context(engine)
-            say("started", engine=name)
+            print_figures("started", engine=name)
         for engine in bench.engines.values():
             for seed in (2, 3):
                 engine.timed(make_prompts(1, seed, TOKENS))
         for prompt in bench.stored:
-            say("stored", seconds=bench.engines["disk"].timed([prompt])[0])
+            print_figures("stored", seconds=bench.engines["disk"].timed([prompt])[0])
         bench.engines["disk"].settle()
         begun = time.monotonic()
         wait_written(bench.daemons["disk"].directory)
-        say("written", keys=bench.tier().written, seconds=time.monotonic() - begun)
+        print_figures("written", keys=bench.tier().written, seconds=time.monotonic() - begun)
         yield bench
 
 
@@ -196,7 +198,7 @@ def disk(bench: TierEngines, reps: int, record: Record) -> list[Record]:
             "host_cached": host_cached,
             "promoted": promoted,
         }
-        say("disk", round=number, **row)
+        print_figures("disk", round=number, **row)
         if number >= 0:
             rows.append(row)
     return rows

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.vllm_measure import Record, link, say, summary
+from support.vllm_measure import Record, measure_link, print_figures, summary
 from support.vllm_models import LARGE, kv_bytes
 from support.vllm_process import (
     VLLM,
@@ -82,8 +82,8 @@ def main() -> None:
     what = chosen.what.split(",")
     if unknown := set(what) - FIGURES.keys():
         parser.error(f"unknown figures: {', '.join(sorted(unknown))}; choose from {[*FIGURES]}")
-    record: Record = {"what": chosen.what, "link_gbs": link(), "began": time.time()}
-    say("link", gbs=record["link_gbs"])
+    record: Record = {"what": chosen.what, "link_gbs": measure_link(), "began": time.time()}
+    print_figures("link", gbs=record["link_gbs"])
     chosen.link_gbs = record["link_gbs"]
     out = chosen.json or Path("vllm-figures.json")
     for wanted in by_model(what):
@@ -119,7 +119,7 @@ def measure(chosen: Any, record: Record, wanted: list[str]) -> None:
                 for number in range(-2, min(chosen.reps, figure.most_reps)):
                     for connector, engine in started.items():
                         row = one(connector, engine, number)
-                        say(f"{name} {connector}", round=number, **row)
+                        print_figures(f"{name} {connector}", round=number, **row)
                         if number >= 0:
                             rows[name].append({"connector": connector, **row})
     for name, figure in figures.items():
@@ -168,7 +168,7 @@ def engines(chosen: Any, names: list[str], model: Record, **options: Any) -> Ite
                 **options,
             )
             started[name] = running.enter_context(made)
-            say("started", engine=name)
+            print_figures("started", engine=name)
         yield started
 
 

@@ -24,14 +24,14 @@ from typing import Any
 from kvferry.proto.version import installed_version
 from kvferry.testing.mooncake_store import MooncakeStore
 from support.pool_files import pool_files
-from support.sensitive_weights import TIE, apart
+from support.sensitive_weights import TIE, answer_distance
 from support.vllm_measure import tier_of, wait_written
 from support.vllm_models import HYBRID
 from support.vllm_process import CONNECTORS, VLLM, GpuDaemon, make_prompts
 
 TOKENS = 2048
 POOL = 4 << 30
-ENGINE: dict[str, Any] = {"kv_cache_memory_bytes": 8 << 30, "hears": True}
+ENGINE: dict[str, Any] = {"kv_cache_memory_bytes": 8 << 30, "sensitive": True}
 """The KV cache's size is said: no engine measures what is free while another comes or goes."""
 findings: list[dict[str, Any]] = []
 
@@ -58,7 +58,7 @@ def check_same(
     **figures: Any,
 ) -> None:
     """Answers to the same prompts come from the same KV cache; or not, where that is wanted."""
-    nats = sorted(apart(a, b) for a, b in zip(one, other, strict=True))
+    nats = sorted(answer_distance(a, b) for a, b in zip(one, other, strict=True))
     same = sum(each <= TIE for each in nats)
     middle, farthest = round(nats[len(nats) // 2], 3), round(nats[-1], 3)
     fine = (same == len(nats)) is wanted

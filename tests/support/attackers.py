@@ -3,7 +3,7 @@
     python -m support.attackers DIRECTORY KIND SECONDS
 
 KIND: "layouts", layouts of a million references, of one reference too many, and valid ones that do
-not fit into the pool; "ids", connections with chosen routing ids in the form of automatic ones,
+not fit into the pool; "ids", connections with routing ids in the form of those that libzmq chooses,
 opened and closed all the time; "silent", connections to the descriptor socket that send nothing.
 """
 
@@ -26,7 +26,8 @@ from kvferry.proto.messages import AllocateKVCaches, Error
 from kvferry.proto.specs import MAX_REFS, MAX_TENSORS, KVLayout, TensorLayout, TensorRef
 from support.raw_client import RawClient
 
-OPEN = 200
+# Connections that are open at the same time.
+MAX_OPEN = 200
 
 
 def send_layouts(directory: Path, seconds: float) -> int:
@@ -49,20 +50,21 @@ def send_layouts(directory: Path, seconds: float) -> int:
     return sent
 
 
-def plant_ids(directory: Path, seconds: float) -> int:
+def connect_with_chosen_ids(directory: Path, seconds: float) -> int:
     end, opened = time.monotonic() + seconds, deque[zmq.Socket[bytes]]()
     with zmq.Context() as context:
-        context.set(zmq.MAX_SOCKETS, 2 * OPEN)
+        context.set(zmq.MAX_SOCKETS, 2 * MAX_OPEN)
         for number in itertools.count():
             if time.monotonic() > end:
                 break
-            one = context.socket(zmq.DEALER)
-            one.setsockopt(zmq.LINGER, 0)
-            one.setsockopt(zmq.ROUTING_ID, b"\0" + (number << 12 & 0xFFFFFFFF).to_bytes(4, "big"))
-            one.connect(f"ipc://{directory / 'kvferry.sock'}")
-            one.send(b"no message")
-            opened.append(one)
-            if len(opened) > OPEN:
+            routing_id = b"\0" + (number << 12 & 0xFFFFFFFF).to_bytes(4, "big")
+            dealer = context.socket(zmq.DEALER)
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.setsockopt(zmq.ROUTING_ID, routing_id)
+            dealer.connect(f"ipc://{directory / 'kvferry.sock'}")
+            dealer.send(b"no message")
+            opened.append(dealer)
+            if len(opened) > MAX_OPEN:
                 opened.popleft().close()
             time.sleep(0.001)
         while opened:
@@ -71,25 +73,25 @@ def plant_ids(directory: Path, seconds: float) -> int:
 
 
 def connect_silently(directory: Path, seconds: float) -> int:
-    end, opened, made = time.monotonic() + seconds, deque[socket.socket](), 0
+    end, opened, connected = time.monotonic() + seconds, deque[socket.socket](), 0
     while time.monotonic() < end:
-        one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        one.setblocking(False)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.setblocking(False)
         with suppress(BlockingIOError):  # the kernel's queue is full
-            one.connect(str(directory / "fds.sock"))
-            made += 1
-        opened.append(one)
-        if len(opened) > OPEN:
+            connection.connect(str(directory / "fds.sock"))
+            connected += 1
+        opened.append(connection)
+        if len(opened) > MAX_OPEN:
             opened.popleft().close()
         time.sleep(0.001)
-    for one in opened:
-        one.close()
-    return made
+    for connection in opened:
+        connection.close()
+    return connected
 
 
 KINDS: dict[str, Callable[[Path, float], int]] = {
     "layouts": send_layouts,
-    "ids": plant_ids,
+    "ids": connect_with_chosen_ids,
     "silent": connect_silently,
 }
 

@@ -1,7 +1,7 @@
-"""The cache against semantics.md in its plainest words: lists, loops, and one key at a time.
+"""A cache and a simple model of it, after semantics.md: lists, loops, and one key at a time.
 
-CacheModel is a cache and the model of it. It predicts every answer: which keys are stored and
-evicted, what is counted, and which blocks may be used.
+CacheModel predicts every answer of the cache: which keys are stored and evicted, the counters, and
+which blocks may be used.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class TierJob:
         self.tier, self.keys, self.blocks, self.epoch = tier, keys, blocks, epoch
         self.promotes = tier is None
         self.holds: dict[bytes, int] = dict(zip(keys, blocks.tolist(), strict=True))
-        # Of a promotion: whether it ended, and only its release is missing.
+        # Only for a promotion: it has ended, and its blocks are not released yet.
         self.ended = False
 
 
 class CacheModelState:
-    """A cache, and what the model knows of it."""
+    """A cache, and the state that the model expects of it."""
 
     def __init__(self, policy: str, capacity: int, threshold: int) -> None:
         self.policy_name, self.capacity, self.threshold = policy, capacity, threshold
@@ -68,7 +68,7 @@ class CacheModelState:
         self.counts: Counter[str] = Counter()
         self.mirror: dict[bytes, str] = {}
 
-    # What the model knows
+    # Expected state
 
     def keys_that_are(self, state: str) -> set[bytes]:
         return {key for key, s in self.state.items() if s == state}
@@ -80,7 +80,7 @@ class CacheModelState:
         return self.keys_that_are(PENDING) | (self.unverified - self.parts.keys())
 
     def forget(self, key: bytes) -> None:
-        """A key is absent."""
+        """Make a key absent."""
         del self.state[key], self.where[key]
         self.parts.pop(key, None)
         self.unverified.discard(key)
@@ -90,8 +90,8 @@ class CacheModelState:
     def stored_again(self, key: bytes, parts: dict[bytes, tuple[int, int]]) -> bool:
         if self.state.get(key) != READY or key in self.pinned():
             return False
-        whole = (0, 4)
-        new, old = (set(range(*p.get(key, whole))) for p in (parts, self.parts))
+        all_subs = (0, 4)
+        new, old = (set(range(*p.get(key, all_subs))) for p in (parts, self.parts))
         return key in self.unverified or new > old
 
     def pinned(self) -> set[bytes]:
@@ -112,7 +112,7 @@ class CacheModelState:
 
 
 class CacheModel(CacheModelState):
-    """Steps, whose answers are compared with the model, and checks after them."""
+    """Steps that compare the cache's answers with the model, and checks after a step."""
 
     # Steps
 
@@ -127,7 +127,7 @@ class CacheModel(CacheModelState):
         replaced &= set(wanted)
         self.counts["stores_skipped"] += len(absent) - len(wanted)
         movable = self.keys_that_are(READY) - self.pinned() - {*keys, *keep}
-        free, taken = self.free() + len(replaced), {*self.where.values(), *self.orphaned()}
+        free, used = self.free() + len(replaced), {*self.where.values(), *self.orphaned()}
         answer = self.cache.prepare_store(keys, parts, keep)
         if len(wanted) > free + len(movable) and wanted:
             assert answer is None
@@ -136,7 +136,7 @@ class CacheModel(CacheModelState):
         assert answer is not None
         assert list(answer.keys) == wanted
         assert answer.parts == {key: parts[key] for key in wanted if key in parts}
-        taken -= {self.where[key] for key in replaced}
+        used -= {self.where[key] for key in replaced}
         for key in replaced:
             self.policy.forget(key)
             self.forget(key)
@@ -144,7 +144,7 @@ class CacheModel(CacheModelState):
         assert list(answer.evicted) == expected
         assert len(set(answer.blocks)) == len(wanted)
         assert set(answer.blocks) <= set(range(self.capacity))
-        assert not set(answer.blocks) & (taken - {self.where[key] for key in expected})
+        assert not set(answer.blocks) & (used - {self.where[key] for key in expected})
         for key in expected:
             self.forget(key)
         self.counts["evictions"] += len(expected)
@@ -181,14 +181,14 @@ class CacheModel(CacheModelState):
     def promote(self, keys: list[bytes]) -> None:
         absent = [key for key in dict.fromkeys(keys) if key not in self.state]
         movable = self.keys_that_are(READY) - self.pinned() - {*keys}
-        free, taken = self.free(), {*self.where.values(), *self.orphaned()}
+        free, used = self.free(), {*self.where.values(), *self.orphaned()}
         fitting = absent[: free + len(movable)]
         blocks = self.cache.tier_access.prepare_promotion(absent, keys)
         assert blocks.size == len(fitting)
         if not fitting:
             return
         evicted = self.policy.admit(fitting, free, lambda key: key in movable)
-        assert not set(blocks.tolist()) & (taken - {self.where[key] for key in evicted})
+        assert not set(blocks.tolist()) & (used - {self.where[key] for key in evicted})
         for key in evicted:
             self.forget(key)
         self.counts["evictions"] += len(evicted)
@@ -197,7 +197,7 @@ class CacheModel(CacheModelState):
         self.tier_jobs.append(TierJob(None, fitting, blocks, self.epoch))
 
     def end_promotion(self, which: int, success: bool) -> None:
-        """The keys need not be written into one of the two tiers."""
+        """End a promotion. One of the two tiers has the keys already."""
         jobs = [job for job in self.tier_jobs if job.promotes and not job.ended]
         if not jobs:
             return
@@ -206,9 +206,9 @@ class CacheModel(CacheModelState):
         ok = np.array([success or place == which for place in range(len(job.keys))])
         written_in = [which % 2]
         stored = self.cache.tier_access.end_promotion(job.keys, job.blocks, ok, written_in)
-        today = job.epoch == self.epoch
-        assert stored.tolist() == [today and done for done in ok.tolist()]
-        for key, done in zip(job.keys, ok.tolist(), strict=True) if today else ():
+        is_current = job.epoch == self.epoch
+        assert stored.tolist() == [is_current and done for done in ok.tolist()]
+        for key, done in zip(job.keys, ok.tolist(), strict=True) if is_current else ():
             if done:
                 self.state[key] = READY
                 self.in_tier[which % 2].add(key)
@@ -226,11 +226,11 @@ class CacheModel(CacheModelState):
     def take_writes(self, limit: int) -> None:
         tier = limit % 2
         writing = sum(len(job.keys) for job in self.tier_jobs if job.tier == tier)
-        room = min(limit, max(1, self.capacity // 4) - writing)
+        allowed = min(limit, max(1, self.capacity // 4) - writing)
         wanted = [key for key in self.policy.order() if key in self.hits() - self.in_tier[tier]]
         self.cache.tier_access.mark_committed(self.cache.entries())
         keys, blocks = self.cache.tier_access.take_writes(tier, limit, 1.0)
-        assert keys == wanted[: max(0, room)]
+        assert keys == wanted[: max(0, allowed)]
         assert blocks.tolist() == [self.where[key] for key in keys]
         if keys:
             self.in_tier[tier].update(keys)
@@ -245,8 +245,8 @@ class CacheModel(CacheModelState):
         done = np.array([success or place == which for place in range(len(job.keys))])
         assert job.tier is not None
         self.cache.tier_access.end_writes(job.tier, job.blocks, done)
-        for (key, block), one in zip(job.holds.items(), done.tolist(), strict=True):
-            if not one and job.epoch == self.epoch and self.where.get(key) == block:
+        for (key, block), written in zip(job.holds.items(), done.tolist(), strict=True):
+            if not written and job.epoch == self.epoch and self.where.get(key) == block:
                 self.in_tier[job.tier].discard(key)
 
     def pin(self, keys: list[bytes]) -> None:
@@ -326,18 +326,18 @@ class CacheModel(CacheModelState):
 
     def replay(self, events: Iterable[CacheEvent]) -> None:
         for event in events:
-            gone = [self.mirror.pop(key, None) for key in event.keys]
+            before = [self.mirror.pop(key, None) for key in event.keys]
             match event.kind:
                 case EventKind.PENDING:
-                    assert set(gone) == {None}
+                    assert set(before) == {None}
                     self.mirror.update(dict.fromkeys(event.keys, PENDING))
                 case EventKind.STORED:
-                    assert set(gone) == {PENDING}
+                    assert set(before) == {PENDING}
                     self.mirror.update(dict.fromkeys(event.keys, READY))
                 case EventKind.REMOVED:
-                    assert set(gone) == {READY}
+                    assert set(before) == {READY}
                 case EventKind.ABANDONED:
-                    assert set(gone) == {PENDING}
+                    assert set(before) == {PENDING}
                 case EventKind.CLEARED:
                     assert event.keys == ()
                     self.mirror.clear()
@@ -345,8 +345,8 @@ class CacheModel(CacheModelState):
     def drain(self) -> None:
         self.replay(self.cache.events.take())
         assert self.cache.events.take() == []
-        told = dict.fromkeys(self.hits(), READY) | dict.fromkeys(self.hit_pending(), PENDING)
-        assert self.mirror == told
+        expected = dict.fromkeys(self.hits(), READY) | dict.fromkeys(self.hit_pending(), PENDING)
+        assert self.mirror == expected
 
     def check(self) -> None:
         self.cache.check_integrity()
@@ -356,9 +356,9 @@ class CacheModel(CacheModelState):
         assert {key: self.cache.stored_part(key) for key in self.parts} == self.parts
         assert self.cache.has_parts == bool(self.parts)
         where = np.array([self.where[key] for key in sorted(ready)], np.int64)
-        for tier, its in enumerate(self.in_tier):
+        for tier, tier_keys in enumerate(self.in_tier):
             is_missing = self.cache._blocks.marks.are_missing(where, tier).tolist()
-            assert is_missing == [key not in its for key in sorted(ready)]
+            assert is_missing == [key not in tier_keys for key in sorted(ready)]
         order = [key for key in self.policy.order() if key in ready]
         assert self.cache.entries() == [(key, self.where[key]) for key in order]
         usage = self.cache.usage

@@ -1,7 +1,6 @@
-"""A server and a device worker around the core, which check what the core asks of them.
+"""A server and a device worker around the core that check each of its actions.
 
-They keep the commands that the core gave, end them in any order, and compare each reply with the
-request that it answers.
+They keep the core's commands, end them in any order, and compare each reply with its request.
 """
 
 from __future__ import annotations
@@ -32,8 +31,10 @@ from support.region_records_model import RegionRecordsModel
 
 @dataclass
 class ExpectedRegistration:
-    """A registration as the device worker sees it. leaving: its tensors are to be unmapped. factor:
-    GPU blocks in a host block."""
+    """A registration as the device worker sees it.
+
+    leaving: its tensors must be unmapped. factor: GPU blocks in a host block.
+    """
 
     number: int
     engine: str
@@ -56,7 +57,7 @@ class CheckedCore:
         # The engine of each session.
         self.engine_of: dict[str, str] = {}
         self.registrations: dict[int, ExpectedRegistration] = {}
-        # Of each transfer that has not ended: its engine and job id; the session that receives its
+        # For each transfer that has not ended: its engine and job id; the session that receives its
         # result; whether it was cancelled.
         self.jobs: dict[int, tuple[str, int]] = {}
         self.owner: dict[int, str] = {}
@@ -72,7 +73,7 @@ class CheckedCore:
         self._refusals: list[str] = []
 
     def perform(self, actions: list[Action]) -> None:
-        """Check actions, and do what they ask for."""
+        """Check actions and perform them."""
         for action in self._region_records.observe(actions):
             match action:
                 case SendMessage(session, message):
@@ -117,7 +118,7 @@ class CheckedCore:
             case wire.Finished((result,)):
                 assert self._ending is not None
                 serial, outcome, code = self._ending
-                assert self.owner.pop(serial) == session  # only once, and to whom it belongs
+                assert self.owner.pop(serial) == session  # once, and to the session of the job
                 assert (result.job_id, result.outcome) == (self.jobs[serial][1], outcome)
                 assert (result.error and result.error.code) == code
             case (
@@ -129,7 +130,7 @@ class CheckedCore:
             ):
                 raise AssertionError(message)
             case reply:
-                assert reply.request_id is not None  # an Error to nothing
+                assert reply.request_id is not None  # else an Error without a request
                 key = session, reply.request_id
                 assert isinstance(reply, self.due.pop(key))
                 if isinstance(reply, wire.Waited):
@@ -138,10 +139,10 @@ class CheckedCore:
     def _forget_session(self, session: str) -> None:
         del self.engine_of[session]
         self.due = {key: kind for key, kind in self.due.items() if key[0] != session}
-        self.owner = {serial: who for serial, who in self.owner.items() if who != session}
+        self.owner = {serial: owner for serial, owner in self.owner.items() if owner != session}
 
     def send(self, session: str, message: wire.ClientMessage, *kinds: Any) -> None:
-        """Have the core handle a message. kinds: of its reply, beside an Error."""
+        """Have the core handle a message. kinds: the types of its reply, besides Error."""
         request_id = getattr(message, "request_id", None)
         if request_id is not None:
             self.due[session, request_id] = (*kinds, wire.Error)
@@ -170,7 +171,7 @@ class CheckedCore:
             self.engine_of[name] = engine
 
     def map(self, registration: ExpectedRegistration, works: bool = True) -> None:
-        """Map tensors, or fail to."""
+        """Map tensors, or fail if `works` is false."""
         registration.mapped, registration.failed = True, not works
         error = None if works else ErrorInfo(Code.MAP_FAILED, "no memory")
         mapped = TensorsMapped(registration.number, registration.session, error)
@@ -179,14 +180,14 @@ class CheckedCore:
             del self.registrations[registration.number]
 
     def end(self, serial: int, outcome: Outcome) -> None:
-        """End a transfer."""
+        """End a transfer with an outcome."""
         (registration,) = [each for each in self.registrations.values() if serial in each.plans]
         expected: tuple[str, str | None] = (outcome, None)
         if outcome is Outcome.FAILED:
             expected = outcome, FAULT.code
         elif outcome is Outcome.CANCELLED:
-            gone = "failed", Code.ENGINE_GONE
-            expected = gone if registration.leaving else (outcome, Code.CANCELLED)
+            engine_gone = "failed", Code.ENGINE_GONE
+            expected = engine_gone if registration.leaving else (outcome, Code.CANCELLED)
         self._ending = serial, *expected
         has_owner = serial in self.owner
         answered = {key for key, serials in self.waits.items() if serials <= {serial}}
@@ -217,7 +218,7 @@ class CheckedCore:
             not each.mapped or each.leaving for each in self.registrations.values()
         ):
             plans = [serial for each in self.registrations.values() for serial in each.plans]
-            assert self.jobs.keys() <= set(plans)  # a step that failed may leave others
+            assert self.jobs.keys() <= set(plans)  # after a failed step there may be others
             for registration in tuple(self.registrations.values()):
                 if not registration.mapped:
                     self.map(registration)

@@ -1,6 +1,6 @@
-"""A core with namespaces whose every answer is compared with a model of them: transfers and keys.
+"""A core with namespaces, and a model that checks every answer: transfers and keys.
 
-Only victims of evictions are read from the core: they must be keys that may be evicted.
+Only the victims of evictions are read from the core. They must be keys that may be evicted.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from support.namespaces_model import (
 
 
 class CheckedNamespaces(CheckedSessions):
-    """Also transfers, pins, resets and subscriptions."""
+    """Adds transfers, pins, resets and subscriptions."""
 
     # Transfers
 
     def store(
         self, session: str, request: KeyRequest, keep: tuple[bytes, ...] = (), generation: int = 0
     ) -> KeyedTransfer | None:
-        """None if the cache is full."""
+        """Store keys. Returns None if the cache is full."""
         registration = self.registrations()[self.sessions[session]]
         namespace = registration.namespace
         replaced = namespace.replaced(request)
@@ -64,7 +64,7 @@ class CheckedNamespaces(CheckedSessions):
         for key in evicted:
             del namespace.ready[key]
         moved = list(chain.from_iterable(map(request.first_blocks, wanted)))
-        transfer = self._started(actions, session, registration, Direction.STORE, moved)
+        transfer = self._check_start(actions, session, registration, Direction.STORE, moved)
         assert list(transfer.blocks) == wanted
         new = [block.offset for block in transfer.blocks.values()]
         present_blocks = chain(namespace.ready.values(), namespace.pending.values())
@@ -83,10 +83,10 @@ class CheckedNamespaces(CheckedSessions):
         if not namespace.is_loadable(request):
             self.check_refused(actions, session, Code.KEY_ABSENT)
             return
-        transfer = self._started(actions, session, registration, Direction.LOAD, request.blocks)
+        transfer = self._check_start(actions, session, registration, Direction.LOAD, request.blocks)
         assert transfer.blocks == {key: namespace.ready[key] for key in request.keys}
 
-    def _started(
+    def _check_start(
         self,
         actions: list[Any],
         session: str,
@@ -94,7 +94,7 @@ class CheckedNamespaces(CheckedSessions):
         direction: Direction,
         moved: Sequence[MovedBlock],
     ) -> KeyedTransfer:
-        """A plan copies these GPU blocks and no others, in the region, each key in one block."""
+        """Check that a plan copies exactly `moved`, in the region, each key in one host block."""
         (start,) = actions
         assert isinstance(start, StartTransfer)
         plan, namespace = start.plan, registration.namespace
@@ -159,7 +159,7 @@ class CheckedNamespaces(CheckedSessions):
             namespace.pins[session].setdefault(key, []).append(pin)
 
     def unpin(self, session: str, keys: Sequence[bytes]) -> None:
-        """The session must have pinned them that often."""
+        """Unpin keys. The session must have pinned each of them as often as it occurs."""
         pins = self._namespace_of(session).pins[session]
         assert self.send(session, wire.Unpin(tuple(keys))) == []
         for key in keys:

@@ -1,7 +1,7 @@
-"""A core with namespaces whose every answer is compared with a model of them: sessions.
+"""A core with namespaces, and a model that checks every answer: sessions and registrations.
 
-Each method sends what engines may send, or reports what a device worker may report, and updates
-the model. Transfers and keys are in checked_namespaces.py.
+Each method sends a message of an engine, or a report of a device worker, and updates the model.
+Transfers and keys are in checked_namespaces.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from support.region_records_model import RegionRecordsModel
 
 # An engine with a region of its own, in no namespace.
 NEWCOMER = "newcomer"
-# Requests that are refused with these wait while any registration closes.
+# A request that would be refused with one of these waits while a registration closes.
 MAY_WAIT = Code.POOL_FULL, Code.ALREADY_REGISTERED
 NamespaceRequest: TypeAlias = wire.OpenNamespace | wire.AllocateKVCaches
 
@@ -71,13 +71,13 @@ class CheckedSessions:
         self.namespaces: dict[str, NamespaceModel] = {}
         # The engine of each session.
         self.sessions: dict[str, str] = {}
-        # Requests of sessions that are answered when a registration has closed.
+        # For each session, the request that is answered when a registration has closed.
         self.waiting: dict[str, NamespaceRequest] = {}
         # The registration of the newcomer, while it is connected.
         self.newcomer: int | None = None
         self.numbers = count(1)
 
-    # What the model knows
+    # State of the model
 
     def namespace_of(self, session: str) -> NamespaceModel | None:
         return next((n for n in self.namespaces.values() if session in n.sessions), None)
@@ -86,7 +86,7 @@ class CheckedSessions:
         return [session for session in self.sessions if self.namespace_of(session)]
 
     def registrations(self) -> dict[str, KeyedRegistration]:
-        """By engine."""
+        """The registration of each engine."""
         return {r.engine: r for n in self.namespaces.values() for r in n.registrations}
 
     def closing(self) -> list[KeyedRegistration]:
@@ -105,7 +105,7 @@ class CheckedSessions:
         used = [n for n in self.namespaces.values() if n.in_use]
         return len(used) + (self.newcomer is not None) == POOL // REGION
 
-    # What the core answers
+    # Answers of the core
 
     def send(self, session: str, message: wire.ClientMessage) -> list[Any]:
         return self._observe(self.core.handle(session, message, now=101.0))
@@ -180,7 +180,7 @@ class CheckedSessions:
             assert actions == []
             self.waiting[session] = message
         else:
-            self._answered(session, message, *actions)
+            self._check_answer(session, message, *actions)
 
     def _refusal(self, session: str, message: NamespaceRequest) -> Code | None:
         """The code with which a request is refused now, if any."""
@@ -190,26 +190,26 @@ class CheckedSessions:
             others = [n for n in self.namespaces.values() if n.name != name]
             if any(engine in other.sessions.values() for other in others):
                 return Code.NAMESPACE_MISMATCH
-            known = name in self.namespaces
-            return None if known or not self.pool_is_full() else Code.POOL_FULL
+            exists = name in self.namespaces
+            return None if exists or not self.pool_is_full() else Code.POOL_FULL
         namespace = self.namespace_of(session)
         assert namespace is not None
         if engine in self.registrations():
             return Code.ALREADY_REGISTERED
         too_large = message.layout.host_block_bytes > namespace.fingerprint.host_block_bytes
-        unlike = namespace.layout_is_fixed and namespace.layout != message.layout
-        return Code.NAMESPACE_MISMATCH if too_large or unlike else None
+        differs = namespace.layout_is_fixed and namespace.layout != message.layout
+        return Code.NAMESPACE_MISMATCH if too_large or differs else None
 
-    def _answered(self, session: str, message: NamespaceRequest, action: Any) -> None:
+    def _check_answer(self, session: str, message: NamespaceRequest, action: Any) -> None:
         refusal = self._refusal(session, message)
         if refusal is not None:
             self.check_refused([action], session, refusal)
         elif isinstance(message, wire.OpenNamespace):
-            self._opened(session, message, action)
+            self._check_opened(session, message, action)
         else:
-            self._registered(session, message, action)
+            self._check_registered(session, message, action)
 
-    def _opened(self, session: str, message: wire.OpenNamespace, action: Any) -> None:
+    def _check_opened(self, session: str, message: wire.OpenNamespace, action: Any) -> None:
         assert isinstance(action, SendMessage)
         opened = action.message
         assert isinstance(opened, wire.Opened)
@@ -225,7 +225,7 @@ class CheckedSessions:
         assert reply == (namespace.name, namespace.capacity, namespace.generation)
         assert (action.session, opened.request_id) == (session, message.request_id)
 
-    def _registered(self, session: str, message: wire.AllocateKVCaches, action: Any) -> None:
+    def _check_registered(self, session: str, message: wire.AllocateKVCaches, action: Any) -> None:
         assert isinstance(action, MapTensors)
         assert action.session == session
         namespace = self.namespace_of(session)
@@ -270,7 +270,7 @@ class CheckedSessions:
             namespace.registrations.remove(registration)
 
     def unmap_tensors(self, registration: KeyedRegistration, outcome: Outcome) -> None:
-        """End the transfers of a closing registration, then answer requests that waited for it."""
+        """End the transfers of a closing registration. Then requests that waited are answered."""
         if not registration.mapped:
             self.map_tensors(registration)
         transfers = registration.namespace.transfers.values()
@@ -281,7 +281,7 @@ class CheckedSessions:
 
     def _answer_waiting(self, actions: list[Any]) -> None:
         for action in actions:
-            self._answered(action.session, self.waiting.pop(action.session), action)
+            self._check_answer(action.session, self.waiting.pop(action.session), action)
         for session, message in self.waiting.items():
             assert self.closing()
             assert self._refusal(session, message) in MAY_WAIT
@@ -292,7 +292,7 @@ class CheckedSessions:
     # A region outside namespaces
 
     def connect_newcomer(self) -> None:
-        """The newcomer stores into each block of its region as soon as it has one."""
+        """Connect the newcomer. If it gets a region, it stores into each of its blocks."""
         self.core.open_session(NEWCOMER, wire.Hello(1, 1, "client", NEWCOMER))
         full, closing = self.pool_is_full(), self.closing()
         actions = self.send(NEWCOMER, wire.AllocateKVCaches(1, PLAIN, REGION))

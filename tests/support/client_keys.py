@@ -37,12 +37,12 @@ def open_manager(*daemons: FakeDaemon, events: bool = False) -> OffloadingManage
     return manager
 
 
-def answers(asked: OffloadingManager | OffloadClient, *keys: bytes) -> list[Lookup]:
-    return [asked.lookup(key) for key in keys]
+def answers(client: OffloadingManager | OffloadClient, *keys: bytes) -> list[Lookup]:
+    return [client.lookup(key) for key in keys]
 
 
 def offer(manager: OffloadingManager, *keys: bytes) -> tuple[bytes, ...]:
-    """Offer keys, and the keys to store. Those that are there, or on their way, are to be kept."""
+    """Offer keys. Returns the keys to store. Resident and pending keys must be in `keep`."""
     absent = {key for key in keys if manager._find(key) in (Lookup.MISS, Lookup.RETRY)}
     output = manager.prepare_store(keys)
     assert output is not None

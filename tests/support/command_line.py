@@ -8,7 +8,7 @@ from kvferry.client.cli import main
 
 
 def kvferry(*arguments: object) -> int:
-    """Run the command; its exit status."""
+    """Run the command. Returns its exit status."""
     with pytest.raises(SystemExit) as ended:
         main([str(argument) for argument in arguments])
     return int(ended.value.code or 0)

@@ -1,6 +1,7 @@
-"""Core with sessions, for examples: CoreFixture.
+"""CoreFixture: a core with sessions, for example-based tests.
 
-Sessions are named engine/process; the first of an engine registers it. Time stands at 101.
+Sessions are named engine/process. The first session of an engine registers it. The time is
+always 101.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def load(*blocks: int, hosts: tuple[int, ...] = (0,)) -> TransferSpec:
 
 
 class CoreFixture:
-    """A core, and the shorthand of the examples. Time stands at 101."""
+    """A core and short methods for the tests. The time is always 101."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class CoreFixture:
         timeline: int | None = None,
         pool_bytes: int = POOL,
     ) -> None:
-        """Sessions are named engine/process; the first of an engine registers it."""
+        """Sessions are named engine/process. The first session of an engine registers it."""
         self.core = new_core(pool_bytes)
         self.region_records = RegionRecordsModel()
         seen: set[str] = set()
@@ -94,7 +95,7 @@ class CoreFixture:
         return action.plan
 
     def fill(self, session: str) -> None:
-        """Store something in every host block of an engine."""
+        """Store into every host block of an engine."""
         plan = self.start(session, 1000, store(0, 1, 2, 3, hosts=(0, 1)))
         self.report(TransferCompleted(plan.serial, Outcome.DONE))
 

@@ -1,4 +1,4 @@
-"""The files of a disk tier, from outside."""
+"""The files of a disk tier, accessed without the tier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
 
 
 def allocated_bytes(root: Path) -> int:
-    """What the file system has allocated for a root and all below it."""
+    """Bytes that the file system has allocated for a root and everything below it."""
     total = 0
     for folder, _, files in os.walk(root):
         for path in (folder, *(os.path.join(folder, name) for name in files)):
@@ -22,10 +22,10 @@ def allocated_bytes(root: Path) -> int:
 
 
 def pretend_reboot(root: Path, seconds: float = 30.0) -> None:
-    """Have the next process of the tier believe that the system has booted since.
+    """Make the next process of the tier detect another boot id.
 
-    Waits until the last one is dead. Where that closed the tier cleanly, or never had it,
-    nothing changes.
+    Waits until the last process has ended. Changes nothing if that process closed the tier
+    cleanly, or if there has been none. Raises TimeoutError after `seconds`.
     """
     with suppress(FileNotFoundError), (root / LOCK).open() as lock:
         if not wait_until_unlocked(lock.fileno(), seconds):

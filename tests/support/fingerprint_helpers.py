@@ -1,4 +1,4 @@
-"""KV cache configurations as vLLM has them, and the fingerprint of an engine with one."""
+"""KV cache configurations of vLLM, and the fingerprint of an engine with such a configuration."""
 
 from __future__ import annotations
 

@@ -32,12 +32,12 @@ def connect(path: str) -> socket.socket:
         connection.settimeout(TIMEOUT)
         connection.connect(path)
         connection.sendall(GREETING + bytes([4, len(READY)]) + READY)
-        answer = b""
-        while b"READY" not in answer:
+        reply = b""
+        while b"READY" not in reply:
             read = connection.recv(4096)
             if not read:
                 raise ConnectionResetError("closed during the handshake")
-            answer += read
+            reply += read
     except BaseException:
         connection.close()
         raise
@@ -87,7 +87,7 @@ def publishers_of(pid: int) -> list[int]:
         for child in (thread / "children").read_text().split():
             try:
                 command = Path(f"/proc/{child}/cmdline").read_bytes()
-            except FileNotFoundError:  # it has just ended
+            except FileNotFoundError:  # the process has just ended
                 continue
             if b"kv_events_process" in command:
                 found.append(int(child))

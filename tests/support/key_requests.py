@@ -40,7 +40,7 @@ def group_of(key: bytes) -> int:
 
 @dataclass(frozen=True)
 class MovedBlock:
-    """A GPU block of a transfer. position: of its key among those named. sub: its sub-block."""
+    """A GPU block of a transfer. position: of its key in the request. sub: its sub-block."""
 
     group: int
     gpu_block: int
@@ -56,14 +56,14 @@ class KeyRequest:
     blocks: tuple[MovedBlock, ...]
 
     def first_blocks(self, key: bytes) -> list[MovedBlock]:
-        """The blocks of the first occurrence of a key: a store ignores the others."""
+        """The blocks of the first occurrence of a key. A store ignores the others."""
         position = self.keys.index(key)
         return [block for block in self.blocks if block.position == position]
 
 
 @st.composite
 def key_requests(draw: st.DrawFn, layout: KVLayout, keys: Sequence[Sequence[bytes]]) -> KeyRequest:
-    """Some of these keys of each group. The first and the last host block may be used in part."""
+    """Requests for some of the keys of each group. The first and last host block may be partial."""
     factor, gpu_blocks = layout.block_size_factor, count(draw(st.integers(0, 20)))
     sizes, indices, names = list[int](), list[int](), list[bytes]()
     blocks: list[MovedBlock] = []
@@ -88,9 +88,9 @@ def key_requests(draw: st.DrawFn, layout: KVLayout, keys: Sequence[Sequence[byte
 
 
 def request_of_key(layout: KVLayout, key: bytes, subs: Sequence[int]) -> KeyRequest:
-    """These sub-blocks of one key, which are contiguous."""
+    """A request for contiguous sub-blocks of one key."""
     group, groups = group_of(key), range(len(layout.groups))
-    sizes = tuple(len(subs) * (one == group) for one in groups)
+    sizes = tuple(len(subs) * (each == group) for each in groups)
     gpu = GPULoadStoreSpec(range(len(subs)), sizes, (min(subs),) * len(groups))
     blocks = tuple(MovedBlock(group, at, 0, key, sub) for at, sub in enumerate(subs))
     return KeyRequest(gpu, (key,), blocks)

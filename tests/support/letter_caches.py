@@ -1,4 +1,4 @@
-"""Caches by letters: each key is one letter."""
+"""Short functions for a cache whose keys are single letters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A network of hosts on this machine, whose links delay, lose or swallow packets at a test's will.
+"""A network of hosts on this machine. A test sets the delay and the loss of each link.
 
 Each host is a network namespace with an address; packet_relay forwards IP packets between them, so
 TCP behaves as on a real network. Needs root, /dev/net/tun and iproute2: see `missing`. Processes in
@@ -22,7 +22,7 @@ from typing import Any
 
 from support.packet_relay import Counters, Link, enter_namespace, open_namespace
 
-# Of the hosts, each in a namespace of its own, so several networks do not meet.
+# The hosts' network. Several networks do not interfere, because their namespaces differ.
 SUBNET = "10.77.0"
 REPLY_SECONDS = 30.0
 
@@ -32,7 +32,7 @@ class NetworkUnavailable(Exception):
 
 
 def missing() -> str:
-    """Why there can be no such network here; empty if it can be tried."""
+    """Why this machine cannot have such a network; empty if nothing is known to be missing."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need root"
     if not Path("/dev/net/tun").exists():
@@ -42,7 +42,7 @@ def missing() -> str:
 
 
 class NetworkHost:
-    """One host. Made by LossyNetwork. For one thread at a time."""
+    """One host. LossyNetwork creates it. For one thread at a time."""
 
     def __init__(self, control: socket.socket, index: int, namespace: int) -> None:
         self.address = f"{SUBNET}.{index + 1}"
@@ -50,25 +50,25 @@ class NetworkHost:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Put in front of a command, runs it in this host."""
+        """The prefix of a command that runs the command in this host."""
         return "nsenter", f"--net=/proc/{os.getpid()}/fd/{self._namespace}"
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within it, sockets and processes that the calling thread makes are this host's.
+        """Sockets and processes that the calling thread creates inside belong to this host.
 
-        Files, pids and Unix sockets with a path are shared by all hosts.
+        All hosts share files, pids and Unix sockets with a path.
         """
-        home = open_namespace()
+        previous = open_namespace()
         enter_namespace(self._namespace)
         try:
             yield
         finally:
-            enter_namespace(home)
-            os.close(home)
+            enter_namespace(previous)
+            os.close(previous)
 
     def set_link(self, *, delay: float = 0.0, loss: float = 0.0, blackhole: bool = False) -> None:
-        """Change the host's link for packets from now on, in both directions.
+        """Set the host's link for later packets, in both directions.
 
         delay: seconds, each way. loss: probability for each packet. blackhole: lose all packets;
         no error is sent, so the other side sees silence.
@@ -91,11 +91,11 @@ class LossyNetwork:
     def __init__(self, hosts: int = 2) -> None:
         addresses = [f"{SUBNET}.{index + 1}" for index in range(hosts)]
         with ExitStack() as opened:
-            control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            control, relay_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             opened.enter_context(control)
             control.settimeout(REPLY_SECONDS)
-            with theirs:
-                number = theirs.fileno()
+            with relay_end:
+                number = relay_end.fileno()
                 command = [sys.executable, "-m", "support.packet_relay", str(number)]
                 command += [str(os.getpid()), *addresses]
                 self.relay = subprocess.Popen(command, pass_fds=[number])

@@ -10,7 +10,7 @@ from kvferry.proto.messages import KeyEvents, Snapshot
 
 
 class MirrorModel:
-    """snapshot: its messages, of this generation; None for a mirror that has had all events."""
+    """snapshot: its messages, of this generation; None if the mirror has received all events."""
 
     def __init__(self, snapshot: Iterator[Any] | None = None, generation: int = 1) -> None:
         self.snapshot = snapshot
@@ -18,7 +18,7 @@ class MirrorModel:
         self.ready, self.pending = set[bytes](), set[bytes]()
         self.sequence = 0
         self._parts = 0
-        # Events that came before the last part of the snapshot.
+        # Events received before the last part of the snapshot.
         self._early: list[KeyEvents] = []
 
     def receive(self, message: KeyEvents) -> None:
@@ -53,7 +53,7 @@ class MirrorModel:
                     self._apply(event.kind, set(event.keys))
 
     def _check(self, kind: EventKind, keys: set[bytes]) -> None:
-        """The keys of an event are in the state that it ends, and in no other."""
+        """Check that the keys of an event are in the state that it ends, and in no other."""
         ended = {
             EventKind.STORED: self.pending,
             EventKind.ABANDONED: self.pending,

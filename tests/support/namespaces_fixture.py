@@ -1,7 +1,7 @@
-"""A core with namespaces, for examples: NamespacesFixture.
+"""NamespacesFixture: a core with namespaces, for example-based tests.
 
-Keys are single letters, and b"abc" are three of them. In LAYOUT a key is one GPU block, and the
-namespace has room for four; where host blocks of several GPU blocks matter, it is WIDE or HYBRID.
+Keys are single letters; b"abc" stands for three keys. In LAYOUT a host block is one GPU block, and
+the namespace has four host blocks. In WIDE and HYBRID a host block is three GPU blocks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def by_key(letters: bytes) -> KeyLoadStoreSpec:
 
 
 def blocks(ids: Sequence[int], *groups: tuple[int, int]) -> GPULoadStoreSpec:
-    """GPU blocks. groups: of each how many they are, and the index of the first."""
+    """GPU blocks. groups: (number of blocks, index of the first block) of each group."""
     if not groups:
         return GPULoadStoreSpec(ids)
     return GPULoadStoreSpec(ids, *(tuple(column) for column in zip(*groups, strict=True)))
@@ -87,10 +87,10 @@ def load(letters: bytes, gpu: GPULoadStoreSpec | None = None) -> TransferSpec:
 
 
 class NamespacesFixture:
-    """A core, and the shorthand of the examples.
+    """A core and short methods for the tests.
 
-    Sessions are named engine/process. Those that are given here are in the namespace already, and
-    the first of an engine has registered it.
+    Sessions are named engine/process. The sessions given to the constructor are in the namespace,
+    and the first session of an engine has registered it.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class NamespacesFixture:
         )
         self.region_records = RegionRecordsModel()
         self.commits = True
-        # The blocks that were stored last.
+        # The blocks of the most recent store.
         self.stored_last: BlockSet
         self.job_ids = count(1)
         self.registrations: dict[str, int] = {}
@@ -131,7 +131,7 @@ class NamespacesFixture:
         return self.region_records.observe(self.core.handle(session, message, now=101.0))
 
     def report(self, report: Report) -> list[Any]:
-        """Checksums are computed at once, if `commits`."""
+        """Report to the core. If `commits`, stored blocks get their checksums at once."""
         actions = self.core.report(report)
         for action in actions:
             if isinstance(action, CommitBlocks):
@@ -195,12 +195,12 @@ class NamespacesFixture:
         return tuple(action.message.namespaces)
 
     def usage(self, *names: str) -> tuple[Any, ...]:
-        """Numbers of the only namespace."""
+        """Fields of the status of the only namespace."""
         (status,) = self.namespaces()
         return tuple(getattr(status, name) for name in names)
 
     def snapshot(self, session: str) -> tuple[bytes, bytes]:
-        """The letters that are ready, and those pending, as a follower is told them."""
+        """The ready and the pending letters of the snapshot that a subscriber receives."""
         stream = self.send(session, wire.Subscribe())[-1]
         assert isinstance(stream, SendStream)
         letters = {False: b"", True: b""}
@@ -237,7 +237,7 @@ class NamespacesFixture:
         return plan
 
     def loadable(self, session: str, letters: bytes = b"abcdefgh") -> bytes:
-        """Those that load; recency does not notice."""
+        """The letters that can be loaded. Does not change the LRU order."""
         found = b""
         for letter in each(letters):
             action, *_ = self.submit(session, load(letter))
@@ -250,7 +250,7 @@ class NamespacesFixture:
 
 
 def copies(plan: CopyPlan) -> list[tuple[int, int, int]]:
-    """(group, GPU block, byte of the pool), all that a plan copies."""
+    """(group, GPU block, pool offset) of every copy of a plan."""
     return [
         (run.group, int(block), int(offset))
         for run in plan.extents
@@ -270,17 +270,17 @@ def key_events_of(
     actions: Sequence[Action], kind: type[Broadcast] | type[PublishKVEvents] = Broadcast
 ) -> Any:
     """[(kind, letters)] of the only KeyEvents among actions; None if there is none."""
-    news = [
+    found = [
         a.message if isinstance(a, Broadcast) else a.key_events for a in actions if type(a) is kind
     ]
-    if not news:
+    if not found:
         return None
-    (one,) = news
-    return [(str(event.kind), b"".join(event.keys)) for event in one.events]
+    (key_events,) = found
+    return [(str(event.kind), b"".join(event.keys)) for event in key_events.events]
 
 
 def stored_in_part() -> NamespacesFixture:
-    """Three GPU blocks a host block. Stored: 1 and 2 of a, all of b, 0 and 1 of c; 1 of d."""
+    """Host blocks of three GPU blocks. Stored: 1 and 2 of a, all of b, 0 and 1 of c, 1 of d."""
     fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=12 * PAGE)
     fixture.stored("a", b"abc", blocks(range(7), (7, 1)))
     fixture.stored("a", b"d", blocks([0], (1, 4)))

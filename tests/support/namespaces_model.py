@@ -1,13 +1,13 @@
-"""A plain model of namespaces: dictionaries of keys, and a pool that remembers what was written.
+"""A simple model of namespaces: dictionaries of keys, and the content of the pool.
 
-    ready      keys that load, the host block of each, and which sub-blocks of it are stored
+    ready      keys that can be loaded, the host block of each, and its stored sub-blocks
     pending    keys that a transfer stores
     pinned     ready keys whose blocks a load or a session holds
-    orphaned   host blocks without a key that a transfer or a session of before a reset holds
-    free       all others
+    orphaned   host blocks without a key, held by a transfer or a session from before a reset
+    free       all other blocks
 
-The pool is a row of cells. A cell has what was written there last: the serial of the store, the key
-and the sub-block. So a load proves that its bytes are those of its keys.
+The pool is an array of cells. A cell contains what was written last: the serial of the store, the
+key and the sub-block. So a load shows whether its bytes are those of its keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from support.key_requests import KeyRequest
 from support.mirror_model import MirrorModel
 
 CELL = 128
-# Of each region. The pool has two.
+# Bytes of each region. The pool has two.
 REGION = 4096
 POOL = 2 * REGION
 
@@ -47,7 +47,7 @@ class PoolModel:
 
 @dataclass(frozen=True)
 class KeyBlock:
-    """The host block of a key. offset: in the pool. serial: of its store. subs: what is stored."""
+    """The host block of a key. offset: in the pool. serial: of its store. subs: stored ones."""
 
     offset: int
     serial: int
@@ -56,7 +56,7 @@ class KeyBlock:
 
 @dataclass(eq=False)
 class KeyedRegistration:
-    """An engine's registration, as the device worker has it."""
+    """An engine's registration, as the device worker sees it."""
 
     number: int
     engine: str
@@ -73,7 +73,7 @@ class KeyedRegistration:
 
 @dataclass(eq=False)
 class KeyedTransfer:
-    """A transfer in flight, the host blocks of its keys, and what it writes or must find there."""
+    """A transfer in flight, the host blocks of its keys, and the cells it writes or expects."""
 
     serial: int
     direction: Direction
@@ -88,7 +88,7 @@ class NamespaceModel:
     fingerprint: Fingerprint
     # Where its region starts in the pool.
     start: int
-    # Of the engine that registered last.
+    # The layout of the engine that registered last.
     layout: KVLayout | None = None
     generation: int = 1
     # The engine of each session.
@@ -148,7 +148,7 @@ class NamespaceModel:
                 yield from ((key, *pin) for pin in pins if pin is not None)
 
     def hits(self) -> set[bytes]:
-        """Keys that are stored whole."""
+        """Keys with all sub-blocks stored."""
         factor = 1 if self.layout is None else self.layout.block_size_factor
         return {key for key, block in self.ready.items() if len(block.subs) == factor}
 
@@ -157,7 +157,7 @@ class NamespaceModel:
         return all(b.key in ready and b.sub in ready[b.key].subs for b in request.blocks)
 
     def replaced(self, request: KeyRequest) -> set[bytes]:
-        """Keys stored in part of which a store has all that is there, and more."""
+        """Partly stored keys that a store replaces: it has all stored sub-blocks, and more."""
         return {
             key
             for key in self.ready.keys() & set(request.keys) - self.pinned

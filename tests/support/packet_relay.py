@@ -1,10 +1,10 @@
-"""The process that is the network of lossy_network: it makes the hosts and forwards their packets.
+"""The relay process of lossy_network: it creates the hosts and forwards their packets.
 
 A host is a network namespace with one TUN device. The relay reads IPv4 packets from the devices and
 writes each to the device of its destination, after the delay of both links, unless one of the links
-loses it. netem would do the same, but not every kernel has it. The namespaces have no names: they
-end with the last process in them, and the relay kills all of these when its parent closes the
-control socket or dies, also by SIGKILL.
+loses it. netem does the same, but not every kernel has it. The namespaces have no names: they end
+with the last process in them. The relay kills all of these when its parent closes the control
+socket or dies, also by SIGKILL.
 
     python -m support.packet_relay CONTROL_FD PARENT_PID ADDRESS...
 """
@@ -46,7 +46,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def enter_namespace(descriptor: int) -> None:
-    """Move the calling thread, and what it starts, into a network namespace. Raises OSError."""
+    """Move the calling thread and its later children into a network namespace. Raises OSError."""
     if _libc.setns(descriptor, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
@@ -60,12 +60,12 @@ def open_namespace() -> int:
 class Link:
     """What happens to packets that a host sends or receives."""
 
+    # Seconds, each way.
     delay: float = 0.0
-    """Seconds, each way."""
+    # Probability that a packet is lost.
     loss: float = 0.0
-    """Probability that a packet is lost."""
+    # Whether every packet is lost.
     blackhole: bool = False
-    """Lose every packet."""
 
 
 @dataclass
@@ -77,10 +77,10 @@ class Counters:
 
 
 class RelayedHost:
-    """A network namespace with a TUN device, which is its only way out. Needs root."""
+    """A network namespace whose only device is a TUN device. Needs root."""
 
     def __init__(self, address: str) -> None:
-        home = open_namespace()
+        previous = open_namespace()
         try:
             if _libc.unshare(CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -92,17 +92,17 @@ class RelayedHost:
             _ip("address", "add", f"{address}/{PREFIX_BITS}", "dev", DEVICE)
             _ip("link", "set", DEVICE, "mtu", str(MTU), "up")
         finally:
-            enter_namespace(home)
-            os.close(home)
+            enter_namespace(previous)
+            os.close(previous)
         self.link = Link()
         self.counters = Counters()
 
     def kill_processes(self) -> bool:
-        """Kill all processes in the namespace. Whether there were any."""
+        """Kill all processes in the namespace. Returns whether there were any."""
         inode = os.fstat(self.namespace).st_ino
         found = False
         for entry in Path("/proc").iterdir():
-            with suppress(OSError):  # it ended meanwhile
+            with suppress(OSError):  # the process has ended
                 if entry.name.isdigit() and (entry / "ns" / "net").stat().st_ino == inode:
                     os.kill(int(entry.name), signal.SIGKILL)
                     found = True
@@ -175,7 +175,7 @@ class PacketRelay:
             os.write(tun, packet)
 
     def _command(self) -> bool:
-        """Set the link of a host if the command has one; reply with the host's counters."""
+        """Set the link of a host if the command has one. Replies with the host's counters."""
         text = self._control.recv(4096)
         if not text:
             return False

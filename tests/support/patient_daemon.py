@@ -1,7 +1,6 @@
-"""kvferryd whose deadlines for tiers are longer than any pause of a busy machine.
+"""A kvferryd with deadlines for tiers that are longer than any pause of a busy machine.
 
-For tests of what a tier does; the deadlines have tests of their own. Run as a program, it is
-kvferryd with its options.
+For tests of tiers; other tests cover the deadlines. As a program, it takes kvferryd's options.
 """
 
 from __future__ import annotations

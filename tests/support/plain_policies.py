@@ -1,4 +1,4 @@
-"""The eviction policies in their plainest words: lists, searched from the cold end."""
+"""Simple models of the eviction policies: lists, searched from the cold end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ class PlainLRU:
     def order(self) -> list[bytes]:
         return self.keys
 
-    def admit(self, keys: list[bytes], room: int, may_go: Callable[[bytes], bool]) -> list[bytes]:
-        victims = [key for key in self.keys if may_go(key)][: max(0, len(keys) - room)]
+    def admit(
+        self, keys: list[bytes], free: int, may_evict: Callable[[bytes], bool]
+    ) -> list[bytes]:
+        victims = [key for key in self.keys if may_evict(key)][: max(0, len(keys) - free)]
         self.keys = [key for key in self.keys if key not in victims] + keys[::-1]
         return victims
 
@@ -38,13 +40,15 @@ class PlainARC:
     def order(self) -> list[bytes]:
         return self.t1 + self.t2
 
-    def admit(self, keys: list[bytes], room: int, may_go: Callable[[bytes], bool]) -> list[bytes]:
+    def admit(
+        self, keys: list[bytes], free: int, may_evict: Callable[[bytes], bool]
+    ) -> list[bytes]:
         victims = []
         for number, key in enumerate(reversed(keys)):
             in_b1, in_b2 = key in self.b1, key in self.b2
             self.learn(key)
-            if number >= room:
-                victims.append(self.replace(in_b2, lambda k: may_go(k) and k not in keys))
+            if number >= free:
+                victims.append(self.replace(in_b2, lambda k: may_evict(k) and k not in keys))
             (self.t2 if in_b1 or in_b2 else self.t1).append(key)
         for ghosts in (self.b1, self.b2):
             del ghosts[: -self.c]
@@ -58,13 +62,13 @@ class PlainARC:
             self.p = max(0, self.p - max(len(self.b1) / len(self.b2), 1))
             self.b2.remove(key)
 
-    def replace(self, in_b2: bool, may_go: Callable[[bytes], bool] = lambda key: True) -> bytes:
+    def replace(self, in_b2: bool, may_evict: Callable[[bytes], bool] = lambda key: True) -> bytes:
         first, other = (self.t1, self.b1), (self.t2, self.b2)
         if not (self.t1 and (len(self.t1) > self.p or (in_b2 and len(self.t1) == self.p))):
             first, other = other, first
         for keys, ghosts in (first, other):
             for key in keys:
-                if may_go(key):
+                if may_evict(key):
                     keys.remove(key)
                     ghosts.append(key)
                     return key
@@ -72,17 +76,17 @@ class PlainARC:
 
     def touch(self, keys: list[bytes], pending: set[bytes]) -> None:
         for key in reversed(keys):
-            home = self.t1 if key in self.t1 else self.t2
-            if key in home:
-                home.remove(key)
-                (self.t1 if home is self.t1 and key in pending else self.t2).append(key)
+            queue = self.t1 if key in self.t1 else self.t2
+            if key in queue:
+                queue.remove(key)
+                (self.t1 if queue is self.t1 and key in pending else self.t2).append(key)
 
     def forget(self, key: bytes) -> None:
         (self.t1 if key in self.t1 else self.t2).remove(key)
 
 
 class PlainS3FIFO:
-    """Two queues, oldest first, and the uses of each key."""
+    """Two queues, oldest key first, and the number of uses of each key."""
 
     def __init__(self, capacity: int) -> None:
         self.c, self.bound = capacity, max(1, capacity // 2)
@@ -92,14 +96,16 @@ class PlainS3FIFO:
     def order(self) -> list[bytes]:
         return self.small + self.main
 
-    def admit(self, keys: list[bytes], room: int, may_go: Callable[[bytes], bool]) -> list[bytes]:
+    def admit(
+        self, keys: list[bytes], free: int, may_evict: Callable[[bytes], bool]
+    ) -> list[bytes]:
         victims = []
         returning = [key for key in keys if key in self.ghosts]
         self.ghosts = [key for key in self.ghosts if key not in returning]
         to_small, to_main = list[bytes](), list[bytes]()
         for number, key in enumerate(reversed(keys)):
-            if number >= room:
-                victims.append(self.evict(may_go, len(to_small), len(to_main)))
+            if number >= free:
+                victims.append(self.evict(may_evict, len(to_small), len(to_main)))
             (to_main if key in returning else to_small).append(key)
         self.small += to_small
         self.main += to_main
@@ -107,12 +113,12 @@ class PlainS3FIFO:
         del self.ghosts[: -self.c]
         return victims
 
-    def evict(self, may_go: Callable[[bytes], bool], more_small: int, more_main: int) -> bytes:
+    def evict(self, may_evict: Callable[[bytes], bool], more_small: int, more_main: int) -> bytes:
         while True:
             queues = [self.main, self.small]
             if len(self.small) + more_small >= self.bound or not len(self.main) + more_main:
                 queues.reverse()
-            key, queue = next((k, queue) for queue in queues for k in queue if may_go(k))
+            key, queue = next((k, queue) for queue in queues for k in queue if may_evict(k))
             queue.remove(key)
             if not self.uses[key]:
                 if queue is self.small:

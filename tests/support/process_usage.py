@@ -1,4 +1,4 @@
-"""Resources of a process, as the kernel counts them; shows leaks."""
+"""Resources that the kernel counts for a process, to detect leaks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ProcessUsage:
         )
 
     def since(self, before: ProcessUsage) -> ProcessUsage:
-        """The difference of each."""
+        """The difference of each field."""
         return ProcessUsage(
             self.descriptors - before.descriptors,
             self.threads - before.threads,

@@ -23,7 +23,7 @@ from support.block_specs import load, store
 BLOCKS, PAGE = 16, 4096
 POOL = 1 << 20
 NEVER = 1 << 40
-PATIENCE = 20.0
+TIMEOUT = 20.0
 FINGERPRINT = Fingerprint("llama", PAGE, key_bytes=4)
 A, B, C = b"aaaa", b"bbbb", b"cccc"
 
@@ -79,8 +79,8 @@ class ReconnectingFixture:
         return self.history
 
     def result(self, job_id: int) -> TransferResult:
-        until(lambda: any(one.job_id == job_id for one in self.poll()), PATIENCE)
-        return next(one for one in self.history if one.job_id == job_id)
+        until(lambda: any(result.job_id == job_id for result in self.poll()), TIMEOUT)
+        return next(result for result in self.history if result.job_id == job_id)
 
     def round_trip(self, gpu: int, host: int, to: int) -> None:
         """Store a block and load it elsewhere."""
@@ -89,15 +89,15 @@ class ReconnectingFixture:
         assert bool((self.tensor[to] == self.tensor[gpu]).all())
 
     def check_each_ended_once(self) -> None:
-        until(lambda: len(self.poll()) >= len(self.accepted), PATIENCE)
-        assert sorted(one.job_id for one in self.history) == self.accepted
+        until(lambda: len(self.poll()) >= len(self.accepted), TIMEOUT)
+        assert sorted(result.job_id for result in self.history) == self.accepted
 
 
-def back(client: OffloadClient | AsyncOffloadClient, incarnation: int = 2) -> None:
-    """Poll until the client is back."""
+def wait_reconnected(client: OffloadClient | AsyncOffloadClient, incarnation: int = 2) -> None:
+    """Poll until the client is connected to its daemon number `incarnation`."""
 
-    def returned() -> bool:
+    def reconnected() -> bool:
         client.get_finished()
         return client.connected and client.incarnation == incarnation
 
-    until(returned, PATIENCE)
+    until(reconnected, TIMEOUT)

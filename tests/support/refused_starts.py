@@ -1,4 +1,4 @@
-"""A machine that refuses to start processes for a while."""
+"""Failures to start a process, as on a machine without memory or process ids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import pytest
 
 
 def refuse_starts(monkeypatch: pytest.MonkeyPatch, *refusals: OSError) -> list[OSError]:
-    """The next `subprocess.Popen` raise these, the last one first. Returns those not raised yet."""
+    """Make the next `subprocess.Popen` calls raise these errors, the last one first.
+
+    Returns the list of errors that have not been raised yet.
+    """
     start, left = subprocess.Popen, list(refusals)
 
     def popen(*arguments: Any, **options: Any) -> Any:

@@ -1,7 +1,6 @@
-"""The books of the host pool in their plainest words: what a ledger would say of every block.
+"""A simple model of the records that persistence keeps of the host pool.
 
-Fed with the core's actions it knows what another daemon would find, and gives back the actions that
-are not for the books.
+It observes the core's actions, and predicts what another daemon recovers.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.records import RecoveredRegion, RegionRecord, ResidentBlock, engine_owner
 from kvferry.proto.specs import Direction
 
-NO_BLOCKS = BlockSet(engine_owner("nobody"), np.empty(0, dtype=np.int64))
+NO_BLOCKS = BlockSet(engine_owner("no engine"), np.empty(0, dtype=np.int64))
 
 
 @dataclass
 class ModelRegion:
-    """A region: its record, its residents by block in the order of use, the last store of each."""
+    """A region: its record, its resident blocks in the order of use, the last store of each."""
 
     record: RegionRecord
     residents: dict[int, ResidentBlock] = field(default_factory=dict)
@@ -38,52 +37,55 @@ class ModelRegion:
 
 class RegionRecordsModel:
     def __init__(self) -> None:
-        self.pages: dict[Any, ModelRegion] = {}
+        self.regions: dict[Any, ModelRegion] = {}
 
     def observe(self, actions: Iterable[Action]) -> list[Any]:
-        """Write down what is for the books; the rest."""
+        """Apply the actions for persistence. Returns all other actions."""
         rest = []
         for action in actions:
             match action:
                 case RegionCreated(record):
-                    assert record.owner not in self.pages, "a region is entered twice"
-                    self.pages[record.owner] = ModelRegion(record)
+                    assert record.owner not in self.regions, "a region is created twice"
+                    self.regions[record.owner] = ModelRegion(record)
                 case RegionUpdated(record, wipe):
-                    page = self.pages[record.owner]
-                    assert (page.record.start, page.record.nbytes) == (record.start, record.nbytes)
-                    page.record = record
+                    region = self.regions[record.owner]
+                    assert (region.record.start, region.record.nbytes) == (
+                        record.start,
+                        record.nbytes,
+                    )
+                    region.record = record
                     if wipe:
-                        page.residents, page.last = {}, {}
+                        region.residents, region.last = {}, {}
                 case RegionFreed(owner):
-                    self.pages.pop(owner, None)
+                    self.regions.pop(owner, None)
                 case CommitBlocks():
-                    self.committed(action)
+                    self.apply_commit(action)
                 case _:
                     if isinstance(action, StartTransfer):
-                        self.started(action)
+                        self.apply_start(action)
                     rest.append(action)
         return rest
 
-    def started(self, start: StartTransfer) -> None:
-        page = self.pages[start.block_set.owner]
+    def apply_start(self, start: StartTransfer) -> None:
+        region = self.regions[start.block_set.owner]
         blocks = start.block_set.blocks.tolist()
         if start.plan.direction is Direction.STORE:
             assert len(start.block_set.keys) in (0, len(blocks))
             for block in blocks:
-                page.residents.pop(block, None)
-                page.last[block] = start.plan.serial
+                region.residents.pop(block, None)
+                region.last[block] = start.plan.serial
 
-    def committed(self, commit: CommitBlocks) -> None:
-        """A store was done: what nobody stored over since, and nobody wiped, is good."""
-        block_set, page = commit.block_set, self.pages.get(commit.block_set.owner)
+    def apply_commit(self, commit: CommitBlocks) -> None:
+        """Blocks of a completed store become resident, unless they were stored again or wiped."""
+        block_set, region = commit.block_set, self.regions.get(commit.block_set.owner)
         keys = block_set.keys or [b""] * block_set.blocks.size
         for block, key in zip(block_set.blocks.tolist(), keys, strict=True):
-            if page is not None and page.last.get(block) == commit.serial:
-                page.residents[block] = ResidentBlock(block, key, block_set.parts.get(block))
+            if region is not None and region.last.get(block) == commit.serial:
+                region.residents[block] = ResidentBlock(block, key, block_set.parts.get(block))
 
     def found(self) -> list[RecoveredRegion]:
-        """What another daemon finds."""
+        """The regions that another daemon recovers."""
         return [
-            RecoveredRegion(page.record, tuple(page.residents.values()))
-            for page in self.pages.values()
+            RecoveredRegion(region.record, tuple(region.residents.values()))
+            for region in self.regions.values()
         ]

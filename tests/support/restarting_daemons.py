@@ -1,7 +1,7 @@
-"""Daemons that follow each other in one runtime directory, with or without the pool of the last.
+"""Daemons that run one after another in one runtime directory, with or without a kept pool.
 
-With it, a replacement for systemd (service_manager.py) holds the pool's descriptors between two
-daemons, and the next daemon finds what the last one had stored.
+If the pool is kept, a replacement for systemd (service_manager.py) holds its descriptors between
+two daemons, and the next daemon finds the blocks that the last one stored.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from support.service_manager import ServiceManager, kvferryd_command
 
 
 class RestartingDaemons:
-    """The running daemon. device: torch's name. root: contains the runtime directory. kept: whether
-    the next daemon gets the pool of the last.
+    """The running daemon.
+
+    device: as torch names it. root: contains the runtime directory. kept: whether the next daemon
+    receives the pool of the last one.
     """
 
     def __init__(

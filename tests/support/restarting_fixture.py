@@ -1,4 +1,4 @@
-"""A daemon under a manager that keeps its pool, and an engine that knows what it stored."""
+"""A daemon whose service manager keeps its pool, and an engine that uses it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from kvferry.testing.engine import until
 from support.service_manager import ServiceManager, kvferryd_command
 
 PAGE, BLOCKS, FACTOR = 4096, 32, 2
+# Bytes at the front of the pool that the daemon uses itself.
 OWN = 2 * PAGE
-"""The front of the pool is the daemon's own."""
 LAYOUT = KVLayout((TensorLayout(BLOCKS, PAGE, PAGE),), ((TensorRef(0, PAGE),),), FACTOR)
 FINGERPRINT = Fingerprint("llama", PAGE * FACTOR, key_bytes=12)
 CHUNK = 4 << 20
@@ -43,7 +43,7 @@ def keys(*numbers: int) -> tuple[bytes, ...]:
 
 
 class RestartingEngine:
-    """A client that owns tensors, and knows what it wrote in them."""
+    """A client with tensors of its own, as scheduler and worker of an engine."""
 
     def __init__(self, directory: Path, name: str = "one", *, namespace: bool = True) -> None:
         self.client = OffloadClient(directory, engine=name)
@@ -55,7 +55,7 @@ class RestartingEngine:
         self.jobs = 0
 
     def fill(self, blocks: Sequence[int], seed: int) -> torch.Tensor:
-        """Put random bytes into GPU blocks; returns them."""
+        """Write random bytes into GPU blocks. Returns the bytes."""
         content = np.random.default_rng(seed).integers(-128, 128, (len(blocks), PAGE), np.int8)
         self.tensor[list(blocks)] = torch.from_numpy(content).to(self.tensor.device)
         if self.tensor.is_cuda:
@@ -82,7 +82,7 @@ class RestartingEngine:
         return self.run((KeyLoadStoreSpec(tuple(names)), GPULoadStoreSpec(blocks)))
 
     def await_verified(self) -> None:
-        """Return once every block that an earlier daemon left is verified."""
+        """Wait until the daemon has verified every block of an earlier daemon."""
         until(lambda: verified(self.client), 20)
 
     def lookup(self, *numbers: int) -> list[Lookup]:
@@ -94,13 +94,13 @@ class RestartingEngine:
 
 
 def verified(client: OffloadClient) -> bool:
-    """Whether every block that an earlier daemon left is verified."""
+    """Whether the daemon has verified every block of an earlier daemon."""
     verification = client.status().verification
     return verification is not None and verification.decided_bytes == verification.total_bytes
 
 
 class RestartedService:
-    """A daemon under a manager that keeps descriptors."""
+    """A daemon whose service manager keeps its descriptors."""
 
     def __init__(self, folder: Path, device: str = "cpu", **options: object) -> None:
         chosen = {"device": device.removeprefix("cuda:"), "pool_chunk": CHUNK, "log_format": "json"}
@@ -119,8 +119,8 @@ class RestartedService:
         self.manager.command = self.command(**options)
         self.start()
 
-    def refused(self, **options: object) -> int:
-        """Start it so that it does not serve: its exit status."""
+    def start_refused(self, **options: object) -> int:
+        """Start the daemon with options that it refuses. Returns its exit status."""
         if hasattr(self.manager, "process"):
             self.manager.kill()
         self.manager.command = self.command(**options)
@@ -130,15 +130,15 @@ class RestartedService:
         return status
 
     def start_as_before(self) -> None:
-        """Start it as it was, after that."""
+        """Start the daemon with its original options."""
         self.manager.command = self.command()
         self.start()
 
     def engine(self, name: str = "one", *, namespace: bool = True) -> closing[RestartingEngine]:
         return closing(RestartingEngine(self.directory, name, namespace=namespace))
 
-    def change(self, name: str, at: int, data: bytes) -> None:
-        """Write into kept memory behind everybody's back."""
+    def overwrite(self, name: str, at: int, data: bytes) -> None:
+        """Write into kept memory. Neither the manager nor a daemon notices."""
         with mmap.mmap(self.manager.kept(name), 0) as memory:
             memory[at : at + len(data)] = data
 

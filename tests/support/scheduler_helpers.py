@@ -1,4 +1,4 @@
-"""Scheduler sides of a vLLM connector, and the shorthand of their tests."""
+"""Scheduler sides of a vLLM connector, and short functions for their tests."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Outputs that tell whether a KV cache holds the right bytes.
+"""Weights whose outputs depend on the KV cache, and a comparison of two outputs.
 
-vLLM's dummy weights are deaf: what a layer adds to them is lost in rounding, and a token follows
-from the one before it alone. These are random, of the size that training starts from, and with
-queries three times as long: so attention picks some tokens out of all, and one wrong block of 16
-among 1,500 moves the log probabilities of the likeliest tokens by 0.4 to 1.3, where rounding (all
-in bfloat16 against float32) moves them by 0.1 at most; computed on a CPU for the shape of
-vllm_models.SMALL.
+With vLLM's dummy weights the output does not depend on the KV cache: rounding removes what a layer
+adds, and a token depends only on the token before it. The weights here are random, with the usual
+initial size, and with queries three times as large, so that attention selects few tokens. Then one
+wrong block of 16 tokens among 1,500 changes the log probabilities of the likeliest tokens by 0.4 to
+1.3. Rounding (bfloat16 against float32) changes them by at most 0.1. Both figures are from a CPU,
+for the shape of vllm_models.SMALL.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 
+# Number of likeliest tokens of each step whose log probabilities are compared. The weights are
+# random, so many tokens are within TIE of the first, and rounding decides which one is sampled.
 TOP = 20
-"""Likeliest tokens of each step whose log probabilities are compared. The weights are random, so
-many tokens are within TIE of the first, and any of them may come out."""
+# Nats by which log probabilities may differ. Between tokens that are closer, rounding decides.
 TIE = 0.25
-"""Nats by which they may differ, and below which it is chance which of two tokens comes out."""
+# Standard deviations of weights.
 USUAL, QUERIES = 0.02, 0.06
-"""Standard deviations of weights."""
 
 
 def write_weights(folder: Path, model: dict[str, Any]) -> None:
-    """The weights of a Llama of this configuration, the same each time, where they are not there.
+    """Write the weights of a Llama with this configuration, if the folder does not have them.
 
-    Needs safetensors, which vLLM brings along.
+    They are the same each time. Needs safetensors, which vLLM depends on.
     """
     file = folder / "model.safetensors"
     if file.exists():
@@ -45,7 +45,7 @@ def write_weights(folder: Path, model: dict[str, Any]) -> None:
     }
     unfinished = file.with_name(f"{os.getpid()}.part")
     save_file(weights, unfinished, metadata={"format": "pt"})
-    unfinished.replace(file)  # several engines may come at once
+    unfinished.replace(file)  # several engines may write at the same time
 
 
 def deviation(name: str) -> float:
@@ -53,14 +53,14 @@ def deviation(name: str) -> float:
 
 
 def shapes(model: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the checkpoint, by its name there; norms have one dimension."""
-    hidden, between, words = (
+    """The shape of each tensor of the checkpoint, by name. Norms have one dimension."""
+    hidden, intermediate, vocabulary = (
         model[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
     )
     queries, keys = (
         model[key] * model["head_dim"] for key in ("num_attention_heads", "num_key_value_heads")
     )
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (words, hidden)}
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for number in range(model["num_hidden_layers"]):
         layer = f"model.layers.{number}"
         found |= {
@@ -70,35 +70,35 @@ def shapes(model: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             f"{layer}.self_attn.v_proj.weight": (keys, hidden),
             f"{layer}.self_attn.o_proj.weight": (hidden, queries),
             f"{layer}.post_attention_layernorm.weight": (hidden,),
-            f"{layer}.mlp.gate_proj.weight": (between, hidden),
-            f"{layer}.mlp.up_proj.weight": (between, hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, between),
+            f"{layer}.mlp.gate_proj.weight": (intermediate, hidden),
+            f"{layer}.mlp.up_proj.weight": (intermediate, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, intermediate),
         }
-    return found | {"model.norm.weight": (hidden,), "lm_head.weight": (words, hidden)}
+    return found | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
 
 
-def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """How far two answers to a prompt are from each other, in nats: beyond TIE they come from
-    different KV caches.
+def answer_distance(first: dict[str, Any], second: dict[str, Any]) -> float:
+    """The distance of two answers to a prompt, in nats. Beyond TIE their KV caches differ.
 
-    Each has `tokens`, and `top`: for each token the likeliest ones with their log probabilities.
-    Where two tokens were as good as equal either may come out; what follows is another text.
+    An answer has `tokens`, and `top`: for each token the likeliest ones with log probabilities. If
+    the answers differ in a token, later tokens are not compared, because they continue another
+    text.
     """
-    if len(one["tokens"]) != len(other["tokens"]):
+    if len(first["tokens"]) != len(second["tokens"]):
         return math.inf
-    farthest = 0.0
-    steps = zip(one["tokens"], other["tokens"], one["top"], other["top"], strict=True)
-    for mine, theirs, my_top, their_top in steps:
-        here, there = dict(map(tuple, my_top)), dict(map(tuple, their_top))
-        both = here.keys() & there.keys()
-        if not {mine, theirs} <= both:
+    distance = 0.0
+    steps = zip(first["tokens"], second["tokens"], first["top"], second["top"], strict=True)
+    for token_1, token_2, top_1, top_2 in steps:
+        logprobs_1, logprobs_2 = dict(map(tuple, top_1)), dict(map(tuple, top_2))
+        both = logprobs_1.keys() & logprobs_2.keys()
+        if not {token_1, token_2} <= both:
             return math.inf
-        differences = [abs(here[token] - there[token]) for token in both]
-        if mine != theirs:  # each one's lead where it was found, half of it for each
-            differences.append(abs(here[mine] - here[theirs]) / 2)
+        differences = [abs(logprobs_1[token] - logprobs_2[token]) for token in both]
+        if token_1 != token_2:  # half of the difference between the two tokens
+            differences.append(abs(logprobs_1[token_1] - logprobs_1[token_2]) / 2)
         if not all(map(math.isfinite, differences)):
             return math.inf
-        farthest = max(farthest, *differences)
-        if mine != theirs:
+        distance = max(distance, *differences)
+        if token_1 != token_2:
             break
-    return farthest
+    return distance

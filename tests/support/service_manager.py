@@ -1,13 +1,13 @@
-"""A service manager for tests, where there is no systemd: its protocol, over real sockets.
+"""A service manager for tests without systemd: systemd's protocol, over real sockets.
 
-It starts a program, takes what it says at $NOTIFY_SOCKET, keeps the descriptors it sends, and
-passes them on when it starts it again. What systemd does and this does not: it starts nothing anew
-by itself, and it takes a descriptor that it has already (systemd ignores that).
+It starts a program, receives its messages at $NOTIFY_SOCKET, keeps the descriptors in them, and
+passes these to the program at its next start. Unlike systemd, it restarts nothing by itself, and it
+accepts a descriptor that it has already (systemd ignores that one).
 
     with ServiceManager(kvferryd_command(tmp_path), tmp_path / "notify") as manager:
-        manager.start()                 # returns once it said READY=1
+        manager.start()                 # returns after READY=1
         manager.kill()
-        manager.start()                 # with everything that it had kept
+        manager.start()                 # with all kept descriptors
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import NamedTuple
 SO_PASSCRED, SCM_CREDENTIALS = 16, 2
 TICK = 0.02
 
+# Becomes the program. Its descriptors are at 3 and above, and the variables name its pid.
 LAUNCH = """
 import fcntl, os, sys
 descriptors, argv = [int(d) for d in sys.argv[1].split(",") if d], sys.argv[2:]
@@ -41,13 +42,12 @@ for name in ("LISTEN_PID", "WATCHDOG_PID"):
         os.environ[name] = str(os.getpid())
 os.execvp(argv[0], argv)
 """
-"""Becomes the program: what it is passed lies at 3 and up, and is meant for its pid."""
 
 
 def kvferryd_command(
     runtime_dir: Path, device: str = "cpu", pool_bytes: int = 16 << 20, **options: object
 ) -> list[str]:
-    """The command line of a daemon; options are more of its flags, as for LocalDaemon."""
+    """The command line of a daemon. options: more of its flags, as for LocalDaemon."""
     arguments = {"device": device, "pool_size": pool_bytes, "runtime_dir": runtime_dir, **options}
     command = [sys.executable, "-m", "kvferry.daemon"]
     for name, value in arguments.items():
@@ -58,16 +58,16 @@ def kvferryd_command(
 class StoredFds(NamedTuple):
     name: str
     descriptor: int
+    # Whether it is dropped when its other end is closed.
     polled: bool
-    """Whether it goes when its other end does."""
 
 
 class ServiceManager:
     """Runs one program at a time.
 
-    notify: path of its socket, or "@name" for one in no file system. watchdog: seconds after which
-    a program that does not say WATCHDOG=1 is killed. environ: more variables for the program.
-    log: where the program's output goes; the test's own where it is None.
+    notify: path of its socket, or "@name" for an abstract socket. watchdog: seconds after which a
+    program that does not send WATCHDOG=1 is killed. environ: more variables for the program. log:
+    file for the program's output; None for the output of the test.
     """
 
     def __init__(
@@ -82,42 +82,45 @@ class ServiceManager:
         self.command, self.watchdog, self.log_path = list(command), watchdog, log
         self.environ = dict(environ or {})
         self.notify = str(notify)
+        # Messages that the program has sent.
         self.said: list[dict[str, str]] = []
+        # Processes whose messages were ignored, because they are not the program.
         self.ignored: list[int] = []
-        """Processes whose messages were not heard, since they are not the program."""
+        # How often the watchdog has killed the program.
         self.starved = 0
-        """How often the watchdog had to kill."""
         self.process: subprocess.Popen[bytes]
         self._store: list[StoredFds] = []
-        self._heard = threading.Condition()
-        self._fed = time.monotonic()
+        self._changed = threading.Condition()
+        self._last_watchdog = time.monotonic()
         self._running = self._closing = False
-        self._ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._ear.setsockopt(socket.SOL_SOCKET, SO_PASSCRED, 1)
-        self._ear.settimeout(TICK)
-        self._ear.bind(self.notify.replace("@", "\0", 1) if notify is self.notify else self.notify)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, SO_PASSCRED, 1)
+        self._socket.settimeout(TICK)
+        self._socket.bind(
+            self.notify.replace("@", "\0", 1) if notify is self.notify else self.notify
+        )
         self._thread = threading.Thread(target=self._listen, name="service manager")
         self._thread.start()
 
-    # What tests have it do
+    # Called by tests
 
     def start(self, timeout: float = 60.0, *, ready: bool = True) -> None:
-        """Start the program with what is kept, and wait until it is ready where it will be."""
-        with self._heard:
+        """Start the program with the kept descriptors, and wait for READY if `ready`."""
+        with self._changed:
             self.said.clear()
             self._drop(lambda kept: kept.polled and _hung_up(kept.descriptor))
             self.process = self._launch()
-            self._fed, self._running = time.monotonic(), True
+            self._last_watchdog, self._running = time.monotonic(), True
         if ready:
             self.wait_for("READY", timeout=timeout)
 
     def kill(self) -> None:
-        """SIGKILL, as a machine in trouble would."""
+        """Send SIGKILL, and wait until the program has ended."""
         self.process.kill()
         self.wait_dead()
 
     def stop(self, timeout: float = 30.0) -> int:
-        """SIGTERM, and its exit status."""
+        """Send SIGTERM. Returns the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.wait_dead(timeout)
 
@@ -127,9 +130,9 @@ class ServiceManager:
         return status
 
     def wait_for(self, name: str, value: str | None = None, timeout: float = 30.0) -> str:
-        """Until the program has said `name`, with this value where one is given; what it said."""
+        """Wait until the program has sent `name`, with this value if given. Returns the value."""
         deadline = time.monotonic() + timeout
-        with self._heard:
+        with self._changed:
             while True:
                 for message in self.said:
                     if name in message and value in (None, message[name]):
@@ -137,40 +140,40 @@ class ServiceManager:
                 left = deadline - time.monotonic()
                 if left <= 0 or self.process.poll() is not None:
                     said = [*self.said, self.log()[-2000:]]
-                    raise AssertionError(f"it did not say {name}={value or ''}: {said}")
-                self._heard.wait(min(left, 10 * TICK))
+                    raise AssertionError(f"{name}={value or ''} was not sent: {said}")
+                self._changed.wait(min(left, 10 * TICK))
 
     def lose_fds(self) -> None:
-        """Close all that is kept, as a reboot would. The program does not run."""
-        with self._heard:
+        """Close all kept descriptors, as a reboot does. The program must not run."""
+        with self._changed:
             self._drop(lambda kept: True)
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace") if self.log_path else ""
 
     def values(self, name: str) -> list[str]:
-        """All that was said of `name` since the program was started."""
-        with self._heard:
+        """All values of `name` that the program has sent since its start."""
+        with self._changed:
             return [message[name] for message in self.said if name in message]
 
     @property
     def names(self) -> list[str]:
-        """Of what is kept, the newest first."""
-        with self._heard:
+        """Names of the kept descriptors, the newest first."""
+        with self._changed:
             return [kept.name for kept in self._store]
 
     def kept(self, name: str) -> int:
-        """The newest descriptor of a name; it stays the store's. Raises StopIteration."""
-        with self._heard:
+        """The newest descriptor of a name. The caller must not close it. Raises StopIteration."""
+        with self._changed:
             return next(kept.descriptor for kept in self._store if kept.name == name)
 
     def close(self) -> None:
-        """Kill the program where it still runs, and let everything go."""
+        """Kill the program if it runs, and close all descriptors."""
         if self._running:
             self.kill()
         self._closing = True
         self._thread.join()
-        self._ear.close()
+        self._socket.close()
         if not self.notify.startswith("@"):
             Path(self.notify).unlink()
         self._drop(lambda kept: True)
@@ -210,28 +213,28 @@ class ServiceManager:
             if output is not None:
                 output.close()
 
-    # Its thread
+    # On the manager's thread
 
     def _listen(self) -> None:
         while not self._closing:
             try:
-                text, descriptors, pid = _receive(self._ear)
+                text, descriptors, pid = _receive(self._socket)
             except TimeoutError:
-                self._watch()
+                self._check_watchdog()
                 continue
-            with self._heard:
+            with self._changed:
                 if pid == self.process.pid:
-                    self._take(_parsed(text), descriptors)
+                    self._handle(_parse(text), descriptors)
                 else:
                     self.ignored.append(pid)
-                self._heard.notify_all()
+                self._changed.notify_all()
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _take(self, message: dict[str, str], descriptors: list[int]) -> None:
-        """Do what one message asks for; takes the descriptors that it keeps out of the list.
+    def _handle(self, message: dict[str, str], descriptors: list[int]) -> None:
+        """Handle a message. Removes the descriptors that are kept from the list.
 
-        A BARRIER asks for nothing: it is seen in its descriptor, closed in turn as any other.
+        A BARRIER needs no action: the caller closes its descriptor like any other.
         """
         self.said.append(message)
         name = message.get("FDNAME", "stored")
@@ -242,25 +245,27 @@ class ServiceManager:
         if message.get("FDSTOREREMOVE") == "1":
             self._drop(lambda kept: kept.name == name)
         if message.get("WATCHDOG") == "1" or "READY" in message:
-            self._fed = time.monotonic()
+            self._last_watchdog = time.monotonic()
 
-    def _watch(self) -> None:
-        hungry = self.watchdog is not None and time.monotonic() - self._fed > self.watchdog
-        if hungry and self._running and self.values("READY"):
+    def _check_watchdog(self) -> None:
+        is_late = (
+            self.watchdog is not None and time.monotonic() - self._last_watchdog > self.watchdog
+        )
+        if is_late and self._running and self.values("READY"):
             self.starved += 1
-            self._fed = time.monotonic()
+            self._last_watchdog = time.monotonic()
             self.process.kill()
 
-    def _drop(self, goes: Callable[[StoredFds], bool]) -> None:
-        for kept in [kept for kept in self._store if goes(kept)]:
+    def _drop(self, condition: Callable[[StoredFds], bool]) -> None:
+        for kept in [kept for kept in self._store if condition(kept)]:
             self._store.remove(kept)
             os.close(kept.descriptor)
 
 
-def _receive(ear: socket.socket) -> tuple[str, list[int], int]:
+def _receive(connection: socket.socket) -> tuple[str, list[int], int]:
     """(text, descriptors, pid of the sender) of one message. Raises TimeoutError."""
-    room = socket.CMSG_SPACE(4 * 253) + socket.CMSG_SPACE(12)
-    data, ancillary, _, _ = ear.recvmsg(8192, room, socket.MSG_CMSG_CLOEXEC)
+    space = socket.CMSG_SPACE(4 * 253) + socket.CMSG_SPACE(12)
+    data, ancillary, _, _ = connection.recvmsg(8192, space, socket.MSG_CMSG_CLOEXEC)
     descriptors: list[int] = []
     pid = 0
     for _, kind, content in ancillary:
@@ -271,14 +276,14 @@ def _receive(ear: socket.socket) -> tuple[str, list[int], int]:
     return data.decode(), descriptors, pid
 
 
-def _parsed(text: str) -> dict[str, str]:
+def _parse(text: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in text.splitlines())
 
 
 def _hung_up(descriptor: int) -> bool:
-    ear = select.poll()
+    poll = select.poll()
     try:
-        ear.register(descriptor, 0)
-        return bool(ear.poll(0))
+        poll.register(descriptor, 0)
+        return bool(poll.poll(0))
     except OSError:  # a regular file cannot be polled, and has no other end
         return False

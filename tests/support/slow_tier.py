@@ -15,7 +15,7 @@ from kvferry.daemon.tiers.disk import open_tier as open_disk
 
 
 class SlowTier:
-    """All threads that fetch share the rate."""
+    """A tier whose fetches share one rate, in all threads."""
 
     def __init__(self, tier: Tier, rate: float) -> None:
         self._tier, self._rate = tier, rate

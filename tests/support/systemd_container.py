@@ -1,8 +1,8 @@
-"""A machine for tests: Debian in a container root of its own, booted by its own systemd.
+"""Debian in a container, booted by its own systemd, to test unit files.
 
-What a unit file says can only be tried by systemd. `Foundation` keeps a bare Debian and the wheels
-that the daemon needs, between runs; a `Machine` is a copy of it that runs, without network, and
-never over the root of the machine that tests run on. Needs root, debootstrap and systemd-nspawn.
+`Foundation` keeps a minimal Debian and the wheels of the daemon between runs. A `SystemdContainer`
+boots a copy of it, without network, and does not change the file system of the host. Needs root,
+debootstrap and systemd-nspawn.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
+# It has systemd 257, whose descriptor store can survive a stop.
 SUITE = "trixie"
-"""Has systemd 257: one whose descriptor store can outlive a stop."""
+# Mooncake needs the libraries.
 PACKAGES = "systemd,systemd-sysv,dbus,python3,python3-venv,libcurl4t64,libibverbs1,libnuma1"
-"""The libraries are those that Mooncake needs."""
+# Directory with the wheels, in the root.
 WHEELS = "wheels"
-"""Directory with the wheels, in the root."""
-# In front of the commands that install. A umask as root has it on a machine that was made safe.
+# Runs before commands that install. The umask is the one of root on a hardened machine.
 OFFLINE = f"export PIP_NO_INDEX=1 PIP_FIND_LINKS=/{WHEELS} PIP_NO_COMPILE=1\numask 077\n"
 TOOLS = ("systemd-nspawn", "nsenter", "chroot")
 BOOT_SECONDS = 90.0
+# Mount point of the host's file system, whose torch a container with a GPU uses.
 HOST = "/host"
-"""Where a machine with a GPU has the file system of the one around it: that one's torch."""
+# Libraries of NVIDIA's driver that a process without torch may load, by their sonames.
 DRIVER = re.compile(r"lib(cuda|nvidia-(ml|ptxjitcompiler|nvvm|gpucomp))\.so\.1$")
-"""What of NVIDIA's driver a process without torch may open, by the names of the loader."""
 DRIVER_PLACE = "/usr/local/lib/nvidia"
+# Makes the container's processes, devices and sockets visible below HOST, for programs in HOST.
 GPU_SETUP = f"""
 echo {DRIVER_PLACE} > /etc/ld.so.conf.d/nvidia.conf
 ldconfig
@@ -46,12 +47,11 @@ mount -t tmpfs -o mode=755 run {HOST}/run
 mkdir -p {HOST}/run/kvferry /run/kvferry
 mount --bind /run/kvferry {HOST}/run/kvferry
 """
-"""The machine's own processes, devices and sockets, for who goes to live in HOST."""
 ENVIRON = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin", "LANG": "C.UTF-8"}
 
 
 def missing(cache: Path) -> str:
-    """Why there can be no machine here; empty where there can. cache: a Foundation's."""
+    """Why this machine cannot run a container; empty if it can. cache: of the Foundation."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "a container is booted by root only"
     tools = TOOLS if _root(cache).is_dir() else ("debootstrap", *TOOLS)
@@ -64,42 +64,42 @@ def _root(cache: Path) -> Path:
 
 
 class Foundation:
-    """A bare Debian in `cache`, made where it is not there, with the wheels of `requirements`."""
+    """A minimal Debian in `cache`, created if it is missing, with the wheels of `requirements`."""
 
     def __init__(self, cache: Path, requirements: Sequence[str], constraints: Path) -> None:
         self.root = _root(cache)
-        with _alone(cache):
+        with _locked(cache):
             if not self.root.is_dir():
-                half = cache / "half-made"
-                shutil.rmtree(half, ignore_errors=True)
-                _debootstrap(half)
-                half.rename(self.root)
+                unfinished = cache / "unfinished"
+                shutil.rmtree(unfinished, ignore_errors=True)
+                _debootstrap(unfinished)
+                unfinished.rename(self.root)
             self.wheels = cache / WHEELS
             self._download(requirements, constraints)
 
     def copy(self) -> Path:
-        """A root for one machine."""
+        """Create the root of one container."""
         root = Path(tempfile.mkdtemp(prefix="kvferry-machine-", dir=self.root.parent))
-        _do("cp", "-a", "--reflink=auto", f"{self.root}/.", str(root))
+        _run_command("cp", "-a", "--reflink=auto", f"{self.root}/.", str(root))
         shutil.copytree(self.wheels, root / WHEELS)
         return root
 
     def _download(self, requirements: Sequence[str], constraints: Path) -> None:
-        """Wheels for the Python inside: pip says nothing where they are there already."""
+        """Download wheels for the container's Python. pip keeps those that exist."""
         script = "import sys; print('%d.%d' % sys.version_info[:2])"
-        python = _do("chroot", str(self.root), "/usr/bin/python3", "-c", script).strip()
+        python = _run_command("chroot", str(self.root), "/usr/bin/python3", "-c", script).strip()
         machine = platform.machine()
         tags = [f"manylinux{tag}_{machine}" for tag in ("_2_28", "_2_17", "2014")]
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:"]
         command += ["--dest", str(self.wheels), "--constraint", str(constraints)]
         command += ["--python-version", python, *(f"--platform={tag}" for tag in tags)]
-        _do(*command, *requirements)
+        _run_command(*command, *requirements)
 
 
 class SystemdContainer:
-    """Boots `root`, which goes when it does. Raises RuntimeError with its log where it does not.
+    """Boots `root`, and removes it at the end. Raises RuntimeError with the log if boot fails.
 
-    gpu: with the GPUs of this machine and their driver, and its file system at HOST.
+    gpu: give it the GPUs of this machine, their driver, and this machine's file system at HOST.
     """
 
     def __init__(self, root: Path, *, gpu: bool = False) -> None:
@@ -123,7 +123,10 @@ class SystemdContainer:
     def run(
         self, *command: str, check: bool = True, timeout: float = 120.0, directory: str = "/root"
     ) -> str:
-        """What a command prints, that runs inside as root; raises AssertionError where it fails."""
+        """Run a command in the container as root. Returns its output.
+
+        Raises AssertionError if `check` and the command fails.
+        """
         enter = ["nsenter", f"--target={self._leader}", "--all", "--root", "--wd"]
         shell = ["/bin/sh", "-c", f'cd {directory} && exec "$@"', "sh"]
         done = subprocess.run(
@@ -139,17 +142,17 @@ class SystemdContainer:
         return done.stdout.strip()
 
     def script(self, text: str, timeout: float = 300.0, directory: str = "/root") -> str:
-        """What lines of shell print; the first that fails ends them."""
+        """Run lines of shell, up to the first that fails. Returns their output."""
         return self.run("/bin/sh", "-euc", text, timeout=timeout, directory=directory)
 
     def write(self, path: str, text: str) -> None:
-        """Make a file inside."""
+        """Create a file in the container."""
         target = self.root / path.lstrip("/")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
 
     def close(self) -> None:
-        """End everything inside, as if its power went, and remove the root."""
+        """Kill all processes in the container, as a power cut does, and remove the root."""
         if self._leader is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._leader, signal.SIGKILL)
@@ -172,7 +175,7 @@ class SystemdContainer:
         self.close()
 
     def _boot(self) -> None:
-        """Wait until systemd has started what it starts."""
+        """Wait until systemd has started its units."""
         deadline = time.monotonic() + BOOT_SECONDS
         while time.monotonic() < deadline and self._nspawn.poll() is None:
             for pid in _children(self._nspawn.pid):
@@ -182,16 +185,18 @@ class SystemdContainer:
                     return
             time.sleep(0.1)
         self._log.seek(0)
-        raise RuntimeError(self._log.read().decode(errors="replace").strip() or "it did not boot")
+        raise RuntimeError(
+            self._log.read().decode(errors="replace").strip() or "the container did not boot"
+        )
 
 
 def sections(page: Path) -> dict[str, str]:
-    """By the title of its section, the first block of commands in it."""
+    """The first block of commands of each section, by the section's title."""
     return dict(re.findall(r"(?ms)^## ([^\n]+)$(?:(?!^## ).)*?^```sh\n(.*?)^```", page.read_text()))
 
 
 def gpu_options() -> list[str]:
-    """systemd-nspawn's, for devices, driver and the right to say who may open which device."""
+    """Options of systemd-nspawn for GPU devices, the driver, and setting device permissions."""
     listed = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
     places = dict(re.findall(r"(?m)^\s*(\S+) \(.*x86-64.*\) => (.*)$", listed)[::-1])
     options = [
@@ -201,7 +206,7 @@ def gpu_options() -> list[str]:
     ]
     nodes = [node for node in Path("/dev").glob("nvidia*") if node.is_char_device()]
     options += [f"--bind={node}" for node in nodes]
-    options += ["--rlimit=RLIMIT_MEMLOCK=infinity"]  # where root may not raise it in there
+    options += ["--rlimit=RLIMIT_MEMLOCK=infinity"]  # root may not be able to raise it inside
     options += [f"--bind-ro=/:{HOST}", "--capability=all", "--system-call-filter=bpf"]
     return options
 
@@ -212,8 +217,8 @@ def _children(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def _alone(cache: Path) -> Iterator[None]:
-    """One at a time makes what is kept there."""
+def _locked(cache: Path) -> Iterator[None]:
+    """Only one process at a time may write to the cache."""
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -221,11 +226,15 @@ def _alone(cache: Path) -> Iterator[None]:
 
 
 def _debootstrap(root: Path) -> None:
-    mirror = _do("apt-get", "indextargets", "--format", "$(REPO_URI)", "Origin: Debian").split()
-    _do("debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(root), *mirror[:1])
+    mirror = _run_command(
+        "apt-get", "indextargets", "--format", "$(REPO_URI)", "Origin: Debian"
+    ).split()
+    _run_command(
+        "debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(root), *mirror[:1]
+    )
 
 
-def _do(*command: str) -> str:
+def _run_command(*command: str) -> str:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[:3])}: {done.stdout[-2000:]}")

@@ -1,4 +1,4 @@
-"""Packets between the hosts are real, and are delayed, lost and swallowed; nothing stays."""
+"""Links of a lossy network delay and lose packets. No process remains at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from kvferry.testing.engine import until
 from support.lossy_network import LossyNetwork, NetworkHost, NetworkUnavailable, missing
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
 @pytest.fixture
@@ -34,33 +34,33 @@ def network() -> Iterator[LossyNetwork]:
         yield opened
 
 
-def udp(host: NetworkHost) -> socket.socket:
+def open_udp(host: NetworkHost) -> socket.socket:
     with host.entered():
-        made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    made.bind((host.address, 0))
-    made.settimeout(PATIENCE)
-    return made
+        opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    opened.bind((host.address, 0))
+    opened.settimeout(TIMEOUT)
+    return opened
 
 
-def connect(stack: ExitStack, one: NetworkHost, other: NetworkHost) -> list[socket.socket]:
-    """Both ends of a TCP connection."""
-    with other.entered():
-        listener = stack.enter_context(socket.create_server((other.address, 0)))
-    with one.entered():
-        client = stack.enter_context(socket.create_connection(listener.getsockname(), PATIENCE))
+def connect(stack: ExitStack, first: NetworkHost, second: NetworkHost) -> list[socket.socket]:
+    """Returns both ends of a TCP connection."""
+    with second.entered():
+        listener = stack.enter_context(socket.create_server((second.address, 0)))
+    with first.entered():
+        client = stack.enter_context(socket.create_connection(listener.getsockname(), TIMEOUT))
     server, peer = listener.accept()
-    assert peer[0] == one.address
-    server.settimeout(PATIENCE)
+    assert peer[0] == first.address
+    server.settimeout(TIMEOUT)
     return [client, stack.enter_context(server)]
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.03])
 def test_tcp_carries_bytes(network: LossyNetwork, loss: float) -> None:
-    one, other = network.hosts
+    first, second = network.hosts
     content = os.urandom(4 << 20)
     with ExitStack() as stack:
-        client, server = connect(stack, one, other)
-        other.set_link(loss=loss)
+        client, server = connect(stack, first, second)
+        second.set_link(loss=loss)
         sender = threading.Thread(target=client.sendall, args=(content,))
         sender.start()
         received = bytearray()
@@ -70,42 +70,42 @@ def test_tcp_carries_bytes(network: LossyNetwork, loss: float) -> None:
             received += part
         sender.join()
     assert received == content
-    assert (one.counters().lost > 0) == (loss > 0)
+    assert (first.counters().lost > 0) == (loss > 0)
 
 
-def test_a_delayed_link_holds_each_packet(network: LossyNetwork) -> None:
-    one, other = network.hosts
+def test_a_link_delays_each_packet(network: LossyNetwork) -> None:
+    first, second = network.hosts
 
     def round_trip() -> float:
         begin = time.monotonic()
-        asker.sendto(b"?", answerer.getsockname())
-        _, peer = answerer.recvfrom(9)
-        answerer.sendto(b"!", peer)
-        asker.recv(9)
+        client.sendto(b"?", server.getsockname())
+        _, peer = server.recvfrom(9)
+        server.sendto(b"!", peer)
+        client.recv(9)
         return time.monotonic() - begin
 
-    with udp(one) as asker, udp(other) as answerer:
+    with open_udp(first) as client, open_udp(second) as server:
         assert min(round_trip() for _ in range(5)) < 0.2
-        one.set_link(delay=0.1)
-        assert 0.2 <= round_trip() < PATIENCE
-        other.set_link(delay=0.05)
-        assert 0.3 <= round_trip() < PATIENCE
-        one.set_link()
-        other.set_link()
+        first.set_link(delay=0.1)
+        assert 0.2 <= round_trip() < TIMEOUT
+        second.set_link(delay=0.05)
+        assert 0.3 <= round_trip() < TIMEOUT
+        first.set_link()
+        second.set_link()
         assert min(round_trip() for _ in range(5)) < 0.2
 
 
 def test_a_lossy_link_loses_its_share(network: LossyNetwork) -> None:
-    one, other = network.hosts
+    first, second = network.hosts
     count = 200
-    other.set_link(loss=0.25)
-    with udp(one) as sender, udp(other) as receiver:
+    second.set_link(loss=0.25)
+    with open_udp(first) as sender, open_udp(second) as receiver:
         for number in range(count):
             sender.sendto(bytes([number]), receiver.getsockname())
-        deadline = time.monotonic() + PATIENCE
-        while (sent := one.counters()).forwarded + sent.lost < count:
+        deadline = time.monotonic() + TIMEOUT
+        while (sent := first.counters()).forwarded + sent.lost < count:
             assert time.monotonic() < deadline
-        assert 20 < sent.lost < 80  # 50, give or take five standard deviations
+        assert 20 < sent.lost < 80  # 50 plus or minus five standard deviations
         received = [receiver.recv(9)[0] for _ in range(sent.forwarded)]
         assert received == sorted(set(received))
         receiver.setblocking(False)
@@ -114,32 +114,32 @@ def test_a_lossy_link_loses_its_share(network: LossyNetwork) -> None:
 
 
 def test_a_blackhole_is_silent_and_ends(network: LossyNetwork) -> None:
-    one, other = network.hosts
+    first, second = network.hosts
     with ExitStack() as stack:
-        client, server = connect(stack, one, other)
-        one.set_link(blackhole=True)
-        client.sendall(b"swallowed")
+        client, server = connect(stack, first, second)
+        first.set_link(blackhole=True)
+        client.sendall(b"lost")
         server.settimeout(0.5)
         with pytest.raises(TimeoutError):
             server.recv(9)
-        assert one.counters().lost > 0
-        one.set_link()
-        server.settimeout(PATIENCE)
-        assert server.recv(9) == b"swallowed"  # TCP sends it again
+        assert first.counters().lost > 0
+        first.set_link()
+        server.settimeout(TIMEOUT)
+        assert server.recv(9) == b"lost"  # TCP sends it again
 
 
 def test_processes_of_a_host_end_with_the_network(network: LossyNetwork) -> None:
-    one, other = network.hosts
-    with one.entered():
+    first, second = network.hosts
+    with first.entered():
         processes = [subprocess.Popen(["sleep", "1000"])]
-    inside = subprocess.Popen([*other.command, "sleep", "1000"])
+    inside = subprocess.Popen([*second.command, "sleep", "1000"])
     processes.append(inside)
     name = Path(f"/proc/{inside.pid}/comm")
-    until(lambda: name.read_text() == "sleep\n", PATIENCE)  # it has entered
-    shown = ["cat", "/proc/net/fib_trie"]
-    assert other.address in subprocess.check_output([*other.command, *shown], text=True)
+    until(lambda: name.read_text() == "sleep\n", TIMEOUT)  # it runs in the namespace
+    command = ["cat", "/proc/net/fib_trie"]
+    assert second.address in subprocess.check_output([*second.command, *command], text=True)
     network.close()
-    assert [process.wait(PATIENCE) for process in processes] == [-signal.SIGKILL] * 2
+    assert [process.wait(TIMEOUT) for process in processes] == [-signal.SIGKILL] * 2
     assert network.relay.returncode == 0
 
 
@@ -155,7 +155,7 @@ time.sleep(1000)
 
 
 @pytest.mark.usefixtures("network")
-def test_nothing_stays_after_sigkill_of_the_test() -> None:
+def test_no_process_remains_after_sigkill_of_the_test() -> None:
     victim = subprocess.Popen([sys.executable, "-c", VICTIM], stdout=subprocess.PIPE, text=True)
     with victim, ExitStack() as stack:
         assert victim.stdout is not None
@@ -169,4 +169,4 @@ def test_nothing_stays_after_sigkill_of_the_test() -> None:
         for descriptor in ends:
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
-            assert poll.poll(1000 * PATIENCE)
+            assert poll.poll(1000 * TIMEOUT)

@@ -1,4 +1,4 @@
-"""What tells two answers of a model apart, and its weights."""
+"""The distance of two answers of a model, and the model's weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.sensitive_weights import TIE, apart, shapes, write_weights
+from support.sensitive_weights import TIE, answer_distance, shapes, write_weights
 
 MODEL = {
     "hidden_size": 64,
@@ -21,7 +21,7 @@ MODEL = {
 
 
 def answer(*steps: tuple[int, dict[int, float]]) -> dict[str, Any]:
-    """As it comes out of JSON."""
+    """An answer as decoded from JSON."""
     top = [[[token, value] for token, value in likely.items()] for _, likely in steps]
     return {"tokens": [token for token, _ in steps], "top": top}
 
@@ -36,7 +36,7 @@ SECOND = 5, {5: -1.0, 6: -1.1, 4: -3.0}
         (answer(FIRST, SECOND), True),
         (answer((7, {7: -1.1, 8: -1.9, 3: -3.0}), SECOND), True),  # rounding
         (answer((7, {7: -1.0 - 2 * TIE, 8: -2.0, 9: -3.0}), SECOND), False),
-        (answer(FIRST, (6, {6: -1.05, 5: -1.06, 4: -3.0})), True),  # a tie
+        (answer(FIRST, (6, {6: -1.05, 5: -1.06, 4: -3.0})), True),  # within TIE
         (answer(FIRST, (4, {4: -2.9, 5: -1.0, 6: -1.1})), False),
         (answer(FIRST, (3, {3: -1.0, 2: -1.1, 1: -3.0})), False),
         (answer(FIRST, (5, {5: float("nan"), 6: float("nan")})), False),
@@ -44,14 +44,15 @@ SECOND = 5, {5: -1.0, 6: -1.1, 4: -3.0}
     ],
 )
 def test_answers_that_agree(other: dict[str, Any], same: bool) -> None:
-    assert (apart(answer(FIRST, SECOND), other) <= TIE) is same
-    assert (apart(other, answer(FIRST, SECOND)) <= TIE) is same
+    assert (answer_distance(answer(FIRST, SECOND), other) <= TIE) is same
+    assert (answer_distance(other, answer(FIRST, SECOND)) <= TIE) is same
 
 
-def test_what_follows_a_tie_is_another_text() -> None:
+def test_tokens_after_a_tie_are_not_compared() -> None:
     tie = 6, {6: -1.05, 5: -1.06, 4: -3.0}
-    one, other = (9, {9: -1.0, 1: -2.0}), (2, {2: -1.0, 3: -2.0})
-    assert apart(answer(FIRST, SECOND, one), answer(FIRST, tie, other)) <= TIE
+    after_second, after_tie = (9, {9: -1.0, 1: -2.0}), (2, {2: -1.0, 3: -2.0})
+    first, other = answer(FIRST, SECOND, after_second), answer(FIRST, tie, after_tie)
+    assert answer_distance(first, other) <= TIE
 
 
 def test_a_checkpoint_is_written_once(tmp_path: Path) -> None:

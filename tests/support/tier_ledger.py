@@ -65,7 +65,7 @@ class TierLedger:
         self.compared = 0
 
     def connect(self, directory: Path) -> None:
-        """Return once the daemon's tier is on."""
+        """Connect to a daemon, and wait until its tier is on."""
         self.close()
         client = OffloadClient(directory, engine="ledger", timeout=SECONDS)
         self._client = self._connection.enter_context(client)
@@ -105,11 +105,11 @@ class TierLedger:
         return found
 
     def directories(self) -> list[Path]:
-        """Where the tier keeps the namespace: one directory, or none."""
+        """The directory in which the tier keeps the namespace, if there is one."""
         return list(self._root.glob(f"{FINGERPRINT.name}-*"))
 
     def store_and_write(self, count: int) -> None:
-        """Store new keys, and wait until they are in the tier: before others evict them."""
+        """Store new keys, and wait until they are in the tier, before later keys evict them."""
         for _ in range(0, count, BATCH):
             self.store(BATCH)
             new = self.stored[-BATCH:]
@@ -137,7 +137,7 @@ class TierLedger:
         return found
 
     def search_until_found(self, numbers: Sequence[int]) -> set[int]:
-        """Search again for what is missing: a tier needs a moment to read its index."""
+        """Search again for missing keys, because a tier needs time to read its index."""
         found = set[int]()
 
         def complete() -> bool:
@@ -149,7 +149,7 @@ class TierLedger:
         return found
 
     def _load_prefix(self, numbers: Sequence[int]) -> int:
-        """Load the first keys, as many as are there. Returns how many."""
+        """Load the first keys, up to the first that is missing. Returns how many."""
         keys = list(map(key_of, numbers))
         searched = self._manager.prefetch(keys)
         until(lambda: self._poll() and searched.done, SECONDS)
@@ -160,7 +160,7 @@ class TierLedger:
             return 0
         try:
             spec = self._manager.prepare_load(keys[:hits])
-        except Refused:  # evicted meanwhile
+        except Refused:  # they have just been evicted
             return 0
         self._pages.zero_()
         loaded = self._transfer((spec, GPULoadStoreSpec(range(hits))))
@@ -177,7 +177,7 @@ class TierLedger:
         return True
 
     def _state(self, keys: Sequence[bytes]) -> Lookup:
-        """Of the first key that is no HIT."""
+        """The state of the first key that is no HIT."""
         states = (self._manager.lookup(key) for key in keys)
         return next((state for state in states if state is not Lookup.HIT), Lookup.HIT)
 
@@ -185,7 +185,7 @@ class TierLedger:
         return [Label(OWNER, number, self._resets).number for number in numbers]
 
     def _transfer(self, spec: TransferSpec) -> bool:
-        """Whether it is done; False if a key is absent."""
+        """Run a transfer. Returns False if a key is absent."""
         self._jobs += 1
         self._client.transfer_async(self._jobs, spec)
         self._client.wait([self._jobs])

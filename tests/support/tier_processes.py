@@ -9,7 +9,7 @@ WORKER = b"kvferry.daemon.tiers.tier_worker"
 
 
 def tier_process_of(daemon: int) -> int | None:
-    """The pid of the process of its only tier; None if there is none now."""
+    """The pid of the process of a daemon's only tier; None if no such process runs."""
     for pid in Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split():
         with suppress(FileNotFoundError, ProcessLookupError):
             if WORKER in Path(f"/proc/{pid}/cmdline").read_bytes():

@@ -1,4 +1,4 @@
-"""An engine whose blocks leave the host pool for tiers and come back, through a real daemon."""
+"""An engine with a real daemon whose blocks are written to tiers and promoted again."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def content(number: int) -> torch.Tensor:
 
 
 class TieredEngine:
-    """An engine in a namespace, and a session beside it that looks for keys in tiers.
+    """An engine in a namespace, and a second session that searches for keys in tiers.
 
     Key n has `content(n)`.
     """
@@ -78,7 +78,7 @@ class TieredEngine:
         return self.raw.ask(FindInTiers(2, keys(numbers), compute_seconds), TiersFound)
 
     def promote(self, numbers: Sequence[int]) -> None:
-        """Have keys promoted, once the tiers are on."""
+        """Wait until the tiers are on, and until they have promoted keys."""
 
         def loadable() -> bool:
             states = {self.manager.lookup(each) for each in keys(numbers)}

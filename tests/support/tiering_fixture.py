@@ -34,7 +34,7 @@ R = TypeVar("R", bound=Report)
 
 
 class FakeWriteSource:
-    """Blocks to write, and how each job ended."""
+    """Provides blocks to write, and records how each job ended."""
 
     def __init__(self) -> None:
         self.jobs: list[WriteJob] = []

@@ -1,6 +1,6 @@
-"""A model of a core with two tiers: the pool, the tiers, and what is in progress.
+"""A model of a core with two tiers: the pool, the tiers, and the jobs in progress.
 
-Each block's content names its namespace, its key and how many resets came before it.
+Each block contains its namespace, its key and the number of earlier resets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvferry.daemon.tiers.base import is_part_of
 from kvferry.proto import messages as wire
 from support.namespaces_fixture import FINGERPRINT, OTHER, PAGE, NamespacesFixture, each
 
-# Eight blocks each: two namespaces fill the pool, and a newcomer takes the place of one.
+# Eight blocks each: two namespaces fill the pool, and a newcomer replaces one of them.
 ROOM = 8 * PAGE
 FINGERPRINTS = {"a": FINGERPRINT, "b": OTHER}
 KEYS = each(b"abcdefghijklmnopqrst")
@@ -31,7 +31,7 @@ Content: TypeAlias = tuple[Any, ...]
 
 @dataclass(eq=False)
 class Job:
-    """A transfer. cells: what it writes where, or must find there."""
+    """A transfer. cells: the content that it writes, or expects, by pool offset."""
 
     serial: int
     stores: bool
@@ -46,7 +46,7 @@ class Search:
 
 @dataclass(eq=False)
 class Fetch:
-    """found: what the tier had when the fetch began. late: offsets into which it still writes."""
+    """found: content in the tier when the fetch began. late: offsets that it still writes to."""
 
     action: FetchBlocks
     found: list[Content | None]
@@ -56,7 +56,7 @@ class Fetch:
 
 @dataclass(eq=False)
 class Write:
-    """cells: those of the blocks when the tier got them. dropped: its namespace was reset."""
+    """cells: content of the blocks when the tier got them. dropped: its namespace was reset."""
 
     tier: int
     job: WriteJob
@@ -66,7 +66,7 @@ class Write:
 
 @dataclass(eq=False)
 class Commit:
-    """cells: those of the blocks when their store ended."""
+    """cells: content of the blocks when their store ended."""
 
     block_set: BlockSet
     cells: dict[int, Content]
@@ -78,7 +78,7 @@ class TierModel:
 
 
 class TiersModel:
-    """`perform` carries out the core's actions, or notes them for later."""
+    """`perform` carries out the core's actions, or keeps them for later steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class TiersModel:
         self.jobs, self.searches = list[Job](), list[Search]()
         self.fetches, self.writes = list[Fetch](), list[Write]()
         self.commits, self.drops = list[Commit](), list[DropStore]()
-        # Blocks that have a checksum, and of what.
+        # The content that the checksum of each block belongs to.
         self.committed = dict[int, Content]()
         self.inside = set[str]()
 

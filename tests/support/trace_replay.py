@@ -1,11 +1,11 @@
 """A trace of real requests, replayed through clients, a daemon and its engine.
 
-A trace is JSON lines; each request has `hash_ids`, one for each block of its prompt, that stand for
-the block's tokens and all before them (the form in which Mooncake's traces are published). Time is
-compressed: a client takes the next request as soon as it is done with the last. As a scheduler
-does, it looks its blocks up until the first miss, loads that prefix, computes the rest (here: fills
-the blocks with what their id says), and stores what is not there. Every loaded block is compared
-with what was stored under its id.
+A trace has the form of Mooncake's published traces: JSON lines, and each request has `hash_ids`,
+one per block of its prompt. An id stands for the block's tokens and all tokens before them. Time is
+compressed: a client starts the next request as soon as the last one is done. Like a scheduler, it
+looks up its blocks until the first miss, loads that prefix, computes the rest (here: writes the
+content that belongs to the id), and stores the missing blocks. Every loaded block is compared with
+the content that belongs to its id.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from kvferry.client import (
     offload_key,
 )
 
+# Bytes of a block: enough to distinguish blocks.
 PAGE = 512
-"""Bytes of a block: enough to tell one from another."""
-SPICE = np.int64(0x9E3779B97F4A7C15 - (1 << 64))
+# Factor between ids and contents.
+MULTIPLIER = np.int64(0x9E3779B97F4A7C15 - (1 << 64))
 TIMEOUT = 60.0
 
+# Yields when it has to wait. `next` continues it.
 Steps: TypeAlias = Generator[None, None, Any]
-"""Goes on when asked for the next; yields where it has to wait."""
 
 
 def read_trace(path: Path, requests: int | None = None) -> list[list[int]]:
@@ -57,7 +58,7 @@ def read_trace(path: Path, requests: int | None = None) -> list[list[int]]:
 
 @dataclass
 class ReplayOutcome:
-    """blocks: of all requests. hits: of them loaded. lost: loads refused, as a key had gone."""
+    """blocks: of all requests. hits: those loaded. lost: loads refused, as a key was evicted."""
 
     policy: str
     capacity: int
@@ -84,7 +85,7 @@ def replay(
     clients: int = 4,
     step: Callable[[], None] = lambda: None,
 ) -> ReplayOutcome:
-    """Replay a trace in a namespace of `capacity` blocks; `step` is called after each request."""
+    """Replay a trace in a namespace of `capacity` blocks. Calls `step` after each request."""
     outcome = ReplayOutcome(policy, capacity, clients)
     begin = time.perf_counter()
     with LocalDaemon("cpu", pool_bytes=capacity * PAGE + (1 << 20)) as daemon, ExitStack() as stack:
@@ -112,7 +113,7 @@ def replay(
 
 
 class _Engine:
-    """One client, its tensors, and the request that it is at."""
+    """One client, its tensors, and its current request."""
 
     def __init__(self, name: str, directory: Path, blocks: int, outcome: ReplayOutcome) -> None:
         self._outcome = outcome
@@ -142,18 +143,18 @@ class _Engine:
         self._steps = self._serve(ids)
 
     def advance(self) -> bool:
-        """Go on as far as it goes without waiting; whether the request is done."""
+        """Continue the request as far as possible without waiting. Returns whether it is done."""
         self._results += self._client.get_finished()
         return next(self._steps, True) is True
 
     def _serve(self, ids: Sequence[int]) -> Steps:
         """A request from its lookup to its store."""
         manager, outcome = self._manager, self._outcome
-        keys = [offload_key(one.to_bytes(8, "big")) for one in ids]
-        found = yield from self._pinned_prefix(keys)
+        keys = [offload_key(each.to_bytes(8, "big")) for each in ids]
+        found = yield from self._pin_prefix(keys)
         if found:
             spec = KeyLoadStoreSpec(keys[:found])
-            result = yield from self._done((spec, GPULoadStoreSpec(np.arange(found))))
+            result = yield from self._transfer((spec, GPULoadStoreSpec(np.arange(found))))
             manager.complete_load(spec.keys)
             if result.success:
                 same = (self._pages[:found] == _contents(ids[:found])).all(axis=1)
@@ -164,9 +165,9 @@ class _Engine:
         self._pages[found : len(ids)] = _contents(ids[found:])
         output = manager.prepare_store(keys)
         if output is not None and output.keys_to_store:
-            places = {key: place for place, key in enumerate(keys)}
-            blocks = np.array([places[key] for key in output.keys_to_store])
-            result = yield from self._done((GPULoadStoreSpec(blocks), output.store_spec))
+            block_of = {key: block for block, key in enumerate(keys)}
+            blocks = np.array([block_of[key] for key in output.keys_to_store])
+            result = yield from self._transfer((GPULoadStoreSpec(blocks), output.store_spec))
             manager.complete_store(output.keys_to_store, result.success)
             outcome.stored += result.transfer_size // PAGE
             outcome.stores_refused += not result.success
@@ -174,31 +175,31 @@ class _Engine:
         outcome.blocks += len(ids)
         outcome.hits += found
 
-    def _pinned_prefix(self, keys: Sequence[bytes]) -> Steps:
-        """How many blocks from the first on are there, and are kept."""
+    def _pin_prefix(self, keys: Sequence[bytes]) -> Steps:
+        """Pin the blocks up to the first miss. Returns how many."""
         while True:
-            found = yield from self._prefix(keys)
+            found = yield from self._find_prefix(keys)
             try:
                 if found:
                     self._manager.prepare_load(keys[:found])
                 return found
-            except Refused:  # one went in between: look again
+            except Refused:  # a key has just been evicted: look up again
                 yield
 
-    def _prefix(self, keys: Sequence[bytes]) -> Steps:
-        """How many blocks from the first on are there; those on their way are waited for."""
+    def _find_prefix(self, keys: Sequence[bytes]) -> Steps:
+        """Count the blocks up to the first miss. Waits for pending blocks."""
         found = 0
         for key in keys:
             deadline = time.monotonic() + TIMEOUT
-            while (seen := self._manager.lookup(key)) in (Lookup.HIT_PENDING, Lookup.RETRY):
+            while (state := self._manager.lookup(key)) in (Lookup.HIT_PENDING, Lookup.RETRY):
                 assert time.monotonic() < deadline, "a key stays pending"
                 yield
-            if seen is not Lookup.HIT:
+            if state is not Lookup.HIT:
                 break
             found += 1
         return found
 
-    def _done(self, spec: TransferSpec) -> Steps:
+    def _transfer(self, spec: TransferSpec) -> Steps:
         job_id, deadline = next(self._jobs), time.monotonic() + TIMEOUT
         self._client.transfer_async(job_id, spec)
         while not any(result.job_id == job_id for result in self._results):
@@ -210,8 +211,8 @@ class _Engine:
 
 
 def _contents(ids: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """(blocks, words) that only these ids have."""
-    return np.array(ids, dtype=np.int64)[:, None] * SPICE + np.arange(PAGE // 8)
+    """The contents that belong to the ids, as an array (blocks, words)."""
+    return np.array(ids, dtype=np.int64)[:, None] * MULTIPLIER + np.arange(PAGE // 8)
 
 
 def _nothing() -> Steps:

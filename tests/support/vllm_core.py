@@ -1,8 +1,8 @@
 """vLLM's own scheduler and KV cache manager over the connector, with a model that checks its KV.
 
-A stand-in for the model runner: it writes every token's id into its place in the KV cache of each
-group, and before that reads what attention would read. So a wrong, missing or late block is found
-in the step that uses it. Importing this needs vLLM.
+The model runner is a fake: it writes every token's id into the KV cache of each group, and before
+that reads the tokens that attention reads. So a wrong, missing or late block is detected in the
+step that uses it. Importing this needs vLLM.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ PAGE = TOKENS * WIDTH
 
 
 class EngineCore:
-    """One scheduler, one worker.
+    """One scheduler and one worker.
 
     groups: names in SPECS, of a layer each. blocks: of the GPU. overlaps: asynchronous scheduling:
     a step is scheduled before the output of the last one is known.
-    `wrong` lists what was read and is not what was computed.
+    `wrong` describes each token that was read and differs from the computed one.
     """
 
     def __init__(
@@ -104,18 +104,18 @@ class EngineCore:
         self.worker.register_kv_caches(dict.fromkeys(groups, layer))
         self._windows = [WINDOW if group == "window" else 1 << 30 for group in groups]
         self._overlaps = overlaps
-        # Of steps that have run: what was scheduled, and the output.
+        # The scheduler's output and the model's output of steps that have run.
         self._ran: list[tuple[Any, ModelRunnerOutput]] = []
         self._numbers = iter(range(1 << 30))
         self.wrong: list[str] = []
-        # Of each request, the tokens that were found in a cache.
+        # For each finished request, the number of tokens found in a cache.
         self.finished: dict[str, int] = {}
         self._found: dict[str, int] = {}
         # Tokens that the connector provided, by source, from 0.32 on.
         self.sources: dict[str, int] = {}
 
     def add(self, prompt: list[int], tokens: int = 4) -> str:
-        """A request for so many tokens; returns its name."""
+        """Add a request for `tokens` tokens. Returns its name."""
         name = f"request-{next(self._numbers)}"
         parameters = SamplingParams(max_tokens=tokens, ignore_eos=True)
         self.scheduler.add_request(
@@ -124,7 +124,7 @@ class EngineCore:
         return name
 
     def run(self, *prompts: list[int], seconds: float = 30.0) -> list[int]:
-        """Run these requests; how many tokens of each were found in a cache."""
+        """Run requests. Returns the number of tokens of each that were found in a cache."""
         names = [self.add(prompt) for prompt in prompts]
         self.run_until(lambda: all(name in self.finished for name in names), seconds)
         return [self.finished[name] for name in names]
@@ -166,9 +166,9 @@ class EngineCore:
     def _update(self, output: Any, result: ModelRunnerOutput) -> None:
         for each in self.scheduler.update_from_output(output, result).values():
             self._count_sources(each.scheduler_stats)
-            for one in each.outputs:
-                if one.finish_reason is not None:
-                    self.finished[one.request_id] = self._found[one.request_id]
+            for request in each.outputs:
+                if request.finish_reason is not None:
+                    self.finished[request.request_id] = self._found[request.request_id]
 
     def close(self) -> None:
         self.scheduler.connector.shutdown()
@@ -180,25 +180,25 @@ class EngineCore:
             self.sources[source.value] = self.sources.get(source.value, 0) + tokens
 
     def _connector_output(self, finished: set[str]) -> KVConnectorOutput:
-        said, worker = KVConnectorOutput(), self.worker
+        reported, worker = KVConnectorOutput(), self.worker
         if compat.REPORTS_FAILED_REQUESTS:
             results = worker.get_transfer_results(finished)
-            said.finished_recving, said.failed_recving = (
+            reported.finished_recving, reported.failed_recving = (
                 results.finished_recving,
                 results.failed_recving,
             )
         else:
-            _, said.finished_recving = worker.get_finished(finished)
-        said.invalid_block_ids = worker.get_block_ids_with_load_errors()
-        said.kv_connector_worker_meta = worker.build_connector_worker_meta()
-        return said
+            _, reported.finished_recving = worker.get_finished(finished)
+        reported.invalid_block_ids = worker.get_block_ids_with_load_errors()
+        reported.kv_connector_worker_meta = worker.build_connector_worker_meta()
+        return reported
 
     def _compute(self, output: Any) -> dict[str, list[int]]:
-        """Read and write the KV of the step's tokens; the tokens that are sampled."""
+        """Read and write the KV of the step's tokens. Returns the sampled tokens."""
         sampled = {}
         for name, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
-            # The scheduler has advanced it already.
+            # The scheduler has already advanced this number.
             end = request.num_computed_tokens
             begin = end - count
             self._found.setdefault(name, begin)
@@ -220,14 +220,14 @@ class EngineCore:
 
 
 def mark(request: Request, position: int) -> int:
-    """The KV of a token. Of a sampled one, which may not be known yet, it is the position."""
+    """The KV of a token. For a sampled token, which may not be known yet, it is the position."""
     token = request.prompt_token_ids[position] if position < request.num_prompt_tokens else position
     return int(token) % 127
 
 
 @cache
 def _model() -> ModelConfig:
-    """Of a model whose weights nobody reads."""
+    """The configuration of a model whose weights are not loaded."""
     folder = Path(tempfile.mkdtemp(prefix="kvferry-model-"))
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -266,7 +266,7 @@ def _config(extra: dict[str, Any]) -> VllmConfig:
         ),
         device_config=DeviceConfig("cpu"),
     )
-    # vLLM chooses it when it has loaded the model.
+    # vLLM sets it after it has loaded the model.
     if ONE_ALLOCATION:
         config.cache_config.kv_cache_layout = "LBHNC"
     return config

@@ -1,7 +1,6 @@
-"""vLLM's own offloading connector, both halves of it, without a model, and a scheduler in a few
-lines: what is between a request and a daemon, on a machine without a GPU.
+"""Both sides of vLLM's offloading connector, with a fake scheduler and without a model or a GPU.
 
-Importing this needs vLLM, or as much of its Python as the connector imports.
+Importing this needs vLLM, or the part of its Python code that the connector imports.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from support.vllm_stand_ins import vllm_config
 
 LAYERS = "layer.0", "layer.1"
 TOKENS, HEADS, WIDTH = 16, 1, 8
+# Bytes of one layer's block: K and V, in bfloat16.
 PAGE = 2 * TOKENS * HEADS * WIDTH * 2
-"""Bytes of one layer's block: K and V, in bfloat16."""
 
 
 @dataclass
 class FakeRequest:
-    """As much of vLLM's Request as its offloading connector looks at."""
+    """The attributes of vLLM's Request that its offloading connector reads."""
 
     request_id: str
     block_hashes: list[bytes]
@@ -65,7 +64,7 @@ def prompt(number: int, blocks: int) -> FakeRequest:
 
 
 class VLLMConnectorEngine:
-    """One scheduler and one worker of vLLM over a daemon; `kv` is what the model would compute."""
+    """One scheduler and one worker of vLLM with a daemon. `kv`: KV tensors, by layer."""
 
     def __init__(
         self,
@@ -81,27 +80,27 @@ class VLLMConnectorEngine:
         self.scheduler = KVFerryConnector(self.config, KVConnectorRole.SCHEDULER, self.caches)
         self.worker = KVFerryConnector(self.config, KVConnectorRole.WORKER, self.caches)
         self.worker.register_kv_caches(self.kv)
+        # Blocks of failed loads, before 0.30.
         self.errors: set[int] = set()
-        """Blocks of failed loads, before 0.30."""
+        # Requests whose loads failed, from 0.30 on.
         self.failed: set[str] = set()
-        """Requests whose loads failed, from 0.30 on."""
         self.received: set[str] = set()
+        # Blocks that the model runner sets to zero in each step, when it prepares its input.
         self.zeroed: list[int] = []
-        """Blocks that the model runner sets to zero in each step, once it prepares its input."""
+        # "prepare" and "load", in the order in which the worker does them.
         self.done: list[str] = []
-        """What workers do in a step, in order."""
-        self._note_loads()
+        self._record_loads()
 
-    # What a request does
+    # Requests
 
     def compute(self, request: FakeRequest, block_ids: Sequence[int]) -> None:
-        """Prefill it into these blocks, and let its stores end."""
+        """Prefill a request into these blocks, and wait until its stores have ended."""
         self.scheduler.on_new_request(request)
         self.finish(request, block_ids)
         self.settle()
 
     def matched(self, request: FakeRequest) -> int | None:
-        """How many tokens of a new request are in host memory; None for ask again."""
+        """The number of tokens of a new request in host memory; None for "ask again"."""
         if request.request_id not in self.scheduler.connector_scheduler._req_status:
             self.scheduler.on_new_request(request)
         found: int | None = self.scheduler.get_num_new_matched_tokens(request, 0)[0]
@@ -114,20 +113,20 @@ class VLLMConnectorEngine:
         tokens: int,
         new: Iterable[tuple[FakeRequest, Sequence[int]]] = (),
     ) -> None:
-        """Begin to load what matched, in a step that also computes what is `new`."""
+        """Begin to load matched tokens, in a step that also computes `new` requests."""
         blocks = [KVCacheBlock(block_id) for block_id in block_ids]
         self.scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=(blocks,)), tokens)
         self.step(new)
 
     def received_all(self, request: FakeRequest, seconds: float = 10.0) -> bool:
-        """Step until a request's load ended, so or so."""
+        """Step until a request's load has ended, with success or not."""
         deadline = time.monotonic() + seconds
         while request.request_id not in self.received and time.monotonic() < deadline:
             self.step()
         return request.request_id in self.received
 
     def finish(self, request: FakeRequest, block_ids: Sequence[int]) -> None:
-        """Compute what is left of it, in a step, and end it in another."""
+        """Compute the rest of a request in one step, and end it in another."""
         self.step(new=[(request, block_ids)])
         request.num_computed_tokens = request.num_tokens
         self.end(request, block_ids, RequestStatus.FINISHED_STOPPED)
@@ -138,7 +137,7 @@ class VLLMConnectorEngine:
         block_ids: Sequence[int] = (),
         status: RequestStatus = RequestStatus.FINISHED_ABORTED,
     ) -> None:
-        """It is aborted, or has its last token, whatever of it was computed."""
+        """End a request: it is aborted, or has its last token."""
         request.status = status
         self.scheduler.request_finished(request, list(block_ids))
         self.step(finished=[request])
@@ -151,7 +150,7 @@ class VLLMConnectorEngine:
         finished: Iterable[FakeRequest] = (),
         preempted: Iterable[FakeRequest] = (),
     ) -> None:
-        """One step of an engine: schedule, execute, take in what the worker says."""
+        """One step of an engine: schedule, execute, process the worker's output."""
         new = list(new)
         output = SimpleNamespace(
             scheduled_new_reqs=[
@@ -184,30 +183,30 @@ class VLLMConnectorEngine:
             received, failed = results.finished_recving, results.failed_recving
         else:
             received, failed = worker.get_finished(set())[1], set()
-        said = KVConnectorOutput(
+        reported = KVConnectorOutput(
             finished_recving=received,
             invalid_block_ids=worker.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
         worker.clear_connector_metadata()
-        self.errors |= said.invalid_block_ids
+        self.errors |= reported.invalid_block_ids
         self.failed |= failed
         self.received |= received
-        self.scheduler.update_connector_output(said)
+        self.scheduler.update_connector_output(reported)
 
-    def _note_loads(self) -> None:
+    def _record_loads(self) -> None:
         offloading: Any = self.worker.connector_worker
         worker = offloading.worker
         load = worker.load
 
-        def noted(*job: Any) -> None:
+        def record_and_load(*job: Any) -> None:
             self.done.append("load")
             load(*job)
 
-        worker.load = noted
+        worker.load = record_and_load
 
     def settle(self, seconds: float = 10.0) -> None:
-        """Step until no transfer is under way."""
+        """Step until no transfer is in flight."""
         deadline = time.monotonic() + seconds
         while self.scheduler.has_pending_push_work() and time.monotonic() < deadline:
             self.step()
@@ -237,7 +236,7 @@ def kv_cache_config(blocks: int) -> KVCacheConfig:
 
 
 def kv_cache_config_of_widths(blocks: int, widths: tuple[int, int]) -> KVCacheConfig:
-    """A worker's, of layers that are all full attention."""
+    """The configuration of a worker whose layers are all full attention, with different widths."""
     layers = {
         name: FullAttentionSpec(
             block_size=TOKENS, num_kv_heads=HEADS, head_size=width, dtype=torch.bfloat16
@@ -253,12 +252,12 @@ def kv_cache_config_of_widths(blocks: int, widths: tuple[int, int]) -> KVCacheCo
     )
 
 
-# From 0.29 on all layers are in one allocation.
+# From vLLM 0.29 on, all layers are in one allocation.
 ONE_ALLOCATION = "layers" in {field.name for field in fields(KVCacheTensor)}
 
 
 def cache_tensors(blocks: int, layers: dict[str, FullAttentionSpec]) -> list[KVCacheTensor]:
-    """One KVCacheTensor per layer, each layer's blocks one after another."""
+    """One KVCacheTensor per layer. The blocks of a layer are contiguous."""
     if not ONE_ALLOCATION:
         return [
             KVCacheTensor(size=blocks * spec.page_size_bytes, shared_by=[name])
@@ -274,7 +273,7 @@ def cache_tensors(blocks: int, layers: dict[str, FullAttentionSpec]) -> list[KVC
 
 
 def allocate(caches: KVCacheConfig) -> dict[str, torch.Tensor]:
-    """The tensor of each layer, as vLLM's model runner makes it, in shared memory."""
+    """The tensor of each layer, as vLLM's model runner creates it, in shared memory."""
     if not ONE_ALLOCATION:
         shape = caches.num_blocks, 2, TOKENS, HEADS, WIDTH
         return {name: shared_empty(shape, torch.bfloat16, "cpu") for name in LAYERS}
@@ -285,6 +284,8 @@ def allocate(caches: KVCacheConfig) -> dict[str, torch.Tensor]:
     views: dict[str, torch.Tensor] = {}
     for tensor in caches.kv_cache_tensors:
         spec = caches.kv_cache_groups[0].kv_cache_spec
-        made = create_kv_cache_views(buffer, spec, caches.num_blocks, KVCacheLayout.LBHNC, tensor)
-        views |= zip(tensor.layers, made, strict=True)
+        created = create_kv_cache_views(
+            buffer, spec, caches.num_blocks, KVCacheLayout.LBHNC, tensor
+        )
+        views |= zip(tensor.layers, created, strict=True)
     return views

@@ -26,7 +26,7 @@ from support.vllm_fields_outside import (
 
 @dataclass(frozen=True)
 class Fields:
-    """path: of the object in VllmConfig; "" is VllmConfig itself, None has none of its own."""
+    """path: of the object in VllmConfig; "" is VllmConfig itself, None if it is not part of it."""
 
     path: str | None
     inside: dict[str, Any]
@@ -251,7 +251,7 @@ FIELDS |= {
             "enable_batch_sharded_sampling:29- dp_sync_interval:30- enable_hc_sp:32-",
             LOADING: "max_parallel_loading_workers",
             DERIVED: "is_moe_model",
-            "says only that NIXL may change the interleave size": ""
+            "only allows NIXL to change the interleave size": ""
             "_allow_auto_resolve_cp_interleave_size:30-",
         },
     ),

@@ -1,9 +1,9 @@
-"""A connector whose copies are perfect: the floor of any that goes through vLLM's own.
+"""A connector with ideal copies: the lower bound for any connector that uses vLLM's own.
 
-Nothing is copied. A load ends when its bytes would have crossed the link, to the microsecond, and a
-step that runs nothing waits where it looks for one that is about to end, as kvferry's does. What
-the first token takes with it besides the GPU hit and the link is vLLM's own way of being told.
-Answers are wrong, of course. Needs vLLM.
+It copies nothing, so the outputs are wrong. A load ends, to the microsecond, when the link would
+have transferred its bytes. A step without requests waits for a load that is about to end, as with
+kvferry. The time to the first token beyond that of a GPU hit and of the link is the time that vLLM
+needs to process results. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class IdealSpec(OffloadingSpec):
 
 
 class IdealManager(OffloadingManager):
-    """Has everything that was ever stored."""
+    """Has every key that was stored."""
 
     def __init__(self) -> None:
         self._keys: set[bytes] = set()
@@ -73,8 +73,8 @@ class IdealWorker(OffloadingWorker):
             sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs
         ]
         self._rate = rate
+        # The time at which each transfer ends. Loads run one after another.
         self._due: list[tuple[float, TransferResult]] = []
-        """When each ends; loads one behind the other."""
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
         self._due.append((0.0, TransferResult(job_id, True, 0, 0.0)))
@@ -101,4 +101,4 @@ class IdealWorker(OffloadingWorker):
         return ended
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Nobody's blocks are touched."""
+        """Returns at once, because no transfer touches blocks."""

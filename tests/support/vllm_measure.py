@@ -1,4 +1,4 @@
-"""What the scripts that measure engines share: the link's rate, turns, lines of output, medians."""
+"""Functions of the scripts that measure engines: the link's rate, alternation, output, medians."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ WRITE_SECONDS = 120.0
 Record: TypeAlias = dict[str, Any]
 
 
-def say(what: str, **figures: Any) -> None:
+def print_figures(what: str, **figures: Any) -> None:
     def form(value: Any) -> str:
         return f"{value:.2f}" if isinstance(value, float) else str(value)
 
-    said = "  ".join(f"{name} {form(value)}" for name, value in figures.items())
-    print(f"{time.strftime('%H:%M:%S')} {what:24} {said}", flush=True)
+    text = "  ".join(f"{name} {form(value)}" for name, value in figures.items())
+    print(f"{time.strftime('%H:%M:%S')} {what:24} {text}", flush=True)
 
 
-def link() -> float:
-    """GB/s of one contiguous copy to the device, in a process that is gone again."""
+def measure_link() -> float:
+    """GB/s of one contiguous copy to the device, measured in a process of its own."""
     ran = subprocess.run([sys.executable, "-c", LINK], capture_output=True, text=True, check=True)
     return float(ran.stdout)
 
@@ -51,12 +51,14 @@ def spread(values: list[float]) -> Record:
 
 
 def summary(what: str, rows: list[Record], *columns: str) -> Record:
-    """Median and spread of each column, by connector; printed."""
+    """Median and spread of each column, by connector. Prints the medians."""
     found: Record = {}
     for name in dict.fromkeys(row["connector"] for row in rows):
-        mine = [row for row in rows if row["connector"] == name]
-        found[name] = {column: spread([row[column] for row in mine]) for column in columns}
-        say(f"= {what} {name}", **{column: found[name][column]["median"] for column in columns})
+        selected = [row for row in rows if row["connector"] == name]
+        found[name] = {column: spread([row[column] for row in selected]) for column in columns}
+        print_figures(
+            f"= {what} {name}", **{column: found[name][column]["median"] for column in columns}
+        )
     return found
 
 
@@ -64,30 +66,30 @@ def summary(what: str, rows: list[Record], *columns: str) -> Record:
 
 
 def alternate(
-    engines: Mapping[str, VLLM], what: str, reps: int, one: Callable[[VLLM], Record]
+    engines: Mapping[str, VLLM], what: str, reps: int, measure: Callable[[VLLM], Record]
 ) -> list[Record]:
-    """Rows of `one`, by each engine in turn."""
+    """Rows of `measure`, by each engine in turn."""
     rows = list[Record]()
     for number in range(reps):
         for name, engine in engines.items():
             engine.settle()
-            row = one(engine)
-            say(f"{what} {name}", round=number, **row)
+            row = measure(engine)
+            print_figures(f"{what} {name}", round=number, **row)
             rows.append({"connector": name, **row})
     return rows
 
 
 def ask_in_a_row(engine: VLLM, seed: int, tokens: int) -> float:
-    """Milliseconds to the first token of new prompts, one behind the other."""
+    """Milliseconds to the first token of new prompts, sent one after another."""
     times = [1e3 * engine.timed([prompt])[0] for prompt in make_prompts(3, seed, tokens)]
     return statistics.median(times[1:])
 
 
 def ask_at_once(engine: VLLM, seed: int) -> float:
-    """Tokens per second of 32 new prompts at once, 64 tokens said each."""
-    count, tokens, said = 32, 2048, 64
-    seconds, _ = engine.timed(make_prompts(count, seed, tokens), said)
-    return count * (tokens + said) / seconds
+    """Tokens per second of 32 new prompts at once, with 64 generated tokens each."""
+    count, tokens, generated = 32, 2048, 64
+    seconds, _ = engine.timed(make_prompts(count, seed, tokens), generated)
+    return count * (tokens + generated) / seconds
 
 
 # Tiers
@@ -101,7 +103,7 @@ def tier_of(directory: str) -> TierStatus:
 
 
 def wait_written(directory: str) -> None:
-    """Wait until a daemon's tier writes nothing more."""
+    """Wait until a daemon's tier has written nothing for a second."""
     deadline, before = time.monotonic() + WRITE_SECONDS, -1
     while (written := tier_of(directory).written) != before and time.monotonic() < deadline:
         before = written

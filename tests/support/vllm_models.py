@@ -1,4 +1,4 @@
-"""The models of the engines in vllm_process.py: shapes, without weights."""
+"""Shapes of the models that the engines of vllm_process.py use."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ LLAMA: dict[str, Any] = {
     "vocab_size": 32000,
     "max_position_embeddings": 131072,
 }
+# A few hundred million parameters.
 SMALL = LLAMA | {
     "hidden_size": 2048,
     "intermediate_size": 4096,
@@ -24,7 +25,7 @@ SMALL = LLAMA | {
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
 }
-"""A few hundred million parameters."""
+# The shape of Llama-3.1-8B.
 LARGE = LLAMA | {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -32,15 +33,14 @@ LARGE = LLAMA | {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
-"""The shape of Llama-3.1-8B."""
+# SMALL, with a sliding window in three of four layers: several KV cache groups.
 HYBRID = SMALL | {
     "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2,
     "sliding_window": 512,
 }
-"""SMALL, with a sliding window in three of four layers: several KV cache groups."""
 
 
 def kv_bytes(model: dict[str, Any], tokens: int) -> int:
-    """Of so many tokens, on all ranks together."""
+    """Bytes of the KV cache of `tokens` tokens, on all ranks together."""
     width = 2 * model["num_key_value_heads"] * model["head_dim"] * 2
     return int(tokens * model["num_hidden_layers"] * width)

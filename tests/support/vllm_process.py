@@ -1,8 +1,8 @@
-"""Real vLLM engines, each a process of its own that takes JSON lines, and a daemon beside them.
+"""Real vLLM engines, each in a process that receives JSON lines, and a daemon beside them.
 
-For the scripts in tests/gpu. Weights are dummies, the same in every engine: vLLM seeds them. Needs
-a GPU and vLLM in the environment; KVFERRYD_PYTHONPATH is the daemon's PYTHONPATH where it needs
-another than vLLM's.
+For the scripts in tests/gpu. Weights are dummies with vLLM's seed, the same in every engine. Needs
+a GPU and vLLM in the environment. KVFERRYD_PYTHONPATH is the daemon's PYTHONPATH, if it differs
+from vLLM's.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ CONNECTORS: dict[str, dict[str, Any] | None] = {
 
 
 class EngineEnded(Exception):
-    """The engine's process is not there any more."""
+    """The engine's process has ended."""
 
 
 class VLLM:
-    """A vLLM engine. What it logs goes to this process's stderr.
+    """A vLLM engine. It logs to this process's stderr.
 
-    connector: a name in CONNECTORS; extra: its kv_connector_extra_config. hears: with weights for
-    which the KV cache matters (hearing.py), and answers that can be compared; without, dummies.
-    tree: another source tree of kvferry, whose client the engine uses. options: vLLM's own.
+    connector: a name in CONNECTORS. extra: its kv_connector_extra_config. sensitive: use weights
+    whose outputs depend on the KV cache (sensitive_weights.py), so that answers can be compared;
+    else dummy weights. tree: another source tree of kvferry, whose client the engine uses. options:
+    of vLLM.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class VLLM:
         *,
         model: dict[str, Any] = SMALL,
         extra: dict[str, Any] | None = None,
-        hears: bool = False,
+        sensitive: bool = False,
         tree: str = "",
         **options: Any,
     ) -> None:
@@ -66,16 +67,16 @@ class VLLM:
         if transfer is not None:
             transfer = transfer | {"kv_role": "kv_both", "kv_connector_extra_config": extra or {}}
         folder = _folder(model)
-        if hears:
-            # Not in the engine's process, which forks: OpenMP's threads would be missing there,
-            # and whoever computes with them would wait forever.
+        if sensitive:
+            # Not in the engine's process: it forks, and a child without OpenMP's threads would
+            # wait forever for them.
             write_weights(folder, model)
             options = {"load_format": "safetensors"} | options
         chosen = {
             "model": str(folder),
             "transfer": transfer,
             "options": options,
-            "top": TOP if hears else None,
+            "top": TOP if sensitive else None,
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "support.vllm_served", json.dumps(chosen)],
@@ -106,25 +107,25 @@ class VLLM:
         raise EngineEnded(f"with status {self._process.wait()}")
 
     def generate(self, prompts: Prompts, tokens: int = 16) -> list[dict[str, Any]]:
-        """What it says to each prompt, and how many tokens it found in a cache."""
+        """The outputs of each prompt, with the number of tokens found in a cache."""
         answer: list[dict[str, Any]] = self.ask(do="generate", prompts=prompts, tokens=tokens)[
             "outputs"
         ]
         return answer
 
     def timed(self, prompts: Prompts, tokens: int = 1) -> tuple[float, int]:
-        """Seconds that all of them took, and how many tokens were found in a cache."""
+        """Seconds for all prompts together, and the number of tokens found in a cache."""
         answer = self.ask(do="generate", prompts=prompts, tokens=tokens)
-        return answer["seconds"], sum(one["cached"] for one in answer["outputs"])
+        return answer["seconds"], sum(output["cached"] for output in answer["outputs"])
 
     def settle(self) -> None:
-        """Stores go out with later steps: run some, until no time is left for one to be late."""
+        """Run some steps and wait, because later steps submit the stores of earlier ones."""
         for number in range(3):
             self.generate(make_prompts(1, 1000 + number, 64))
             time.sleep(0.3)
 
     def forget(self, *, connector: bool = False) -> bool:
-        """Empty the GPU's prefix cache, and with `connector` the host's; whether that was done."""
+        """Empty the GPU's prefix cache, and with `connector` the host's. Returns the success."""
         deadline = time.monotonic() + 10
         while not self.ask(do="reset", connector=connector):
             if time.monotonic() > deadline:
@@ -133,7 +134,7 @@ class VLLM:
         return True
 
     def kill(self) -> None:
-        """SIGKILL, to the engine core and all."""
+        """Send SIGKILL to all processes of the engine."""
         os.killpg(self._process.pid, 9)
         self._process.wait()
 
@@ -151,16 +152,16 @@ class VLLM:
 
 
 def make_prompts(count: int, seed: int, tokens: int, shared: int = 0) -> Prompts:
-    """`shared` tokens in front are the same for all."""
-    source = random.Random(seed)
-    front = [source.randrange(10, 31000) for _ in range(shared)]
+    """Random prompts of `tokens` tokens. The first `shared` tokens are the same in all of them."""
+    rng = random.Random(seed)
+    prefix = [rng.randrange(10, 31000) for _ in range(shared)]
     return [
-        front + [source.randrange(10, 31000) for _ in range(tokens - shared)] for _ in range(count)
+        prefix + [rng.randrange(10, 31000) for _ in range(tokens - shared)] for _ in range(count)
     ]
 
 
 class GpuDaemon:
-    """kvferryd for one GPU, in a folder of its own. tree: another source tree of kvferry."""
+    """A kvferryd for one GPU, with a runtime directory of its own. tree: as for VLLM."""
 
     def __init__(self, device: int = 0, pool: str = "8GiB", tree: str = "", **options: Any) -> None:
         self._device, self._pool, self._tree, self._options = device, pool, tree, options
@@ -173,7 +174,7 @@ class GpuDaemon:
 
     @property
     def directory(self) -> str:
-        """The folder with its sockets."""
+        """The directory of its sockets."""
         return str(next(self.runtime_dir.glob("*/kvferry.sock")).parent)
 
     def start(self, timeout: float = 60.0) -> None:
@@ -192,7 +193,7 @@ class GpuDaemon:
             time.sleep(0.05)
 
     def restart(self, **options: Any) -> None:
-        """Kill it, and start it with other options."""
+        """Kill the daemon, and start it with other options."""
         self.kill()
         self._options = options
         self.start()
@@ -209,7 +210,7 @@ class GpuDaemon:
 
 
 class PegaFlow:
-    """PegaFlow's server for one GPU, where it is installed beside vLLM."""
+    """PegaFlow's server for one GPU. PegaFlow must be installed beside vLLM."""
 
     def __init__(self, device: int = 0, pool: str = "8gb") -> None:
         self.port = _free_port()
@@ -233,10 +234,10 @@ class PegaFlow:
 
 
 def _python_path(tree: str, variable: str = "PYTHONPATH") -> dict[str, str]:
-    """What a process of that source tree needs; the variable as it is if there is none."""
+    """The environment of a process that uses a source tree; without one, the variable unchanged."""
     path = os.environ.get(variable, os.environ.get("PYTHONPATH", ""))
-    mine = [str(Path(tree) / part) for part in ("proto", "client", "daemon", "tests")]
-    return {"PYTHONPATH": ":".join([*mine, path] if tree else [path])}
+    parts = [str(Path(tree) / part) for part in ("proto", "client", "daemon", "tests")]
+    return {"PYTHONPATH": ":".join([*parts, path] if tree else [path])}
 
 
 def _free_port() -> int:
@@ -257,5 +258,5 @@ def _folder(model: dict[str, Any]) -> Path:
     folder.mkdir(exist_ok=True)
     unfinished = folder / f"{os.getpid()}.part"
     unfinished.write_text(json.dumps(model))
-    unfinished.replace(folder / "config.json")  # several engines may come at once
+    unfinished.replace(folder / "config.json")  # several engines may write at the same time
     return folder

@@ -1,4 +1,4 @@
-"""A vLLM engine that takes JSON lines: the process that vllm_process.py starts."""
+"""A vLLM engine that receives requests as JSON lines. vllm_process.py starts this program."""
 
 from __future__ import annotations
 
@@ -30,39 +30,39 @@ def serve(chosen: dict[str, Any]) -> None:
     if chosen["transfer"] is not None:
         options["kv_transfer_config"] = KVTransferConfig(**chosen["transfer"])
     engine = Served(LLM(model=chosen["model"], **options), chosen["top"])
-    engine.say(True)
+    engine.reply(True)
     for line in sys.stdin:
         request = json.loads(line)
-        engine.say(getattr(engine, request.pop("do"))(**request))
+        engine.reply(getattr(engine, request.pop("do"))(**request))
 
 
 class Served:
-    """What it does when it is asked to."""
+    """The requests that the engine understands: a method for each value of "do"."""
 
     def __init__(self, llm: Any, top: int | None) -> None:
         self._llm, self._top = llm, top
         self._numbers = iter(range(1 << 40))
 
-    def say(self, value: Any) -> None:
+    def reply(self, value: Any) -> None:
         print("ANSWER " + json.dumps(value), flush=True)
 
     def generate(self, prompts: Prompts, tokens: int) -> dict[str, Any]:
-        asked = [{"prompt_token_ids": ids} for ids in prompts]
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
         began = time.perf_counter()
-        outputs = self._llm.generate(asked, _sampling(tokens, self._top), use_tqdm=False)
+        outputs = self._llm.generate(requests, _sampling(tokens, self._top), use_tqdm=False)
         seconds = time.perf_counter() - began
-        said = [
+        answers = [
             {
-                "tokens": list(one.outputs[0].token_ids),
-                "cached": one.num_cached_tokens,
-                "top": [_likeliest(step) for step in one.outputs[0].logprobs or ()],
+                "tokens": list(output.outputs[0].token_ids),
+                "cached": output.num_cached_tokens,
+                "top": [_likeliest(step) for step in output.outputs[0].logprobs or ()],
             }
-            for one in outputs
+            for output in outputs
         ]
-        return {"seconds": seconds, "outputs": said}
+        return {"seconds": seconds, "outputs": answers}
 
     def abort(self, prompts: Prompts, tokens: int, steps: int) -> bool:
-        """Every request of them after so many steps of the engine."""
+        """Submit requests, and abort them after `steps` steps of the engine."""
         engine = self._llm.llm_engine
         names = [self._add(ids, tokens) for ids in prompts]
         for _ in range(steps):
@@ -74,10 +74,10 @@ class Served:
         return self._llm.reset_prefix_cache(reset_connector=connector) is not False
 
     def decode(self, prompts: Prompts, tokens: int, others: Prompts, every: int) -> dict[str, Any]:
-        """Milliseconds between tokens while `prompts` decode and others come, one every so often.
+        """Milliseconds between tokens while `prompts` decode and other requests arrive.
 
-        Every request of `prompts` says `tokens` tokens; of the others, one each `every` steps,
-        each says one. Also: how many tokens of the others were found in a cache.
+        `prompts` generate `tokens` tokens each. One of the others arrives every `every` steps, and
+        generates one token. Also returns how many of the others' tokens were found in a cache.
         """
         engine, waiting = self._llm.llm_engine, list(others)
         streams = {self._add(ids, tokens): 0 for ids in prompts}
@@ -88,31 +88,32 @@ class Served:
             if waiting and len(last) == len(streams) and step % every == 0:
                 self._add(waiting.pop(), 1)
             outputs, now, step = engine.step(), time.perf_counter(), step + 1
-            for one in outputs:
-                if one.request_id not in streams:
-                    cached += one.num_cached_tokens or 0
+            for output in outputs:
+                name = output.request_id
+                if name not in streams:
+                    cached += output.num_cached_tokens or 0
                     continue
-                said = len(one.outputs[0].token_ids)
-                if said > streams[one.request_id]:
-                    if one.request_id in last:
-                        gaps.append(1e3 * (now - last[one.request_id]))
-                    streams[one.request_id], last[one.request_id] = said, now
+                generated = len(output.outputs[0].token_ids)
+                if generated > streams[name]:
+                    if name in last:
+                        gaps.append(1e3 * (now - last[name]))
+                    streams[name], last[name] = generated, now
         return {"gaps": gaps, "cached": cached, "left": len(waiting)}
 
     def beside(self, prompts: Prompts, tokens: int, asked: list[int]) -> dict[str, Any]:
         """Seconds to the first token of `asked` while `prompts` decode, up to `tokens` each."""
         engine = self._llm.llm_engine
         streams = {self._add(ids, tokens) for ids in prompts}
-        silent = set(streams)
-        while silent:
-            silent -= {one.request_id for one in engine.step() if one.outputs[0].token_ids}
+        waiting = set(streams)
+        while waiting:
+            waiting -= {each.request_id for each in engine.step() if each.outputs[0].token_ids}
         began = time.perf_counter()
         name, found = self._add(asked, 1), None
         ended: set[str] = set()
         while found is None:
-            for one in engine.step():
-                ended |= {one.request_id} if one.finished else set()
-                found = one if one.request_id == name else found
+            for output in engine.step():
+                ended |= {output.request_id} if output.finished else set()
+                found = output if output.request_id == name else found
         seconds = time.perf_counter() - began
         engine.abort_request(sorted(streams - ended))
         while engine.has_unfinished_requests():

@@ -1,4 +1,4 @@
-"""What vLLM would give its connector's halves, in shape, where there is no vLLM."""
+"""Fakes of the objects that vLLM passes to both sides of its connector, without vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY_BYTES = 8
 
 
 def engine_config_at(directory: Path | str, **options: Any) -> EngineConfig:
-    """An engine of one rank, whose host blocks are one page."""
+    """The configuration of an engine with one rank, whose host blocks are one page."""
     return EngineConfig(
         engine="engine",
         fingerprint=Fingerprint("model", PAGE, key_bytes=KEY_BYTES),
@@ -33,7 +33,7 @@ def engine_config_at(directory: Path | str, **options: Any) -> EngineConfig:
 
 
 def kv_caches() -> Any:
-    """Its canonical KV caches, in shared memory: one tensor."""
+    """Canonical KV caches of that engine: one tensor, in shared memory."""
     tensor = shared_empty((BLOCKS, PAGE), torch.int8, "cpu")
     return SimpleNamespace(
         tensors=[SimpleNamespace(tensor=tensor, page_size_bytes=PAGE)],
@@ -52,7 +52,7 @@ def request(name: str = "request") -> Any:
 
 
 def finished(worker: WorkerSide, count: int, seconds: float = 20.0) -> dict[int, TransferResult]:
-    """The next `count` results of a worker, by job; fewer where they do not come in time."""
+    """The next `count` results of a worker, by job; fewer if they do not arrive in time."""
     results: dict[int, TransferResult] = {}
     deadline = time.monotonic() + seconds
     while len(results) < count and time.monotonic() < deadline:
@@ -61,7 +61,7 @@ def finished(worker: WorkerSide, count: int, seconds: float = 20.0) -> dict[int,
 
 
 def vllm_config(engine: str, extra: dict[str, Any]) -> Any:
-    """As much of a VllmConfig as the connector looks at; GPU blocks of 16 tokens."""
+    """The attributes of a VllmConfig that the connector reads. GPU blocks have 16 tokens."""
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             engine_id=engine,

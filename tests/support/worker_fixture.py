@@ -1,7 +1,7 @@
-"""A device worker over an engine whose chunks end when the test says so.
+"""A device worker with a stub engine, whose chunks end when the test ends them.
 
-Nothing here sleeps: `settle` makes the worker go round until it has done all that it can do now, so
-that "not submitted" is a fact and not a guess.
+No test sleeps: `settle` returns when the worker has done all that it can do now. So a chunk that is
+not submitted then is not late.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class FakeChunk:
     direction: Direction
     mapping: Mapping
     run: Extent
+    # Position in the order of submission, from 0, over both directions.
     number: int
-    """Its place in the order submitted, from 0, over both directions."""
     done: bool = False
     error: KVFerryError | None = None
 
@@ -84,30 +84,31 @@ class FakeChunk:
 
 
 class StubEngine:
-    """Takes chunks, and says of each what the test says of it. Its timeline counts submissions."""
+    """Accepts chunks. The test sets their results. Times are differences of chunk numbers."""
 
     info = DeviceInfo("cpu", "cpu", "stub")
     numa_node: int | None = None
 
     def __init__(self) -> None:
+        # Limits of a chunk.
         self.chunk = ChunkBudget(1 << 40)
-        """What a chunk may be; how many at once in one direction:"""
+        # Most chunks in flight in one direction.
         self.most = 4
         self.submitted: queue.SimpleQueue[FakeChunk] = queue.SimpleQueue()
         self.in_flight: list[FakeChunk] = []
         self.closed: list[Mapping] = []
         self.requests: list[tuple[Direction, ChunkRequest]] = []
         self.flushes: list[tuple[Direction, bool]] = []
+        # For each timed plan: blocks of its first chunk, and of the chunk in flight before it.
         self.timed: list[tuple[list[int], list[int] | None]] = []
-        """Blocks of the first chunk of a plan that was timed, and of the one in flight before."""
+        # Whether the engine accepts no chunk.
         self.crowded = False
-        """Whether there is no room for anything."""
+        # Outcomes of the next submissions: an error, or None for success. Later ones succeed.
         self.refusals: list[KVFerryError | None] = []
-        """What the next submissions say: an error, or None where they work; empty: they work."""
         self.on_submit: Callable[[], object] = lambda: None
         self._owner = OwnerThread()
+        # Number of submitted chunks.
         self.accepted = 0
-        """Chunks that were submitted."""
 
     def attach(self, pool_address: int) -> CopyStatus | None:
         self._owner.bind()
@@ -141,8 +142,8 @@ class StubEngine:
         self.requests.append((direction, request))
         if self.crowded:
             return NO_ROOM
-        flying = [chunk for chunk in self.in_flight if chunk.direction is direction]
-        return self.chunk if len(flying) < self.most else NO_ROOM
+        in_flight = [chunk for chunk in self.in_flight if chunk.direction is direction]
+        return self.chunk if len(in_flight) < self.most else NO_ROOM
 
     def submit(self, direction: Direction, mapping: Mapping, run: Extent) -> FakeChunk:
         self._owner.assert_owner()
@@ -186,20 +187,20 @@ class StubEngine:
 
 @dataclass
 class WorkerFixture:
-    """A device worker, and what the core would have told it."""
+    """A device worker, and the plans that the core would create for it."""
 
     engine: CopyEngine
     pool: HostPool = field(default_factory=lambda: HostPool(1 << 16, 1 << 16))
     deaths: list[KVFerryError] = field(default_factory=list)
+    # Deaths that the test provokes.
     expected: int = 0
-    """Deaths that the test provokes."""
     pings: int = 0
+    # Number of reported transfers that have ended.
     told: int = 0
-    """Ends that were reported."""
+    # Descriptors of memory that an earlier daemon held.
     held: tuple[int, ...] = ()
-    """Descriptors of memory that an earlier daemon held."""
+    # Called when a CancelTransfers command is continued.
     between: Callable[[], object] = lambda: None
-    """What happens when a command is continued."""
 
     def __post_init__(self) -> None:
         self.pool.ready_bytes = self.pool.nbytes
@@ -216,7 +217,7 @@ class WorkerFixture:
     def map(
         self, number: int = 1, shape: KVLayout = SMALL, *, timeline: int | None = None, **where: Any
     ) -> TensorsMapped:
-        """Map a registration; its own tensors unless locations=None says: allocate."""
+        """Map a registration with tensors of its own, or with locations=None allocate them."""
         geometry = self.geometries[number] = BlockLayout(LayoutArrays.from_layout(shape), 0, 64)
         self.orderings[number] = HazardTracker(geometry.gpu_slots, 64)
         locations = where.get("locations", (Location(0, 0),) * len(shape.tensors))
@@ -228,7 +229,7 @@ class WorkerFixture:
         return report
 
     def map_large(self, number: int = 1, page: int = BIG) -> None:
-        """A registration whose blocks are large chunks, in a pool as large: of no memory."""
+        """Map a registration whose blocks are large chunks. The pool claims enough memory."""
         self.pool.ready_bytes = 1 << 40
         self.map(number, layout(page))
 
@@ -243,7 +244,7 @@ class WorkerFixture:
         accepted: float = 0.0,
         requires: tuple[int, ...] = (),
     ) -> int:
-        """Start a plan as the core would have made it; hosts: as many as blocks, by default."""
+        """Start a plan as the core would create it. hosts: the same as `blocks` by default."""
         self.serial += 1
         geometry = self.geometries[number]
         ids = np.array(blocks if hosts is None else hosts, dtype=np.int64)
@@ -265,7 +266,7 @@ class WorkerFixture:
         return self.serial
 
     def take(self, batch: list[Report]) -> None:
-        """What is left of a command is posted again, as the core does."""
+        """Receive a batch of reports. Posts the rest of a command again, as the core does."""
         self.told += len(serials(batch))
         for report in batch:
             if isinstance(report, Continue):
@@ -276,24 +277,24 @@ class WorkerFixture:
 
     def died(self, error: KVFerryError) -> None:
         self.deaths.append(error)
-        self.batches.put([])  # wakes who waits for a report
+        self.batches.put([])  # wakes a test that waits for a report
 
     def reports(self) -> list[Report]:
-        """The next batch; when the worker has failed there will be none."""
+        """The next batch of reports. Fails if the worker has died."""
         batch = self.batches.get(timeout=TIMEOUT)
         assert batch, self.deaths
         return batch
 
     def settle(self) -> list[Report]:
-        """Let the worker do all that it can; what it reported meanwhile."""
+        """Wait until the worker has done all that it can. Returns its reports."""
         seen: list[Report] = []
         before = None
         while before != (now := (len(seen), getattr(self.engine, "accepted", 0))):
             before = now
-            for _ in range(2):  # the second is handled when the step of the first is over
+            for _ in range(2):  # the second ping is handled after the step of the first
                 self.pings += 1
                 self.worker.post_command(Ping(-self.pings))
-                while not (pongs := [one for one in seen if self._is_pong(one)]):
+                while not (pongs := [each for each in seen if self._is_pong(each)]):
                     seen += self.reports()
                 seen.remove(*pongs)
         return seen
@@ -308,12 +309,12 @@ class WorkerFixture:
 
 
 def _is_forget(report: Report) -> bool:
-    """Such a command is between the worker and the core, and no test waits for it."""
+    """Whether a report continues ForgetStores, which no test waits for."""
     return isinstance(report, Continue) and isinstance(report.command, ForgetStores)
 
 
 def taken(stub: StubEngine) -> list[FakeChunk]:
-    """The chunks submitted since the last time."""
+    """The chunks submitted since the last call."""
     chunks = []
     while not stub.submitted.empty():
         chunks.append(stub.submitted.get())
@@ -327,7 +328,7 @@ def finish(fixture: WorkerFixture, *chunks: FakeChunk) -> list[Report]:
 
 
 def run_out(fixture: WorkerFixture, stub: StubEngine) -> list[Report]:
-    """Finish everything there is, oldest first."""
+    """Finish all chunks, oldest first."""
     reports = fixture.settle()
     while stub.in_flight:
         reports += finish(fixture, stub.in_flight[0])
@@ -347,7 +348,7 @@ def serials(reports: Sequence[Report]) -> list[int]:
 
 
 class TimelineFixture:
-    """The writing end of a timeline."""
+    """The writing side of a timeline."""
 
     def __init__(self) -> None:
         self.descriptor = sealed_memfd("timeline", PAGE)
@@ -365,7 +366,7 @@ class TimelineFixture:
         return os.dup(self.descriptor)
 
 
-ERROR = Failed(Code.DRIVER, "the device says no", 700)
+ERROR = Failed(Code.DRIVER, "the device failed", 700)
 
 
 def failed(serial: int) -> TransferCompleted:

@@ -20,7 +20,7 @@ from support.traffic_statistics import TrafficStatistics
 
 POLLIN = int(zmq.POLLIN)
 REQUEST, REPLY = bytes(60), bytes(40)
-# As the credits of a session.
+# Equal to the credits of a session.
 MAX_IN_FLIGHT = 512
 
 

@@ -1,4 +1,4 @@
-"""A machine with the daemon installed as deploy/README.md says."""
+"""Containers with the daemon installed by the commands of deploy/README.md."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ TEMPLATE = "kvferryd@"
 
 DROP_IN = """
 [Service]
-# Its Python is never started often enough to be worth the files.
+# Python starts too rarely to need bytecode files.
 Environment=PYTHONDONTWRITEBYTECODE=1
 """
 
 
-def cache() -> Path:
-    """Where the bare system is kept between runs: $KVFERRY_TEST_CACHE, or among the user's."""
-    if own := os.environ.get("KVFERRY_TEST_CACHE"):
-        return Path(own)
+def cache_directory() -> Path:
+    """The directory of the minimal system: $KVFERRY_TEST_CACHE, or in the user's cache."""
+    if path := os.environ.get("KVFERRY_TEST_CACHE"):
+        return Path(path)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry-tests"
 
 
@@ -43,57 +43,57 @@ def commands() -> dict[str, str]:
 
 
 @contextmanager
-def fresh(*, gpu: bool = False) -> Iterator[SystemdContainer]:
-    """A machine where nothing is installed, with a checkout in /src."""
-    if reason := missing(cache()):
+def boot_container(*, gpu: bool = False) -> Iterator[SystemdContainer]:
+    """A container without kvferry, with a checkout in /src."""
+    if reason := missing(cache_directory()):
         pytest.skip(reason)
     if gpu and not Path("/dev/nvidiactl").exists():
-        pytest.skip("NVIDIA's devices are not here")
+        pytest.skip("this machine has no NVIDIA GPU")
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    needed = [*project["project"]["dependencies"], *extras["daemon"], *extras["cli"]]
-    needed += [name for name in extras["dev"] if name.startswith("mooncake")]
-    needed += project["build-system"]["requires"]
-    root = Foundation(cache(), needed, CHECKOUT / "constraints.txt").copy()
+    requirements = [*project["project"]["dependencies"], *extras["daemon"], *extras["cli"]]
+    requirements += [name for name in extras["dev"] if name.startswith("mooncake")]
+    requirements += project["build-system"]["requires"]
+    root = Foundation(cache_directory(), requirements, CHECKOUT / "constraints.txt").copy()
     for name in SHIPPED:
-        hidden = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(CHECKOUT / name, root / "src" / name, ignore=hidden)
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(CHECKOUT / name, root / "src" / name, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
         shutil.copy(CHECKOUT / name, root / "src" / name)
     try:
         machine = SystemdContainer(root, gpu=gpu)
     except RuntimeError as error:
-        pytest.skip(f"no container boots here: {error}")
+        pytest.skip(f"this machine cannot boot a container: {error}")
     with machine:
         yield machine
 
 
 @pytest.fixture(scope="session")
 def bare() -> Iterator[SystemdContainer]:
-    """A machine where nothing is installed."""
-    with fresh() as machine:
+    """A container without kvferry."""
+    with boot_container() as machine:
         yield machine
 
 
 @pytest.fixture(scope="session")
 def machine(bare: SystemdContainer, commands: dict[str, str]) -> SystemdContainer:
-    """A machine with the unit installed."""
+    """A container with the unit installed."""
     install(bare, commands["Install"])
     return bare
 
 
 @pytest.fixture(scope="session")
 def gpu_machine(commands: dict[str, str]) -> Iterator[SystemdContainer]:
-    """The same with the GPUs of this one."""
-    with fresh(gpu=True) as machine:
+    """A container with the unit installed and with the GPUs of this machine."""
+    with boot_container(gpu=True) as machine:
         install(machine, commands["Install"])
         yield machine
 
 
 def install(machine: SystemdContainer, commands: str) -> None:
-    """Do as the instructions say, and add users for it."""
+    """Run the commands of the instructions, and add the users of the tests."""
     machine.script(OFFLINE + commands, directory="/src")
     machine.write(f"/etc/systemd/system/{TEMPLATE}.service.d/test.conf", DROP_IN)
-    # The first size is that of the pool.
+    # The first `size` in the file is that of the pool.
     machine.script("sed -i '0,/^# size = .*/s//size = \"64MiB\"/' /etc/kvferry/kvferryd.toml")
     machine.script("useradd -G kvferry engine; useradd stranger; systemctl daemon-reload")

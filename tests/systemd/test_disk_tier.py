@@ -1,4 +1,4 @@
-"""A disk tier in the unit's state directory, as deploy/README.md says: found after a reboot."""
+"""A disk tier in the unit's state directory, as deploy/README.md describes, and a reboot."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 README = Path(__file__).parents[2] / "deploy" / "README.md"
 UNIT, DIRECTORY = "kvferryd@cpu", "/var/lib/kvferry"
 DROP_IN = "/etc/systemd/system/kvferryd@.service.d/tier.conf"
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 ENGINE = '''
-"""tier_engine.py store|find DIRECTORY: store eight keys, or have them promoted and load them."""
+"""tier_engine.py store|find DIRECTORY: store eight keys, or promote and load them."""
 import json, mmap, os, sys, time
 from pathlib import Path
 from kvferry.client import (
@@ -54,9 +54,9 @@ with OffloadClient(directory, engine="engine") as client, RawClient(directory, "
         client.transfer_async(1, (gpu, host))
     else:
         manager = OffloadingManager(client)
-        assert manager.lookup(keys[0]) is Lookup.MISS, "it is in the pool"
+        assert manager.lookup(keys[0]) is Lookup.MISS, "the key is in the pool"
         deadline, pending = time.monotonic() + 30, (Lookup.RETRY, Lookup.HIT_PENDING)
-        while found < BLOCKS and time.monotonic() < deadline:  # a busy machine may be too late
+        while found < BLOCKS and time.monotonic() < deadline:  # a search can time out
             prefetch = manager.prefetch(keys)
             while any(manager.lookup(key) in pending for key in keys):
                 time.sleep(0.01)
@@ -69,7 +69,7 @@ with OffloadClient(directory, engine="engine") as client, RawClient(directory, "
 
 
 def drop_in() -> str:
-    """The one of the instructions, with a smaller tier that is written at once."""
+    """The drop-in of the instructions, with a smaller tier and write-through."""
     section = README.read_text().partition("## Disk tier")[2]
     (found,) = re.findall(
         r"(?m)^    \[Service\]\n    ExecStart=\n    ExecStart=.*--tier.*$", section
@@ -78,9 +78,9 @@ def drop_in() -> str:
     return f"{text} --tier-disk-write write_through\n"
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
@@ -95,7 +95,7 @@ class TieredService:
         return self.machine.run("systemctl", *arguments, UNIT)
 
     def stop(self) -> None:
-        """A unit that was killed may have failed then, and such a unit cannot be cleaned."""
+        """Stop the unit. systemd cannot clean a unit that has failed, as after a kill."""
         self.systemctl("stop")
         self.machine.run("systemctl", "reset-failed", UNIT, check=False)
 
@@ -105,17 +105,17 @@ class TieredService:
         ]
         return tier
 
-    def engine(self, verb: str) -> Any:
+    def run_engine(self, action: str) -> Any:
         directory = self.machine.script("dirname /run/kvferry/cpu/lock")
         become = ["setpriv", "--reuid=engine", "--regid=engine", "--init-groups"]
         command = [*become, "env", "PYTHONPATH=/src/tests", "/opt/kvferry/bin/python"]
-        said = self.machine.run(*command, "/srv/tier_engine.py", verb, directory)
-        return json.loads(said.splitlines()[-1])
+        output = self.machine.run(*command, "/srv/tier_engine.py", action, directory)
+        return json.loads(output.splitlines()[-1])
 
 
 @pytest.fixture
 def service(machine: SystemdContainer) -> Iterator[TieredService]:
-    """Started; afterwards as it was installed."""
+    """The unit with the drop-in, started. Restores the installed unit at the end."""
     machine.write("/srv/tier_engine.py", ENGINE)
     machine.write(DROP_IN, drop_in())
     machine.run("systemctl", "daemon-reload")
@@ -138,9 +138,9 @@ def test_the_unit_has_a_state_directory_for_its_tier(service: TieredService) -> 
 
 @pytest.mark.parametrize("kill", [False, True])
 def test_blocks_are_found_when_the_pool_is_lost(service: TieredService, kill: bool) -> None:
-    """The descriptor store is cleared, as by a reboot; the daemon is stopped before, or killed."""
+    """The daemon is stopped or killed. Then the descriptor store is cleared, as by a reboot."""
     until(lambda: service.tier()["state"] == "on")
-    assert service.engine("store")["outcome"] == "done"
+    assert service.run_engine("store")["outcome"] == "done"
     until(lambda: service.tier()["written"] == 8)
     if kill:
         service.systemctl("kill", "--signal=KILL")
@@ -148,6 +148,6 @@ def test_blocks_are_found_when_the_pool_is_lost(service: TieredService, kill: bo
     service.systemctl("clean", "--what=fdstore")
     service.systemctl("start")
     until(lambda: service.tier()["state"] == "on")
-    assert service.engine("find") == {"outcome": "done", "found": 8, "right": True}
+    assert service.run_engine("find") == {"outcome": "done", "found": 8, "right": True}
     tool = ["/opt/kvferry/bin/kvferry", "tier", "list", f"{DIRECTORY}/cpu"]
     assert re.search(r"\b8\b", service.machine.run(*tool))

@@ -1,4 +1,4 @@
-"""The units of Mooncake Store, installed as deploy/mooncake.md says, run by a real systemd."""
+"""The units of Mooncake Store, installed by the commands of deploy/mooncake.md, under systemd."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 PAGE = Path(__file__).parents[2] / "deploy" / "mooncake.md"
 MASTER, STORE = "mooncake-master", "mooncake-store"
 FILE = "/etc/kvferry/kvferryd.toml"
-PATIENCE = 60.0
+TIMEOUT = 60.0
 METRICS = """
 import urllib.request
 print(urllib.request.urlopen("http://127.0.0.1:9003/metrics", timeout=5).read().decode())
 """
 
 
-def until(machine: SystemdContainer, holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
+def until(machine: SystemdContainer, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
         log = ["journalctl", "--no-pager", "--lines=40", f"--unit={MASTER}", f"--unit={STORE}"]
         assert time.monotonic() < deadline, machine.run(*log)
         time.sleep(0.1)
 
 
 def capacity(machine: SystemdContainer) -> list[int]:
-    """Of each store, as the master has it."""
+    """The capacity of each store in bytes, as the master reports it."""
     text = machine.run("/opt/kvferry/bin/python", "-c", METRICS, check=False)
     return [int(n) for n in re.findall(r"(?m)^segment_total_capacity_bytes\{.*\} (\d+)$", text)]
 
 
 @pytest.fixture(scope="module")
 def cluster(machine: SystemdContainer) -> Iterator[SystemdContainer]:
-    """A machine with a master and a store of 256 MiB."""
+    """A container with a master and a store of 256 MiB."""
     page = sections(PAGE)
     machine.script(OFFLINE + page["Install"], directory="/src")
     machine.script(
@@ -59,12 +59,12 @@ def test_a_killed_process_is_restarted(cluster: SystemdContainer, unit: str) -> 
     pid = cluster.run(*show)
     cluster.run("systemctl", "kill", "--signal=KILL", unit)
     until(cluster, lambda: cluster.run(*show) not in (pid, "0"))
-    # After the death of a store the master has its old memory, too, for --client_ttl.
+    # The master counts the memory of a dead store until --client_ttl.
     until(cluster, lambda: capacity(cluster) == [256 << 20])
 
 
 @pytest.mark.parametrize("unit", [MASTER, STORE])
-def test_a_process_runs_without_rights(cluster: SystemdContainer, unit: str) -> None:
+def test_a_process_runs_without_capabilities(cluster: SystemdContainer, unit: str) -> None:
     pid = cluster.run("systemctl", "show", "--value", "--property=MainPID", unit)
     status = cluster.run("cat", f"/proc/{pid}/status")
     assert re.search(r"CapEff:\s+0+$", status, re.MULTILINE)
@@ -89,7 +89,7 @@ def test_a_daemon_reaches_the_store(cluster: SystemdContainer) -> None:
         cluster.write(FILE, before + "\n")
 
 
-def test_a_stop_is_a_clean_one(cluster: SystemdContainer) -> None:
+def test_a_stop_succeeds(cluster: SystemdContainer) -> None:
     for unit in (STORE, MASTER):
         cluster.run("systemctl", "stop", unit)
         assert cluster.run("systemctl", "show", "--value", "--property=Result", unit) == "success"

@@ -1,5 +1,4 @@
-"""The unit, as it is installed, run by a real systemd: what an operator does with it, and what
-happens to it."""
+"""The installed unit under a real systemd: operations of an operator, and failures."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 CHECKOUT = Path(__file__).parents[2]
 FILE = "/etc/kvferry/kvferryd.toml"
 PYTHON = "/opt/kvferry/bin/python"
-PATIENCE = 60.0
+TIMEOUT = 60.0
 CAP_SYS_RESOURCE = 24
 
 ENGINE = '''
@@ -39,11 +38,11 @@ from support.raw_client import RawClient, one_tensor
 BLOCKS, PAGE = 8, 4096
 fingerprint = Fingerprint("model", PAGE, key_bytes=12)
 keys = [offload_key(number.to_bytes(8, "big")) for number in range(BLOCKS)]
-bytes_of = lambda block: bytes((31 * block + place) % 251 for place in range(PAGE))
+bytes_of = lambda block: bytes((31 * block + offset) % 251 for offset in range(PAGE))
 written = b"".join(map(bytes_of, range(BLOCKS)))
 
 class HostTensor:
-    """Without torch, as a worker of its own."""
+    """A tensor without torch, registered by a worker of its own."""
 
     def __init__(self, directory):
         memory = os.memfd_create("kv")
@@ -51,9 +50,9 @@ class HostTensor:
         self._bytes = mmap.mmap(memory, BLOCKS * PAGE)
         self._worker = worker = RawClient(directory, "engine").__enter__()
         worker.ask(OpenNamespace(1, fingerprint), Opened)
-        (ticket,) = worker.deposit(memory)
-        places = (FdAllocation(ticket, BLOCKS * PAGE),), (Location(0, 0),)
-        worker.ask(RegisterKVCaches(2, one_tensor(BLOCKS, PAGE), *places), Registered)
+        (handle,) = worker.deposit(memory)
+        memory_of_tensors = (FdAllocation(handle, BLOCKS * PAGE),), (Location(0, 0),)
+        worker.ask(RegisterKVCaches(2, one_tensor(BLOCKS, PAGE), *memory_of_tensors), Registered)
 
     def write(self, data):
         self._bytes[:] = data
@@ -78,15 +77,15 @@ class GPUTensor:
     def read(self):
         return self._bytes.cpu().numpy().tobytes()
 
-def main(directory, does):
+def main(directory, action):
     with OffloadClient(directory, engine="engine") as client:
         tensor = (HostTensor if directory.name == "cpu" else GPUTensor)(directory)
         client.open_namespace(fingerprint)
         blocks = GPULoadStoreSpec(range(BLOCKS))
-        if does == "load":
+        if action == "load":
             manager = OffloadingManager(client)
             deadline = time.monotonic() + 5
-            unknown = Lookup.RETRY, Lookup.HIT_PENDING  # after a restart until they are verified
+            unknown = Lookup.RETRY, Lookup.HIT_PENDING  # after a restart, until verified
             while any(manager.lookup(key) in unknown for key in keys):
                 if time.monotonic() > deadline:
                     break
@@ -101,7 +100,7 @@ def main(directory, does):
         (result,) = client.get_finished()
         right = tensor.read() == written
         number = 1
-        while does == "busy":  # until the daemon goes
+        while action == "busy":  # until the daemon disconnects
             number += 1
             print(number, flush=True)
             client.transfer_async(number, (KeyLoadStoreSpec(tuple(keys)), blocks))
@@ -117,57 +116,57 @@ except KVFerryError as error:
 
 
 class SystemdService:
-    """The unit for a device on its machine. device: "cpu", or a GPU's index."""
+    """The unit for a device in a container. device: "cpu", or a GPU's index."""
 
     def __init__(self, machine: SystemdContainer, device: str) -> None:
         self.machine, self.device, self.unit = machine, device, f"kvferryd@{device}"
 
     @property
     def directory(self) -> str:
-        """Of its sockets."""
+        """The directory of its sockets."""
         return self.machine.script("dirname /run/kvferry/*/lock")
 
-    def systemctl(self, verb: str, *more: str, check: bool = True) -> str:
-        return self.machine.run("systemctl", verb, self.unit, *more, check=check)
+    def systemctl(self, command: str, *options: str, check: bool = True) -> str:
+        return self.machine.run("systemctl", command, self.unit, *options, check=check)
 
     def show(self, name: str) -> str:
-        """A property of the unit, as systemd has it."""
+        """A property of the unit, from systemctl show."""
         return self.systemctl("show", "--value", f"--property={name}")
 
-    def until(self, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not holds():
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + TIMEOUT
+        while not condition():
             assert time.monotonic() < deadline, self.systemctl("status", "--no-pager", check=False)
             time.sleep(0.1)
 
     def log(self) -> str:
-        """Of this start of the unit."""
+        """The log since the last start of the unit."""
         return self.journal(f"_SYSTEMD_INVOCATION_ID={self.show('InvocationID')}")
 
-    def journal(self, *which: str) -> str:
-        return self.machine.run("journalctl", "--no-pager", *which)
+    def journal(self, *matches: str) -> str:
+        return self.machine.run("journalctl", "--no-pager", *matches)
 
-    def until_another(self, pid: str) -> None:
-        """Until systemd has started it anew, and it is ready."""
+    def wait_restarted(self, pid: str) -> None:
+        """Wait until systemd has started another process than `pid`, and it is ready."""
 
         def is_up() -> bool:
-            said = self.systemctl("show", "--property=MainPID,ActiveState").splitlines()
-            return "ActiveState=active" in said and f"MainPID={pid}" not in said
+            shown = self.systemctl("show", "--property=MainPID,ActiveState").splitlines()
+            return "ActiveState=active" in shown and f"MainPID={pid}" not in shown
 
         self.until(is_up)
 
-    def engine(self, does: str, user: str = "engine") -> Any:
-        """What an engine of a user tells that stores its blocks, or loads them."""
-        said = self.machine.run(*self.engine_command(does, user))
-        return json.loads(said.splitlines()[-1])
+    def run_engine(self, action: str, user: str = "engine") -> Any:
+        """Run an engine as a user, to store or load its blocks. Returns its output."""
+        output = self.machine.run(*self.engine_command(action, user))
+        return json.loads(output.splitlines()[-1])
 
-    def engine_command(self, does: str, user: str = "engine") -> list[str]:
-        """On a GPU its torch is that of the machine around."""
-        arguments = [self.directory, does]
+    def engine_command(self, action: str, user: str = "engine") -> list[str]:
+        """On a GPU the engine uses the torch of the host."""
+        arguments = [self.directory, action]
         if self.device == "cpu":
             become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups"]
             return [*become, "env", "PYTHONPATH=/src/tests", PYTHON, "/srv/engine.py", *arguments]
-        uid, groups = (self.machine.run("id", which, user) for which in ("-u", "-G"))
+        uid, groups = (self.machine.run("id", option, user) for option in ("-u", "-G"))
         become = ["chroot", f"--userspec={uid}:{uid}", f"--groups={groups.replace(' ', ',')}"]
         source = self.machine.root / "src"
         path = [source / name for name in ("proto", "client", "tests")]
@@ -178,14 +177,14 @@ class SystemdService:
         return [*become, HOST, *python, f"{self.machine.root}/srv/engine.py", *arguments]
 
     def configure(self, text: str) -> None:
-        """Settings of the unit for one test."""
+        """Write a drop-in of the unit for one test."""
         self.machine.write(f"/etc/systemd/system/{self.unit}.service.d/this.conf", text)
         self.machine.run("systemctl", "daemon-reload")
 
 
 @pytest.fixture(params=["cpu", pytest.param("0", marks=pytest.mark.gpu)])
 def service(request: pytest.FixtureRequest) -> Iterator[SystemdService]:
-    """The unit, started; afterwards as it was installed."""
+    """The unit, started. Restores the installed unit at the end."""
     machine = request.getfixturevalue("machine" if request.param == "cpu" else "gpu_machine")
     service = SystemdService(machine, request.param)
     before = machine.run("cat", FILE)
@@ -202,14 +201,14 @@ def service(request: pytest.FixtureRequest) -> Iterator[SystemdService]:
 
 def test_the_daemon_is_ready_when_start_returns(service: SystemdService) -> None:
     assert service.show("ActiveState") == "active"
-    said = service.show("StatusText")
-    assert re.fullmatch(rf"serving (host memory|.*NVIDIA.*) at {service.directory}", said)
+    text = service.show("StatusText")
+    assert re.fullmatch(rf"serving (host memory|.*NVIDIA.*) at {service.directory}", text)
     status = service.machine.run("/opt/kvferry/bin/kvferry", "status")
     assert f"pid {service.show('MainPID')}" in status
     assert "64 MiB" in status
 
 
-def test_who_it_is_and_what_it_opens(service: SystemdService) -> None:
+def test_the_user_and_permissions_of_the_daemon(service: SystemdService) -> None:
     run = service.machine.run
     assert run("stat", "--format=%U", f"/proc/{service.show('MainPID')}") == "kvferry"
     stat = ["stat", "--format=%a %U %G"]
@@ -218,21 +217,21 @@ def test_who_it_is_and_what_it_opens(service: SystemdService) -> None:
     assert run(*stat, f"{service.directory}/kvferry.sock") == "660 kvferry kvferry"
 
 
-def test_all_of_its_memory_may_be_locked(service: SystemdService) -> None:
-    (rights,) = re.findall(r"CapBnd:\s+(\w+)", service.machine.run("cat", "/proc/1/status"))
-    if not int(rights, 16) >> CAP_SYS_RESOURCE & 1:
-        pytest.skip("no limit can be raised on this machine: it has no CAP_SYS_RESOURCE")
+def test_the_daemon_may_lock_all_of_its_memory(service: SystemdService) -> None:
+    (bounds,) = re.findall(r"CapBnd:\s+(\w+)", service.machine.run("cat", "/proc/1/status"))
+    if not int(bounds, 16) >> CAP_SYS_RESOURCE & 1:
+        pytest.skip("this machine has no CAP_SYS_RESOURCE, so no limit can be raised")
     limits = service.machine.run("cat", f"/proc/{service.show('MainPID')}/limits")
     assert re.findall(r"Max locked memory +(\S+) +(\S+)", limits) == [("unlimited",) * 2]
 
 
-def test_who_may_use_it(service: SystemdService) -> None:
-    """A member of the group, and nobody else, not even past the files."""
-    assert service.engine("store")["right"]
-    assert service.engine("store", "stranger") == {"outcome": "forbidden"}
+def test_only_members_of_the_group_may_connect(service: SystemdService) -> None:
+    """The daemon refuses other users even if file permissions allow the connection."""
+    assert service.run_engine("store")["right"]
+    assert service.run_engine("store", "stranger") == {"outcome": "forbidden"}
     folder = service.directory
     service.machine.script(f"chmod 755 {folder}; chmod 666 {folder}/*.sock")
-    assert service.engine("store", "stranger") == {"outcome": "forbidden"}
+    assert service.run_engine("store", "stranger") == {"outcome": "forbidden"}
     status = service.machine.run("/opt/kvferry/bin/kvferry", "status")
     assert re.search("forbidden x[1-9]", status), status  # a slow client is refused again
 
@@ -241,7 +240,7 @@ def test_a_reload(service: SystemdService) -> None:
     pid = service.show("MainPID")
     service.machine.script(f"echo '[events]\npublish = \"off\"' >> {FILE}", 30)
     service.systemctl("reload", check=False)
-    assert "reload failed" in service.log(), "a table stands there twice"
+    assert "reload failed" in service.log(), "the file has a table twice"
     service.machine.script(f"sed -i '$d' {FILE}; sed -i '$d' {FILE}")
     service.machine.script(f"sed -i 's/^# max_stores.*/max_stores = 7/' {FILE}")
     service.systemctl("reload")
@@ -253,55 +252,57 @@ def test_a_reload(service: SystemdService) -> None:
 def test_a_killed_daemon_is_restarted(service: SystemdService) -> None:
     pid = service.show("MainPID")
     service.systemctl("kill", "--signal=KILL")
-    service.until_another(pid)
+    service.wait_restarted(pid)
     assert int(service.show("NRestarts")) >= 1
-    assert service.engine("store")["right"]
+    assert service.run_engine("store")["right"]
 
 
 def test_an_engine_of_its_user_keeps_its_shared_memory(service: SystemdService) -> None:
-    """Where CUDA MPS runs they are one user: what the engine has in /dev/shm is no affair of a
-    daemon that ends."""
+    """With CUDA MPS the engine and the daemon have one user.
+
+    A daemon that ends must not remove the engine's files in /dev/shm.
+    """
     service.configure("[Service]\nUser=engine\nGroup=engine\n")
     service.systemctl("restart")
     become = ["setpriv", "--reuid=engine", "--regid=engine", "--init-groups"]
     service.machine.run(*become, "touch", "/dev/shm/engine")
     pid = service.show("MainPID")
     service.systemctl("kill", "--signal=KILL")
-    service.until_another(pid)
+    service.wait_restarted(pid)
     service.machine.run("rm", "/dev/shm/engine")
 
 
 @pytest.mark.parametrize("how", [("kill", "--signal=KILL"), ("restart",)])
 def test_blocks_are_restored_after_a_kill(service: SystemdService, how: tuple[str, ...]) -> None:
-    assert service.engine("store")["outcome"] == "done"
-    time.sleep(2)  # blocks are sealed a moment after they were stored; nothing here shows it
+    assert service.run_engine("store")["outcome"] == "done"
+    time.sleep(2)  # blocks are committed some time after their store; the status does not show it
     pid = service.show("MainPID")
     service.systemctl(*how)
-    service.until_another(pid)
-    loaded = service.engine("load")
+    service.wait_restarted(pid)
+    loaded = service.run_engine("load")
     assert (loaded["outcome"], loaded.get("right")) == ("done", True)
 
 
 def test_an_engine_finds_its_blocks_while_the_daemon_runs(service: SystemdService) -> None:
-    """So that it is the daemon's end that the test before this one is about."""
-    assert service.engine("store")["outcome"] == "done"
-    loaded = service.engine("load")
+    """Shows that a failure of the previous test comes from the daemon's restart."""
+    assert service.run_engine("store")["outcome"] == "done"
+    loaded = service.run_engine("load")
     assert (loaded["outcome"], loaded["right"]) == ("done", True)
 
 
 def test_the_watchdog(service: SystemdService) -> None:
-    """One that is well is left alone, one that hangs is ended and started again."""
+    """systemd does not restart a healthy daemon, and restarts one that hangs."""
     service.configure("[Service]\nWatchdogSec=3\n")
     service.systemctl("restart")
     pid = service.show("MainPID")
     time.sleep(8)
     assert service.show("MainPID") == pid
     service.systemctl("kill", "--signal=STOP")
-    service.until_another(pid)
+    service.wait_restarted(pid)
     assert "atchdog" in service.journal(f"--unit={service.unit}")
 
 
-def test_a_stop_under_load_is_a_clean_one(service: SystemdService) -> None:
+def test_a_stop_under_load_succeeds(service: SystemdService) -> None:
     folder, busy = service.directory, "/run/busy"
     service.machine.script(f": > {busy}")
     unit = ["systemd-run", "--quiet", "--unit=busy", "--property=RemainAfterExit=yes"]
@@ -316,7 +317,7 @@ def test_a_stop_under_load_is_a_clean_one(service: SystemdService) -> None:
         service.until(lambda: service.machine.run(*state) == "exited")
     finally:
         service.machine.run("systemctl", "stop", "busy", check=False)
-    assert service.directory == folder, "other instances use the one it is in"
+    assert service.directory == folder, "the directory changed"
     assert service.machine.run("ls", folder) == "lock"
 
 
@@ -334,24 +335,24 @@ def test_a_unit_that_cannot_start_reports_the_reason_and_stops(service: SystemdS
     assert service.show("ActiveState") == "active"
 
 
-def test_how_exposed_it_is(service: SystemdService) -> None:
-    """By this systemd's own reckoning, which knows more than an older one."""
-    said = service.machine.run(
+def test_the_exposure_level_of_the_unit(service: SystemdService) -> None:
+    """The level depends on the version of systemd. A newer one checks more."""
+    output = service.machine.run(
         "systemd-analyze", "security", service.unit, "--no-pager", "--threshold=21"
     )
-    assert "Overall exposure level" in said
+    assert "Overall exposure level" in output
     verified = service.machine.run("systemd-analyze", "verify", f"{service.unit}.service")
     assert "Unknown" not in verified
 
 
 def test_the_unit_may_open_gpu_devices_only(service: SystemdService) -> None:
-    """As far as this machine lets systemd say so: by a program of the kernel's."""
+    """Skipped if the kernel of this machine does not let systemd restrict devices."""
     node, read = "/srv/some-device", "head -c0 < /srv/some-device"
     service.machine.script(f"rm -f {node}; mknod {node} c 1 11; {read}")
     closed = ["systemd-run", "--quiet", "--pipe", "--wait", "--property=DevicePolicy=closed"]
-    said = service.machine.run(*closed, "/bin/sh", "-c", f"{read} && echo let in", check=False)
-    if "let in" in said:
-        pytest.skip("here systemd keeps no service from any device")
-    assert "not permitted" in said
+    output = service.machine.run(*closed, "/bin/sh", "-c", f"{read} && echo opened", check=False)
+    if "opened" in output:
+        pytest.skip("systemd cannot restrict devices on this machine")
+    assert "not permitted" in output
     assert service.show("DevicePolicy") == "closed"
-    assert service.engine("store")["right"]
+    assert service.run_engine("store")["right"]

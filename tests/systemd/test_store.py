@@ -1,4 +1,4 @@
-"""The Supervisor under a real systemd: its descriptor store keeps what it is said to keep."""
+"""The Supervisor under a real systemd: what the descriptor store keeps, and when it drops it."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def show(machine: SystemdContainer, name: str) -> str:
     return machine.run("systemctl", "show", "--value", f"--property={name}", "keeper")
 
 
-def told(machine: SystemdContainer) -> Any:
-    """(what came back, keeps, watchdog_seconds), as its program says."""
+def read_report(machine: SystemdContainer) -> Any:
+    """The program's report: (restored descriptors, has_fd_store, watchdog_seconds)."""
     return literal_eval(show(machine, "StatusText"))
 
 
 @pytest.fixture
 def keeper(machine: SystemdContainer) -> Iterator[SystemdContainer]:
-    """A machine where a program runs that keeps some memory, and forgets one."""
+    """A container with a program that stores some descriptors and removes one of them."""
     machine.write("/srv/keeper.py", PROGRAM)
     machine.write("/etc/systemd/system/keeper.service", UNIT)
     machine.script("systemctl daemon-reload; systemctl enable --now keeper")
@@ -68,7 +68,7 @@ def keeper(machine: SystemdContainer) -> Iterator[SystemdContainer]:
     machine.script("systemctl disable --now keeper")
 
 
-BACK = {"one": "one", "three": "three", "twice": "new"}
+RESTORED = {"one": "one", "three": "three", "twice": "new"}
 
 
 def kill(machine: SystemdContainer) -> None:
@@ -79,37 +79,37 @@ def kill(machine: SystemdContainer) -> None:
 
 
 def test_kept_descriptors_are_passed_on_after_two_kills(keeper: SystemdContainer) -> None:
-    assert told(keeper) == ({}, True, 5.0)
+    assert read_report(keeper) == ({}, True, 5.0)
     for _ in range(2):
         kill(keeper)
-        assert told(keeper) == (BACK, True, 5.0)
+        assert read_report(keeper) == (RESTORED, True, 5.0)
 
 
 def test_kept_descriptors_are_passed_on_after_a_stop(keeper: SystemdContainer) -> None:
     keeper.script("systemctl stop keeper; systemctl start keeper")
-    assert told(keeper)[0] == BACK
+    assert read_report(keeper)[0] == RESTORED
 
 
 def test_a_stop_of_a_unit_that_is_not_enabled_drops_descriptors(keeper: SystemdContainer) -> None:
-    """systemd does not remember a unit that is stopped and that nothing refers to."""
+    """systemd unloads a stopped unit that no other unit refers to."""
     keeper.script("systemctl disable keeper; systemctl stop keeper; systemctl start keeper")
-    assert told(keeper)[0] == {}
+    assert read_report(keeper)[0] == {}
 
 
 def test_cleaning_the_unit_drops_descriptors(keeper: SystemdContainer) -> None:
-    """What deploy/README.md says to do for the memory."""
+    """deploy/README.md recommends this command to free the memory."""
     keeper.script("systemctl stop keeper; systemctl clean --what=fdstore keeper")
     keeper.run("systemctl", "start", "keeper")
-    assert told(keeper)[0] == {}
+    assert read_report(keeper)[0] == {}
 
 
-def test_systemd_itself_is_started_anew(keeper: SystemdContainer) -> None:
-    """The names stay; of two of one name nobody knows any more which is the newer."""
+def test_descriptors_survive_a_restart_of_systemd(keeper: SystemdContainer) -> None:
+    """The names are kept. Of two descriptors with one name, either may be passed on."""
     keeper.run("systemctl", "daemon-reexec")
     kill(keeper)
-    back = told(keeper)[0]
-    assert back.pop("twice") in ("old", "new")
-    assert back == {"one": "one", "three": "three"}
+    restored = read_report(keeper)[0]
+    assert restored.pop("twice") in ("old", "new")
+    assert restored == {"one": "one", "three": "three"}
 
 
 def test_the_watchdog_accepts_keep_alives(keeper: SystemdContainer) -> None:

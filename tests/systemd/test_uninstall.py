@@ -1,6 +1,6 @@
-"""The rest of the instructions: an upgrade, and an end that leaves nothing.
+"""The other instructions: an upgrade, and an uninstallation that removes everything.
 
-This file is the last of its folder, and this test the last of what the machine lives through.
+This test must run last in its folder, because it uninstalls the daemon in the shared container.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from support.systemd_container import WHEELS, SystemdContainer
 pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 
 
-def test_an_upgrade_and_the_end(machine: SystemdContainer, commands: dict[str, str]) -> None:
+def test_an_upgrade_and_an_uninstallation(
+    machine: SystemdContainer, commands: dict[str, str]
+) -> None:
     unit = "kvferryd@cpu"
     machine.run("systemctl", "enable", "--now", unit)
     pid = machine.run("systemctl", "show", "--value", "--property=MainPID", unit)

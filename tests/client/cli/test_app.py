@@ -1,4 +1,4 @@
-"""The command line: help, usage errors, missing packages, and where no daemon is."""
+"""The command line: help, usage errors, missing packages, and no running daemon."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_no_daemon(command: str, tmp_path: Path, capsys: Captured) -> None:
 def test_no_daemon_anywhere(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = [tmp_path / "one", tmp_path / "two"]
-    monkeypatch.setattr("kvferry.client.endpoint.runtime_directories", lambda: places)
+    directories = [tmp_path / "one", tmp_path / "two"]
+    monkeypatch.setattr("kvferry.client.endpoint.runtime_directories", lambda: directories)
     assert kvferry("status") == 1
     error = capsys.readouterr().err
-    assert all(str(place) in error for place in places)
+    assert all(str(directory) in error for directory in directories)
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,10 @@ def daemon() -> Iterator[LocalDaemon]:
 
 
 class BenchProcess:
-    """kvferry bench in its own process group, without end; its daemons have their directories in
-    `directory`."""
+    """kvferry bench in its own process group, without end.
+
+    The runtime directories of its daemons are in `directory`.
+    """
 
     def __init__(self, directory: Path, before: tuple[str, ...] = ()) -> None:
         self.process = subprocess.Popen(
@@ -55,7 +57,7 @@ class BenchProcess:
         return lines
 
     def end(self, number: int, *, group: bool) -> tuple[int, str]:
-        """Send a signal; returns the exit status and standard error."""
+        """Send a signal. Returns the exit status and standard error."""
         (os.killpg if group else os.kill)(self.process.pid, number)
         _, error = self.process.communicate(timeout=TIMEOUT)
         return self.process.returncode, error.decode()
@@ -78,7 +80,7 @@ class BenchProcess:
 def test_a_terminated_bench_stops_its_daemon(
     short_path: Path, number: signal.Signals, seconds: float
 ) -> None:
-    """At any time. Closing a terminal sends SIGHUP to all processes in it."""
+    """The signal may arrive at any time. A closed terminal sends SIGHUP to all its processes."""
     bench = BenchProcess(short_path)
     try:
         time.sleep(seconds)
@@ -137,7 +139,7 @@ def test_nohup_ignores_sighup(short_path: Path) -> None:
 
 @pytest.mark.parametrize("seconds", [0, 0.5])
 def test_an_interrupted_bench_prints_nothing(short_path: Path, seconds: float) -> None:
-    """Ctrl-c is sent to all processes of its group."""
+    """Ctrl-C sends SIGINT to all processes of the group."""
     bench = BenchProcess(short_path)
     try:
         time.sleep(seconds)
@@ -157,7 +159,7 @@ def test_top_restores_the_terminal(daemon: LocalDaemon, number: signal.Signals) 
     while select.select([terminal], [], [], max(0, deadline - time.monotonic()))[0]:
         try:
             shown += os.read(terminal, 65536)
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             break
         if b"healthy" in shown and not signalled:
             os.kill(pid, number)
@@ -170,7 +172,7 @@ def test_top_restores_the_terminal(daemon: LocalDaemon, number: signal.Signals) 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_locale_that_cannot_encode_a_character(daemon: LocalDaemon, encoding: str) -> None:
-    """Bars are replaced by question marks; JSON loses nothing."""
+    """Question marks replace bars. JSON output is complete."""
     environ = os.environ | {"PYTHONIOENCODING": encoding}
 
     def run_kvferry(*arguments: str) -> bytes:

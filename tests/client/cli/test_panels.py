@@ -130,25 +130,25 @@ def test_a_panel_shows_everything(history: DaemonHistory, width: int) -> None:
 
 
 def test_an_unhealthy_daemon_shows_the_reason(history: DaemonHistory) -> None:
-    health = wire_status.HealthStatus(False, ("the lane has not moved for 31.2 s",))
+    health = wire_status.HealthStatus(False, ("the device worker has not moved for 31.2 s",))
     assert history.sample is not None
     status = msgspec.structs.replace(history.sample.status, health=health)
     history.add_sample(StatusSample(status, ()), 141.0)
-    assert "the lane has not moved for 31.2 s" in render(history)
+    assert "the device worker has not moved for 31.2 s" in render(history)
 
 
 def test_a_daemon_that_disconnects_and_reconnects(history: DaemonHistory) -> None:
     history.add_failure("the daemon disconnected", 150.0)
     history.add_failure("no reply", 152.0)
-    gone = render(history, now=153.0)
-    assert "gone for 3.0 s: no reply" in gone
-    assert "last seen as pid 4711" in gone
+    disconnected = render(history, now=153.0)
+    assert "gone for 3.0 s: no reply" in disconnected
+    assert "last seen as pid 4711" in disconnected
     assert history.sample is not None
     status = msgspec.structs.replace(STATUS, boot_id="other", pid=4712)
     history.add_sample(StatusSample(status, ()), 160.0)
-    back = render(history, now=162.0)
-    assert "reconnected 2.0 s ago" in back
-    assert "pid 4712" in back
+    reconnected = render(history, now=162.0)
+    assert "reconnected 2.0 s ago" in reconnected
+    assert "pid 4712" in reconnected
     assert "reconnected" not in render(history, now=200.0)
     assert history.rates == Rates()  # the totals of another process give no rate
 
@@ -164,17 +164,17 @@ def test_bars_have_the_requested_width() -> None:
     assert render_bar([(0.0, "x", "")], 10).plain == 10 * "░"
 
 
-def test_a_sparkline_shows_the_last_values_and_hides_no_small_one() -> None:
+def test_a_sparkline_shows_the_last_values_and_small_values() -> None:
     assert render_sparkline([0, 1, 50, 100], 100, 10) == " ▁▄█"
     assert render_sparkline([0, 1, 50, 100], 100, 2) == "▄█"
     assert render_sparkline([1.0], 1.0, 0) == ""
 
 
 def test_control_characters_in_names_are_escaped() -> None:
-    """In kvferry top and status: clients choose their names freely."""
+    """In `kvferry top` and `kvferry status`, because clients choose their names freely."""
     name = "a\x1b[2J\x9bb"
-    whose = Fingerprint(name, 2 << 20)
-    space = msgspec.structs.replace(SPACE, fingerprint=whose, engines=(name,))
+    fingerprint = Fingerprint(name, 2 << 20)
+    space = msgspec.structs.replace(SPACE, fingerprint=fingerprint, engines=(name,))
     engine = wire_status.EngineStatus(name, True, 1, 1, 1)
     status = msgspec.structs.replace(STATUS, engines=(engine,))
     history, console = (

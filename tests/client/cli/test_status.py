@@ -74,8 +74,10 @@ def test_status_shows_namespaces(daemon: LocalDaemon, capsys: Captured) -> None:
     assert namespaces == ()
     replace = msgspec.structs.replace
     ranked = replace(FINGERPRINT, rank=1, world_size=8)
-    away = replace(NAMESPACE, fingerprint=ranked, policy="arc", engines=(), hits=0, misses=0)
-    print_status(report, (NAMESPACE, away), Console(width=80, highlight=False))
+    without_engine = replace(
+        NAMESPACE, fingerprint=ranked, policy="arc", engines=(), hits=0, misses=0
+    )
+    print_status(report, (NAMESPACE, without_engine), Console(width=80, highlight=False))
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split()[1:] for line in lines if "262,144" in line]
     counts = ["262,144", "2", "MiB", "261,140", "12", "1,000", "93%", "38,861"]

@@ -1,4 +1,4 @@
-"""`kvferry tier`: what is on disk, whether it is good, and deleting it."""
+"""`kvferry tier`: listing, verifying and deleting the blocks on disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Captured: TypeAlias = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[KillableDisk]:
-    """40 blocks of one namespace, 10 of another, in a tier that is in use."""
+    """A tier in use, with 40 blocks of one namespace and 10 of another."""
     pool = PoolMemory(BLOCK)
     disk = KillableDisk(pool, tmp_path / "tier")
     for first in range(0, 40, 10):
@@ -81,8 +81,8 @@ def test_verify_counts_bad_blocks_and_changes_nothing(disk: KillableDisk, capsys
 
 def test_clear_deletes_one_namespace_or_all(disk: KillableDisk, capsys: Captured) -> None:
     disk.close()
-    assert kvferry("tier", "clear", disk.root, "--yes", "--namespace", "nobody") == 1
-    assert "no namespace 'nobody'" in capsys.readouterr().err
+    assert kvferry("tier", "clear", disk.root, "--yes", "--namespace", "unknown") == 1
+    assert "no namespace 'unknown'" in capsys.readouterr().err
     assert kvferry("tier", "clear", disk.root, "--yes", "--namespace", NAMESPACE) == 0
     assert "deleted 40 blocks of 1 namespaces" in capsys.readouterr().out
     disk.open()
@@ -99,7 +99,9 @@ def test_clear_deletes_one_namespace_or_all(disk: KillableDisk, capsys: Captured
     disk.close()
 
 
-def test_what_cannot_be_read_is_named(disk: KillableDisk, tmp_path: Path, capsys: Captured) -> None:
+def test_unreadable_directories_and_namespaces_are_reported(
+    disk: KillableDisk, tmp_path: Path, capsys: Captured
+) -> None:
     assert kvferry("tier", "list", tmp_path) == 1
     assert f"no disk tier in {tmp_path}" in capsys.readouterr().err
     disk.close()

@@ -64,7 +64,7 @@ def test_failures_are_shown() -> None:
     assert tier_row(failing).plain.endswith(f"read-only · {expected}")
 
 
-def test_a_tier_whose_bound_is_not_known_shows_what_is_used() -> None:
+def test_a_tier_with_an_unknown_capacity_shows_the_used_bytes() -> None:
     store = msgspec.structs.replace(TIER, name="mooncake", capacity_bytes=0)
     assert lines(store)[0] == "mooncake on, 50 GiB used, 25,600 keys"
     assert tier_row(store).plain.startswith("mooncake on · 50 GiB used · ")

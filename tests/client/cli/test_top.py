@@ -1,4 +1,4 @@
-"""`kvferry top` on a terminal, and printed once."""
+"""`kvferry top` on a terminal, and with --once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_once_without_a_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_once_beside_a_daemon_that_does_not_answer(
     daemon: LocalDaemon, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
-    """It was never connected, so no duration is shown."""
+    """The command has never been connected, so it shows no duration."""
     daemon.process.send_signal(number)
     try:
         with pytest.raises(SystemExit) as ended:
@@ -81,7 +81,7 @@ class TopTerminal:
         self.text = ""
 
     def wait_until(self, condition: Callable[[str], object], timeout: float = 20.0) -> None:
-        """Until what was output since the last time fulfils it."""
+        """Wait until the output since the last call fulfils the condition."""
         deadline = time.monotonic() + timeout
         self.text = ""
         while not condition(self.text):
@@ -118,7 +118,7 @@ def test_top_shows_a_disconnect_and_a_reconnect(daemon: LocalDaemon, terminal: T
     terminal.wait_until(lambda text: f"pid {daemon.pid}" in text)
     daemon.kill()
     terminal.wait_until(lambda text: "gone for" in text)
-    with LocalDaemon(pool_bytes=16 << 20, runtime_dir=daemon.runtime_dir) as again:
-        terminal.wait_until(lambda text: f"pid {again.pid}" in text and "reconnected" in text)
+    with LocalDaemon(pool_bytes=16 << 20, runtime_dir=daemon.runtime_dir) as second:
+        terminal.wait_until(lambda text: f"pid {second.pid}" in text and "reconnected" in text)
         os.write(terminal.descriptor, b"q")
         terminal.wait_until(lambda text: terminal.process.poll() is not None)

@@ -1,4 +1,4 @@
-"""`kvferry doctor`: each thing that goes wrong, made to go wrong."""
+"""`kvferry doctor`: each fault, provoked."""
 
 from __future__ import annotations
 
@@ -34,74 +34,73 @@ from pathlib import Path
 import msgspec
 from kvferry.client import doctor
 
-doctor.CHECKS = doctor.CHECKS[1:]  # installed packages may not be readable for everybody
-doctor.run_checks(Path("/nowhere"))  # nor may modules, later
+doctor.CHECKS = doctor.CHECKS[1:]  # other users may not be able to read installed packages
+doctor.run_checks(Path("/nowhere"))  # imports all modules before the user changes
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
 sys.stdout.buffer.write(msgspec.json.encode(doctor.run_checks(Path(sys.argv[1]), 20.0)))
 """
-as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
 
 def by_check(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.check: finding for finding in findings}
 
 
-def the_failure(findings: list[Finding]) -> Finding:
-    """The only one; what came after it was not looked at."""
+def only_failure(findings: list[Finding]) -> Finding:
+    """The only failure. The checks after it did not run."""
     (failure,) = [finding for finding in findings if finding.verdict is Verdict.FAIL]
     assert "round trip" not in by_check(findings)
     return failure
 
 
-def examine_as_nobody(directory: Path) -> list[Finding]:
+def run_checks_as_nobody(directory: Path) -> list[Finding]:
     command = [sys.executable, "-c", AS_NOBODY, str(directory)]
     done = subprocess.run(command, capture_output=True, timeout=60, check=True)
     return msgspec.json.decode(done.stdout, type=list[Finding])
 
 
-# All is well
-
-
-# Where it is
+# Finding the daemon
 
 
 def test_no_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    places = [tmp_path / "one", tmp_path / "two"]
-    monkeypatch.setattr("kvferry.client.doctor.daemon.runtime_directories", lambda: places)
-    failure = the_failure(run_checks())
-    assert all(str(place) in failure.found for place in places)
+    directories = [tmp_path / "one", tmp_path / "two"]
+    monkeypatch.setattr("kvferry.client.doctor.daemon.runtime_directories", lambda: directories)
+    failure = only_failure(run_checks())
+    assert all(str(directory) in failure.found for directory in directories)
     assert failure.change.startswith("kvferryd ")
 
 
 def test_several_daemons(start_kvferryd: StartKvferryd, tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).symlink_to(start_kvferryd().directory)
-    failure = the_failure(run_checks(tmp_path))
+    failure = only_failure(run_checks(tmp_path))
     assert "several" in failure.found
     assert f"doctor -d {tmp_path / 'one'}" in failure.change
 
 
 def test_a_daemon_that_was_killed(kvferryd: LocalDaemon) -> None:
     kvferryd.kill()
-    failure = the_failure(run_checks(kvferryd.directory))
+    failure = only_failure(run_checks(kvferryd.directory))
     assert failure.check == "sockets"
     assert "no process listens" in failure.found
     assert failure.change == "kvferryd --device cpu"
     gpu = kvferryd.directory.with_name("GPU-1")
     kvferryd.directory.rename(gpu)
-    assert the_failure(run_checks(gpu)).change.startswith("kvferryd --device GPU-1 --pool-size")
+    assert only_failure(run_checks(gpu)).change.startswith("kvferryd --device GPU-1 --pool-size")
 
 
 @as_root
 @pytest.mark.parametrize(
     ("mode", "change"), [(0o700, "run the engine as root"), (0o710, "usermod -aG root")]
 )
-def test_another_user_may_not_enter(kvferryd: LocalDaemon, mode: int, change: str) -> None:
+def test_another_user_may_not_read_the_directory(
+    kvferryd: LocalDaemon, mode: int, change: str
+) -> None:
     kvferryd.runtime_dir.chmod(0o755)
     kvferryd.directory.chmod(mode)
-    failure = the_failure(examine_as_nobody(kvferryd.runtime_dir))
+    failure = only_failure(run_checks_as_nobody(kvferryd.runtime_dir))
     assert failure.check == "directory"
     assert f"{kvferryd.directory}: permission denied, owned by root" in failure.found
     assert failure.change.startswith((change, f"join its group: {change}"))
@@ -109,7 +108,7 @@ def test_another_user_may_not_enter(kvferryd: LocalDaemon, mode: int, change: st
 
 @as_root
 def test_another_user_is_warned_that_there_may_be_a_daemon(kvferryd: LocalDaemon) -> None:
-    """Also by who only looks for one."""
+    """A client that searches for a daemon reports the same."""
     kvferryd.runtime_dir.chmod(0o755)
     program = AS_NOBODY[: AS_NOBODY.index("sys.stdout")] + (
         "from kvferry.client import endpoint\n"
@@ -128,46 +127,46 @@ def test_another_user_may_not_connect(kvferryd: LocalDaemon) -> None:
     kvferryd.runtime_dir.chmod(0o711)
     kvferryd.directory.chmod(0o755)
     for name in ("kvferry.sock", "fds.sock"):
-        failure = the_failure(examine_as_nobody(kvferryd.directory))
+        failure = only_failure(run_checks_as_nobody(kvferryd.directory))
         assert (failure.check, name in failure.found) == ("sockets", True)
         (kvferryd.directory / name).chmod(0o777)
-    failure = the_failure(examine_as_nobody(kvferryd.directory))
+    failure = only_failure(run_checks_as_nobody(kvferryd.directory))
     assert failure.check == "connection"
     assert failure.change.startswith("name a group of this user as access.group")
 
 
-# Whether it takes us
+# Connecting to the daemon
 
 
 def test_a_daemon_that_is_stopped_by_a_signal(kvferryd: LocalDaemon) -> None:
     os.kill(kvferryd.pid, signal.SIGSTOP)
     try:
-        failure = the_failure(run_checks(kvferryd.directory, 0.3))
+        failure = only_failure(run_checks(kvferryd.directory, 0.3))
     finally:
         os.kill(kvferryd.pid, signal.SIGCONT)
     assert failure.check == "connection"
     assert failure.change.endswith(f"kill -CONT {kvferryd.pid}")
 
 
-def unshared() -> str | None:
+def unshare_command() -> str | None:
     command = shutil.which("unshare")
     if command is None or subprocess.run([command, "--pid", "--fork", "true"]).returncode:
         return None
     return command
 
 
-@pytest.mark.skipif(unshared() is None, reason="PID namespaces cannot be made here")
+@pytest.mark.skipif(unshare_command() is None, reason="this machine cannot create PID namespaces")
 def test_a_daemon_in_another_pid_namespace() -> None:
-    """It cannot see us: what a container without --pid=host is."""
+    """The daemon cannot see the client's pid, as in a container without --pid=host."""
     with tempfile.TemporaryDirectory(prefix="kvferry-") as directory:
         arguments = ["--device", "cpu", "--pool-size", "1MiB", "--runtime-dir", directory]
         daemon_ = [sys.executable, "-m", "kvferry.daemon", *arguments]
-        inside = [str(unshared()), "--pid", "--fork", "--kill-child", *daemon_]
+        inside = [str(unshare_command()), "--pid", "--fork", "--kill-child", *daemon_]
         with subprocess.Popen(inside, stderr=subprocess.DEVNULL) as process:
-            where = Path(directory, "cpu")
+            runtime_directory = Path(directory, "cpu")
             try:
-                until(lambda: (where / "kvferry.sock").exists(), 20.0)
-                failure = the_failure(run_checks(where))
+                until(lambda: (runtime_directory / "kvferry.sock").exists(), 20.0)
+                failure = only_failure(run_checks(runtime_directory))
             finally:
                 process.kill()
     assert failure.check == "connection"
@@ -175,30 +174,30 @@ def test_a_daemon_in_another_pid_namespace() -> None:
 
 
 class Impostor:
-    """A socket where a daemon would be, with one answer to whatever is said."""
+    """A fake daemon that sends its prepared replies, one for each message."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.answers = directory, list[bytes]()
-        self.heard: list[wire.ClientMessage] = []
+        self.directory, self.replies = directory, list[bytes]()
+        self.received: list[wire.ClientMessage] = []
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(f"ipc://{directory / 'kvferry.sock'}")
         self._fd_server = SilentFdServer(directory / "fds.sock")
-        self._over = threading.Event()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
     def _serve(self) -> None:
-        while not self._over.is_set():
+        while not self._closed.is_set():
             if self._socket.poll(20):
-                who, data = self._socket.recv_multipart()
-                self.heard.append(decode_client_message(data))
-                if self.answers:
-                    self._socket.send_multipart([who, self.answers.pop(0)])
+                sender, data = self._socket.recv_multipart()
+                self.received.append(decode_client_message(data))
+                if self.replies:
+                    self._socket.send_multipart([sender, self.replies.pop(0)])
 
     def close(self) -> None:
-        self._over.set()
+        self._closed.set()
         self._thread.join()
         self._fd_server.close()
         self._socket.close()
@@ -206,7 +205,7 @@ class Impostor:
 
 
 class SilentFdServer:
-    """A descriptor socket that takes nothing."""
+    """A descriptor socket that accepts no connection."""
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -236,47 +235,47 @@ def welcome(
 
 @pytest.mark.parametrize(("protocol", "age"), [(2, "newer"), (0, "older")])
 def test_a_daemon_of_another_protocol(impostor: Impostor, protocol: int, age: str) -> None:
-    impostor.answers = [encode(welcome(protocol, "7.0"))]
-    failure = the_failure(run_checks(impostor.directory, 1.0))
+    impostor.replies = [encode(welcome(protocol, "7.0"))]
+    failure = only_failure(run_checks(impostor.directory, 1.0))
     assert failure.check == "version"
     assert f"{age}: protocol {protocol}" in failure.found
     assert "kvferry 7.0" in failure.change
 
 
-@pytest.mark.parametrize("how", ["refuses", "says more than we know"])
-def test_a_daemon_that_speaks_otherwise(impostor: Impostor, how: str) -> None:
-    unknown = [*msgspec.msgpack.decode(encode(welcome())), "a field of tomorrow's"]
+@pytest.mark.parametrize("how", ["refuses", "sends an unknown field"])
+def test_a_daemon_of_another_version(impostor: Impostor, how: str) -> None:
+    unknown = [*msgspec.msgpack.decode(encode(welcome())), "a field of a later version"]
     refusal = wire.Error(None, ErrorInfo(Code.PROTOCOL_VERSION, "this daemon speaks protocol 9"))
-    impostor.answers = [encode(refusal) if how == "refuses" else msgspec.msgpack.encode(unknown)]
-    failure = the_failure(run_checks(impostor.directory, 1.0))
+    impostor.replies = [encode(refusal) if how == "refuses" else msgspec.msgpack.encode(unknown)]
+    failure = only_failure(run_checks(impostor.directory, 1.0))
     assert failure.check == "connection"
     assert "same version" in failure.change
 
 
 def test_a_daemon_of_another_version_that_never_answers(impostor: Impostor) -> None:
-    impostor.answers = [encode(welcome(1, "7.0"))]
-    said = by_check(run_checks(impostor.directory, 0.5))
-    assert said["version"].verdict in (Verdict.WARN, Verdict.OK)
-    assert said["status"].verdict is Verdict.FAIL
-    assert said["processes"].verdict is Verdict.WARN
-    assert "round trip" not in said
+    impostor.replies = [encode(welcome(1, "7.0"))]
+    findings = by_check(run_checks(impostor.directory, 0.5))
+    assert findings["version"].verdict in (Verdict.WARN, Verdict.OK)
+    assert findings["status"].verdict is Verdict.FAIL
+    assert findings["processes"].verdict is Verdict.WARN
+    assert "round trip" not in findings
 
 
-def test_a_gpu_that_is_not_to_be_seen_here(
+def test_a_gpu_that_is_not_visible_to_the_client(
     impostor: Impostor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     other = welcome(info=proto_status.DeviceInfo("cuda", "GPU-of-another-machine", "NVIDIA X"))
-    impostor.answers = [encode(other)]
-    said = by_check(run_checks(impostor.directory, 0.5))
-    assert said["device"].verdict is Verdict.FAIL
-    assert "CUDA_VISIBLE_DEVICES=7" in said["device"].found
+    impostor.replies = [encode(other)]
+    findings = by_check(run_checks(impostor.directory, 0.5))
+    assert findings["device"].verdict is Verdict.FAIL
+    assert "CUDA_VISIBLE_DEVICES=7" in findings["device"].found
 
 
-# What it can do for us
+# Storing and loading
 
 
-def test_a_full_pool_is_left_alone(start_kvferryd: StartKvferryd) -> None:
+def test_a_full_pool_is_not_changed(start_kvferryd: StartKvferryd) -> None:
     running = start_kvferryd(pool_bytes=8 * 4096)
     with RawClient(running.directory, "full") as raw:
         raw.register(num_blocks=8, page=4096)
@@ -285,22 +284,20 @@ def test_a_full_pool_is_left_alone(start_kvferryd: StartKvferryd) -> None:
         assert "full" in last.found
 
 
-def test_wrong_bytes_are_noticed(kvferryd: LocalDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_bytes_are_detected(kvferryd: LocalDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     real = OffloadClient.transfer_async
 
-    def stores_another(client: OffloadClient, job_id: int, spec: Any, wait_for: int = 0) -> None:
+    def store_another(client: OffloadClient, job_id: int, spec: Any, wait_for: int = 0) -> None:
         real(client, job_id, (GPULoadStoreSpec([1]), spec[1]) if job_id == 1 else spec, wait_for)
 
-    monkeypatch.setattr(OffloadClient, "transfer_async", stores_another)
+    monkeypatch.setattr(OffloadClient, "transfer_async", store_another)
     last = run_checks(kvferryd.directory)[-1]
     assert (last.check, last.verdict) == ("round trip", Verdict.FAIL)
     assert "differ" in last.found
 
 
 @pytest.mark.parametrize(("uptime", "verdict"), [(10.0, Verdict.OK), (1e4, Verdict.WARN)])
-def test_a_pool_that_is_not_registered_whole(
-    kvferryd: LocalDaemon, uptime: float, verdict: Verdict
-) -> None:
+def test_a_partly_registered_pool(kvferryd: LocalDaemon, uptime: float, verdict: Verdict) -> None:
     with OffloadClient(kvferryd.directory) as client:
         status = client.status()
     pool = msgspec.structs.replace(status.pool, pinned_bytes=status.pool.size_bytes // 2)

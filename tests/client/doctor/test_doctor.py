@@ -19,12 +19,12 @@ def by_check(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.check: finding for finding in findings}
 
 
-def test_a_daemon_and_nothing_wrong(
+def test_all_checks_of_a_healthy_daemon(
     start_kvferryd: StartKvferryd, device: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running = start_kvferryd("0" if device.startswith("cuda") else device)
     findings = run_checks(running.directory, 20.0)
-    said = by_check(findings)
+    by_name = by_check(findings)
     assert {finding.verdict for finding in findings} <= {Verdict.OK, Verdict.WARN}
     wanted = [
         "directory",
@@ -36,11 +36,11 @@ def test_a_daemon_and_nothing_wrong(
         "device",
         "pool",
     ]
-    assert all(said[check].verdict is Verdict.OK for check in [*wanted, "round trip"])
-    assert f"pid {running.pid}" in said["connection"].found
+    assert all(by_name[check].verdict is Verdict.OK for check in [*wanted, "round trip"])
+    assert f"pid {running.pid}" in by_name["connection"].found
     assert (
         run_checks(running.runtime_dir, 20.0)[-1].verdict is Verdict.OK
-    )  # its page is taken again
+    )  # the block of the first run is free again
     assert kvferry("doctor", "-d", running.directory) == 0
     assert "round trip" in capsys.readouterr().out
 
@@ -63,8 +63,8 @@ def test_findings_for_programs(kvferryd: LocalDaemon, capsys: pytest.CaptureFixt
     assert "fail" in {finding["verdict"] for finding in json.loads(capsys.readouterr().out)}
 
 
-def test_every_check_says_what_to_change() -> None:
-    """A finding that is not well has a line to change; the checks' names are their functions'."""
+def test_every_failed_check_states_what_to_change() -> None:
+    """Only findings that are OK have no change. The functions of the checks have unique names."""
     assert len({check.__name__ for check in CHECKS}) == len(CHECKS)
     for finding in run_checks(Path("/nowhere")):
         assert (finding.verdict is Verdict.OK) == (not finding.change)

@@ -1,5 +1,8 @@
-"""Every layout that engines have, by its bytes: what the engine writes into a block through its
-own view is what the canonical pages of that block hold, and nothing besides."""
+"""Canonical form of every layout that engines use.
+
+The engine writes numbers through its own view. The canonical pages of a block must have exactly
+the numbers that the engine wrote into that block.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,21 @@ from kvferry.client.tensors.canonical import CanonicalKVCaches, canonicalize
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 
+# Blocks, tokens per block, KV heads, head size, layers.
 N, SIZE, HEADS, DIM, LAYERS = 5, 4, 3, 2, 3
-"""Blocks, tokens a block, KV heads, head size, layers."""
+# Bytes of K (or V) of one block. Elements have two bytes.
 HALF = SIZE * HEADS * DIM * 2
-"""Bytes of K (or V) of one block; elements have two bytes."""
 BOTH = 2 * HALF
+# Bytes of K of one block, padded by one token.
 PADDED = HALF // SIZE * (SIZE + 1)
-"""Bytes of K of one block with room for one token more."""
 
 
-def fresh(*shape: int) -> Tensor:
+def new_tensor(*shape: int) -> Tensor:
     return torch.full(shape, -1, dtype=torch.int16)
 
 
 def write(view: Tensor, start: int = 0) -> Tensor:
-    """A number of its own into every element that the engine can see."""
+    """Write a unique number into every element of the engine's view."""
     view.copy_(torch.arange(start, start + view.numel(), dtype=torch.int16).view(view.shape))
     return view
 
@@ -48,7 +51,7 @@ def pages(canonical: CanonicalKVCaches, group: int, block: int) -> list[int]:
 def check(
     canonical: CanonicalKVCaches, views: Sequence[tuple[Tensor, int]], blocks: int = N
 ) -> None:
-    """Group 0's pages hold what `views` (a tensor and its block dimension) show of each block."""
+    """Check that group 0's pages of each block equal the block in `views` (tensor, block dim)."""
     for index, (tensor, layout) in enumerate(
         zip(canonical.tensors, canonical.layout.tensors, strict=True)
     ):
@@ -57,18 +60,20 @@ def check(
         assert tensor.stride() == (layout.row_stride_bytes, 1)
         assert layout.num_blocks == blocks
     for block in range(blocks):
-        seen: list[int] = []
+        expected_numbers: list[int] = []
         for view, dim in views:
             k = view.size(dim) // blocks
-            seen += numbers(view.narrow(dim, block * k, k))
-        assert pages(canonical, 0, block) == sorted(seen)
+            expected_numbers += numbers(view.narrow(dim, block * k, k))
+        assert pages(canonical, 0, block) == sorted(expected_numbers)
 
 
-# One tensor a layer: the view, which dimension counts blocks, and the canonical tensors expected
+# One tensor per layer
 
 
 @dataclass(frozen=True)
 class LayoutCase:
+    """dim: the block dimension of `view`. expected: the canonical tensors."""
+
     view: Callable[[], Tensor]
     dim: int
     expected: list[TensorLayout]
@@ -82,75 +87,77 @@ def tensors(
 
 
 CASES = {
-    "split K and V": LayoutCase(lambda: fresh(2, N, SIZE, HEADS, DIM), 1, tensors(2, HALF)),
+    "split K and V": LayoutCase(lambda: new_tensor(2, N, SIZE, HEADS, DIM), 1, tensors(2, HALF)),
     "split K and V, HND": LayoutCase(
-        lambda: fresh(2, N, HEADS, SIZE, DIM).permute(0, 1, 3, 2, 4), 1, tensors(2, HALF)
+        lambda: new_tensor(2, N, HEADS, SIZE, DIM).permute(0, 1, 3, 2, 4), 1, tensors(2, HALF)
     ),
     "split K and V, interleaved by block": LayoutCase(
-        lambda: fresh(N, 2, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4), 1, tensors(1, BOTH)
+        lambda: new_tensor(N, 2, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4), 1, tensors(1, BOTH)
     ),
     "split K and V, interleaved by head": LayoutCase(
-        lambda: fresh(N, HEADS, 2, SIZE, DIM).permute(2, 0, 3, 1, 4), 1, tensors(1, BOTH)
+        lambda: new_tensor(N, HEADS, 2, SIZE, DIM).permute(2, 0, 3, 1, 4), 1, tensors(1, BOTH)
     ),
     "split K and V, rows padded": LayoutCase(
-        lambda: fresh(2, N, SIZE + 1, HEADS, DIM)[:, :, :SIZE], 1, tensors(2, HALF, PADDED)
+        lambda: new_tensor(2, N, SIZE + 1, HEADS, DIM)[:, :, :SIZE], 1, tensors(2, HALF, PADDED)
     ),
-    "blocks first": LayoutCase(lambda: fresh(N, 2, SIZE, HEADS, DIM), 0, tensors(1, BOTH)),
+    "blocks first": LayoutCase(lambda: new_tensor(N, 2, SIZE, HEADS, DIM), 0, tensors(1, BOTH)),
     "blocks first, HND": LayoutCase(
-        lambda: fresh(N, 2, HEADS, SIZE, DIM).permute(0, 1, 3, 2, 4), 0, tensors(1, BOTH)
+        lambda: new_tensor(N, 2, HEADS, SIZE, DIM).permute(0, 1, 3, 2, 4), 0, tensors(1, BOTH)
     ),
     "blocks first, but K and V apart": LayoutCase(
-        lambda: fresh(2, N, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4), 0, tensors(2, HALF)
+        lambda: new_tensor(2, N, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4), 0, tensors(2, HALF)
     ),
     "blocks first, rows padded": LayoutCase(
-        lambda: fresh(N, 3, SIZE, HEADS, DIM)[:, :2], 0, tensors(1, BOTH, 3 * HALF)
+        lambda: new_tensor(N, 3, SIZE, HEADS, DIM)[:, :2], 0, tensors(1, BOTH, 3 * HALF)
     ),
-    "MLA": LayoutCase(lambda: fresh(N, SIZE, 7), 0, tensors(1, SIZE * 14)),
+    "MLA": LayoutCase(lambda: new_tensor(N, SIZE, 7), 0, tensors(1, SIZE * 14)),
     "MLA, from the middle of a storage": LayoutCase(
-        lambda: fresh(N + 3, SIZE, 7)[2 : 2 + N], 0, tensors(1, SIZE * 14)
+        lambda: new_tensor(N + 3, SIZE, 7)[2 : 2 + N], 0, tensors(1, SIZE * 14)
     ),
     "cross-layer": LayoutCase(
-        lambda: fresh(N, LAYERS, 2, SIZE, HEADS, DIM), 0, tensors(1, LAYERS * BOTH)
+        lambda: new_tensor(N, LAYERS, 2, SIZE, HEADS, DIM), 0, tensors(1, LAYERS * BOTH)
     ),
     "cross-layer, HND": LayoutCase(
-        lambda: fresh(N, HEADS, LAYERS, 2, SIZE, DIM).permute(0, 2, 3, 4, 1, 5),
+        lambda: new_tensor(N, HEADS, LAYERS, 2, SIZE, DIM).permute(0, 2, 3, 4, 1, 5),
         0,
         tensors(1, LAYERS * BOTH),
     ),
     "cross-layer, but layers apart": LayoutCase(
-        lambda: fresh(LAYERS, N, 2, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4, 5),
+        lambda: new_tensor(LAYERS, N, 2, SIZE, HEADS, DIM).permute(1, 0, 2, 3, 4, 5),
         0,
         tensors(LAYERS, BOTH),
     ),
-    "one row a block": LayoutCase(lambda: fresh(N, 24), 0, tensors(1, 48)),
+    "one row a block": LayoutCase(lambda: new_tensor(N, 24), 0, tensors(1, 48)),
     "three kernel blocks a block, split": LayoutCase(
-        lambda: fresh(2, 3 * N, SIZE, HEADS, DIM), 1, tensors(2, 3 * HALF)
+        lambda: new_tensor(2, 3 * N, SIZE, HEADS, DIM), 1, tensors(2, 3 * HALF)
     ),
     "three kernel blocks a block, blocks first": LayoutCase(
-        lambda: fresh(3 * N, 2, SIZE, HEADS, DIM), 0, tensors(1, 6 * HALF)
+        lambda: new_tensor(3 * N, 2, SIZE, HEADS, DIM), 0, tensors(1, 6 * HALF)
     ),
     "two kernel blocks a block, padded": LayoutCase(
-        lambda: fresh(2 * N, SIZE + 1, 7)[:, :SIZE], 0, tensors(2, SIZE * 14, 2 * (SIZE + 1) * 14)
+        lambda: new_tensor(2 * N, SIZE + 1, 7)[:, :SIZE],
+        0,
+        tensors(2, SIZE * 14, 2 * (SIZE + 1) * 14),
     ),
     "two kernel blocks a block, split and padded": LayoutCase(
-        lambda: fresh(2, 2 * N, SIZE + 1, 6)[:, :, :SIZE],
+        lambda: new_tensor(2, 2 * N, SIZE + 1, 6)[:, :, :SIZE],
         1,
         tensors(4, SIZE * 12, 2 * (SIZE + 1) * 12),
     ),
     "one block": LayoutCase(
-        lambda: fresh(1, 3, SIZE, HEADS, DIM), 0, tensors(1, 3 * HALF, blocks=1)
+        lambda: new_tensor(1, 3, SIZE, HEADS, DIM), 0, tensors(1, 3 * HALF, blocks=1)
     ),
     "two blocks, K and V split": LayoutCase(
-        lambda: fresh(2, 2, SIZE, HEADS, DIM), 1, tensors(2, HALF, blocks=2), block_dim=1
+        lambda: new_tensor(2, 2, SIZE, HEADS, DIM), 1, tensors(2, HALF, blocks=2), block_dim=1
     ),
     "two blocks first": LayoutCase(
-        lambda: fresh(2, 2, SIZE, HEADS, DIM), 0, tensors(1, BOTH, blocks=2), block_dim=0
+        lambda: new_tensor(2, 2, SIZE, HEADS, DIM), 0, tensors(1, BOTH, blocks=2), block_dim=0
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_block_s_pages_hold_its_bytes_and_no_other(name: str) -> None:
+def test_the_pages_of_a_block_have_exactly_its_bytes(name: str) -> None:
     case = CASES[name]
     view, blocks = write(case.view()), case.expected[0].num_blocks
     canonical = canonicalize({"layer": view}, num_blocks=blocks, block_dim=case.block_dim)
@@ -180,7 +187,7 @@ def test_pages_are_counted_in_bytes(dtype: torch.dtype) -> None:
 
 
 def test_every_layer_has_its_tensors_in_one_group_and_in_order() -> None:
-    split, mla = write(fresh(2, N, SIZE, 3)), write(fresh(N, SIZE, 7), 1000)
+    split, mla = write(new_tensor(2, N, SIZE, 3)), write(new_tensor(N, SIZE, 7), 1000)
     canonical = canonicalize({"a": split, "b": mla}, num_blocks=N, block_size_factor=4)
     assert canonical.layout.groups == ((TensorRef(0, 24), TensorRef(1, 24), TensorRef(2, 56)),)
     assert canonical.layout.block_size_factor == 4
@@ -188,8 +195,8 @@ def test_every_layer_has_its_tensors_in_one_group_and_in_order() -> None:
 
 
 def test_a_layer_may_have_several_tensors() -> None:
-    """As state-space layers have, whose states lie in one padded page."""
-    raw = fresh(N, 40)
+    """State-space layers do: their states share one padded page."""
+    raw = new_tensor(N, 40)
     states = [write(raw[:, :12].view(N, 3, 4)), write(raw[:, 12:32].view(N, 2, 10), 1000)]
     canonical = canonicalize({"mamba": states}, num_blocks=N)
     assert canonical.layout.tensors == (TensorLayout(N, 24, 80), TensorLayout(N, 40, 80))
@@ -197,7 +204,7 @@ def test_a_layer_may_have_several_tensors() -> None:
 
 
 def test_layers_that_alias_the_same_memory_are_one_tensor() -> None:
-    view = write(fresh(2, N, SIZE, 6))
+    view = write(new_tensor(2, N, SIZE, 6))
     caches = {"a": view, "b": view, "c": view.view(2, N, SIZE, 2, 3)}
     canonical = canonicalize(caches, num_blocks=N)
     assert canonical.layout.groups == ((TensorRef(0, 48), TensorRef(1, 48)),)
@@ -205,19 +212,19 @@ def test_layers_that_alias_the_same_memory_are_one_tensor() -> None:
 
 
 def test_groups_name_their_layers_and_share_their_tensors() -> None:
-    one, two = write(fresh(N, 12)), write(fresh(N, 20), 1000)
-    caches = {"full.0": one, "window.0": one.view(N, 3, 4), "full.1": two}
+    first, second = write(new_tensor(N, 12)), write(new_tensor(N, 20), 1000)
+    caches = {"full.0": first, "window.0": first.view(N, 3, 4), "full.1": second}
     groups = [["full.0", "full.1"], ["window.0"]]
     canonical = canonicalize(caches, num_blocks=N, groups=groups)
     assert len(canonical.tensors) == 2
     assert canonical.layout.groups == ((TensorRef(0, 24), TensorRef(1, 40)), (TensorRef(0, 24),))
     for block in range(N):
-        assert pages(canonical, 0, block) == numbers(torch.cat([one[block], two[block]]))
-        assert pages(canonical, 1, block) == numbers(one[block])
+        assert pages(canonical, 0, block) == numbers(torch.cat([first[block], second[block]]))
+        assert pages(canonical, 1, block) == numbers(first[block])
 
 
 def test_only_the_unpadded_page_is_copied() -> None:
-    raw = fresh(N, 20)
+    raw = new_tensor(N, 20)
     write(raw[:, :17])
     canonical = canonicalize({"layer": raw}, num_blocks=N, page_size_bytes={"layer": 34})
     assert canonical.layout.tensors == (TensorLayout(N, 34, 40),)
@@ -225,8 +232,8 @@ def test_only_the_unpadded_page_is_copied() -> None:
 
 
 def test_layers_that_differ_in_padding_alone_still_share_memory() -> None:
-    """Or a transfer of one group would not wait for a transfer of the other's same block."""
-    raw = fresh(N, 20)
+    """Else a transfer of one group would not wait for a transfer of the other group's block."""
+    raw = new_tensor(N, 20)
     canonical = canonicalize(
         {"attention": raw, "mamba": raw},
         num_blocks=N,
@@ -237,7 +244,7 @@ def test_layers_that_differ_in_padding_alone_still_share_memory() -> None:
 
 
 def test_layers_of_one_group_that_alias_are_copied_once_and_as_wide_as_the_widest() -> None:
-    raw = write(fresh(N, 20))
+    raw = write(new_tensor(N, 20))
     overrides = {"b": 34}
     canonical = canonicalize({"a": raw, "b": raw}, num_blocks=N, page_size_bytes=overrides)
     assert canonical.layout.groups == ((TensorRef(0, 40),),)
@@ -264,27 +271,27 @@ def refused(
 @pytest.mark.parametrize(
     ("view", "num_blocks", "why"),
     [
-        (fresh(2, 2, SIZE), 2, "dimensions 0 and 1 could both"),
-        (fresh(2, 4, SIZE), 2, "dimensions 0 and 1 could both"),
-        (fresh(2, 6, SIZE), 1, "dimensions 0 and 1 could both"),
-        (fresh(3, N, SIZE), N, f"no dimension has {N} blocks"),
-        (fresh(SIZE, HEADS, N), N, "no dimension"),
-        (fresh(N - 1, SIZE), N, "no dimension"),
-        (fresh(2, N + 1, SIZE), N, "no dimension"),
-        (fresh(2), N, "no dimension"),
+        (new_tensor(2, 2, SIZE), 2, "dimensions 0 and 1 could both"),
+        (new_tensor(2, 4, SIZE), 2, "dimensions 0 and 1 could both"),
+        (new_tensor(2, 6, SIZE), 1, "dimensions 0 and 1 could both"),
+        (new_tensor(3, N, SIZE), N, f"no dimension has {N} blocks"),
+        (new_tensor(SIZE, HEADS, N), N, "no dimension"),
+        (new_tensor(N - 1, SIZE), N, "no dimension"),
+        (new_tensor(2, N + 1, SIZE), N, "no dimension"),
+        (new_tensor(2), N, "no dimension"),
         (torch.tensor(1), N, "no dimension"),
-        (fresh(N, SIZE, DIM)[:, 2:2], N, "no elements"),
-        (fresh(N, 0), N, "no elements"),
-        (fresh(0, SIZE), N, "no elements"),
-        (fresh(N, SIZE, 8)[:, :, :4], N, "not contiguous"),
-        (fresh(N, 8, DIM)[:, ::2], N, "not contiguous"),
-        (fresh(N, 1, DIM).expand(N, SIZE, DIM), N, "not contiguous"),
-        (fresh(N, 2, SIZE + 1, DIM)[:, :, :SIZE], N, "not contiguous"),
-        (fresh(1, SIZE).expand(N, SIZE), N, "overlap"),
-        (fresh(64).as_strided((N, 8), (6, 1)), N, "overlap"),
-        (fresh(64).as_strided((2, N, 8), (8, 8, 1)), N, "overlap"),
-        (fresh(99).as_strided((2, N, 8), (12, 16, 1)), N, "overlap|not contiguous"),
-        (fresh(99).as_strided((2, N, 8), (20, 16, 1)), N, "overlap"),
+        (new_tensor(N, SIZE, DIM)[:, 2:2], N, "no elements"),
+        (new_tensor(N, 0), N, "no elements"),
+        (new_tensor(0, SIZE), N, "no elements"),
+        (new_tensor(N, SIZE, 8)[:, :, :4], N, "not contiguous"),
+        (new_tensor(N, 8, DIM)[:, ::2], N, "not contiguous"),
+        (new_tensor(N, 1, DIM).expand(N, SIZE, DIM), N, "not contiguous"),
+        (new_tensor(N, 2, SIZE + 1, DIM)[:, :, :SIZE], N, "not contiguous"),
+        (new_tensor(1, SIZE).expand(N, SIZE), N, "overlap"),
+        (new_tensor(64).as_strided((N, 8), (6, 1)), N, "overlap"),
+        (new_tensor(64).as_strided((2, N, 8), (8, 8, 1)), N, "overlap"),
+        (new_tensor(99).as_strided((2, N, 8), (12, 16, 1)), N, "overlap|not contiguous"),
+        (new_tensor(99).as_strided((2, N, 8), (20, 16, 1)), N, "overlap"),
     ],
 )
 def test_a_tensor_without_canonical_form_is_refused_by_name(
@@ -296,25 +303,25 @@ def test_a_tensor_without_canonical_form_is_refused_by_name(
 
 @pytest.mark.parametrize("num_blocks", [0, -1])
 def test_blocks_are_at_least_one(num_blocks: int) -> None:
-    refused(fresh(2, N, SIZE), num_blocks=num_blocks)
+    refused(new_tensor(2, N, SIZE), num_blocks=num_blocks)
 
 
 def test_a_block_dimension_that_does_not_fit_is_refused() -> None:
-    assert "multiple" in refused(fresh(2, N, SIZE), dim=2)
+    assert "multiple" in refused(new_tensor(2, N, SIZE), dim=2)
     for dim in (-2, 3):
-        refused(fresh(2, N, SIZE), dim=dim)
+        refused(new_tensor(2, N, SIZE), dim=dim)
 
 
 @pytest.mark.parametrize("page", [0, -2, 2 * SIZE + 1])
 def test_a_page_that_does_not_fit_its_block_is_refused(page: int) -> None:
-    assert f"a page of {page} bytes" in refused(fresh(2, N, SIZE), page=page)
+    assert f"a page of {page} bytes" in refused(new_tensor(2, N, SIZE), page=page)
 
 
 @pytest.mark.parametrize(
     ("caches", "groups", "code", "value"),
     [
-        ({"a": fresh(N, 4)}, [["a"], ["b"]], Code.UNKNOWN_TENSOR, "b"),
-        ({"a": fresh(N, 4)}, [["a"], []], Code.BAD_LAYOUT, ""),
+        ({"a": new_tensor(N, 4)}, [["a"], ["b"]], Code.UNKNOWN_TENSOR, "b"),
+        ({"a": new_tensor(N, 4)}, [["a"], []], Code.BAD_LAYOUT, ""),
         ({}, None, Code.BAD_LAYOUT, ""),
     ],
 )
@@ -327,5 +334,5 @@ def test_groups_that_name_nothing_are_refused(
     assert value in caught.value.value
 
 
-def test_the_cases_are_large_enough_to_tell_numbers_apart() -> None:
+def test_every_element_of_a_case_has_a_unique_number() -> None:
     assert max(math.prod(case.view().shape) for case in CASES.values()) < 1 << 15

@@ -18,7 +18,7 @@ from kvferry.client.tensors.device import map_device_memory
 def test_after_an_error_the_caller_owns_the_descriptor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Closing it later, with the traceback, would close another file."""
+    """Closing the descriptor later, with the traceback, could close another file."""
     unmapped: list[object] = []
     memory: Any = SimpleNamespace(address=1 << 40, close=lambda: unmapped.append(memory))
     driver = SimpleNamespace(
@@ -28,8 +28,8 @@ def test_after_an_error_the_caller_owns_the_descriptor(
         drain=lambda _: None,
     )
     monkeypatch.setattr(module, "driver", lambda: driver)
-    opens: Any = SimpleNamespace(import_memory=lambda *_: memory)
-    monkeypatch.setattr(module, "VirtualMemory", lambda *_: opens)
+    virtual_memory: Any = SimpleNamespace(import_memory=lambda *_: memory)
+    monkeypatch.setattr(module, "VirtualMemory", lambda *_: virtual_memory)
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: out of memory")

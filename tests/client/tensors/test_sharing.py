@@ -13,19 +13,19 @@ from kvferry.client import Code, LocalDaemon, OffloadClient, Refused, shared_emp
 
 
 def test_memory_that_is_not_shared(kvferryd: LocalDaemon) -> None:
-    """The refusal says what to do instead, and that works."""
+    """The refusal names alternatives, and one of them works."""
     with OffloadClient(kvferryd.directory, engine="plain") as client:
         with pytest.raises(Refused) as refused:
             client.register_kv_caches({"layer": torch.empty(8, 2, 4, 2, 8)}, num_blocks=8)
         assert refused.value.code == Code.NOT_SHAREABLE
-        for way in ("shared_empty", "share_memory_", "allocate_kv_caches"):
-            assert way in refused.value.message
+        for alternative in ("shared_empty", "share_memory_", "allocate_kv_caches"):
+            assert alternative in refused.value.message
         tensor = shared_empty((8, 2, 4, 2, 8), torch.float32)
         assert client.register_kv_caches({"layer": tensor}, num_blocks=8).num_blocks > 0
 
 
 def test_shared_memory_that_is_open_for_reading_too(kvferryd: LocalDaemon) -> None:
-    """The daemon is given the descriptor that it can write by, whichever was opened last."""
+    """The daemon receives a writable descriptor, whichever descriptor was opened last."""
     with tempfile.TemporaryFile(dir="/dev/shm") as file, ExitStack() as stack:
         file.truncate(512)
         memory = mmap.mmap(file.fileno(), 512)

@@ -1,18 +1,18 @@
-"""Does a model notice that its KV cache has been away?
+"""Does a model generate the same tokens after its KV cache was offloaded and loaded?
 
-A small paged Llama (llama.py) reads a long prompt and writes on: the undisturbed run, in KV tensors
-that the daemon never sees. A second run reads the same prompt into shared KV tensors. All full
-blocks of the prompt then go to the host pool of a daemon in another process, the KV tensors are
-overwritten with noise, the blocks come back into other GPU blocks, and the model writes on from the
-prompt's tail, as an engine does after a prefix hit. Its tokens must equal the undisturbed ones.
-They are loaded once more, and one page is replaced by noise: now the tokens must differ, else the
-comparison could not see a wrong block.
+A small paged Llama (llama.py) prefills a long prompt and generates tokens: the undisturbed run, in
+KV tensors that the daemon does not map. A second run prefills the same prompt into shared KV
+tensors. Then all full blocks of the prompt are stored to the host pool of a daemon in another
+process, the KV tensors are overwritten with noise, and the blocks are loaded into other GPU blocks.
+The model continues with the prompt's tail, as an engine does after a prefix hit. Its tokens must
+equal the undisturbed ones. The blocks are loaded again, and one page is replaced by noise. Now the
+tokens must differ, else the comparison could not detect a wrong block.
 
-Nothing here is aligned: a host block holds four GPU blocks and a job an odd number of them, host
-and GPU blocks are in random order, and the prompt ends inside a block. Values of the timeline hold
-the stores until the blocks are computed, and the loads until the noise is written.
+Nothing is aligned: a host block has four GPU blocks and a job an odd number of them, host and GPU
+blocks are in random order, and the prompt ends inside a block. Stores wait for the timeline value
+after the kernels that compute the blocks, and loads for the value after the noise.
 
-Then the same over a disk tier, from one daemon to the next (demo_disk.py).
+The same is then done with a disk tier, from one daemon to the next (demo_disk.py).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TIMEOUT = 30.0
 
 
 class DemoEngine:
-    """The model, one prompt, and what an engine does with them in any block table."""
+    """The model and one prompt: prefill and generation with any block table."""
 
     def __init__(self, model: PagedLlama, prompt: bytes, steps: int, progress: Progress) -> None:
         self.model, self.prompt, self.steps, self._progress = model, list(prompt), steps, progress
@@ -70,7 +70,7 @@ class DemoEngine:
             self.model.forward(chunk, start, table, caches)
 
     def generate(self, table: Tensor, caches: Sequence[Tensor]) -> list[int]:
-        """Compute the tail of the prompt, which is never moved, and write on."""
+        """Compute the tail of the prompt, which is never offloaded, and generate tokens."""
         tail = self.prompt[self._cached :]
         return self.model.generate(tail, self._cached, self.steps, table, caches)
 
@@ -85,7 +85,7 @@ class DemoMoved:
 
 
 class DemoMover:
-    """Moves the blocks of one request to its host blocks and back, several jobs at once."""
+    """Stores the blocks of one request to its host blocks and loads them, in several jobs."""
 
     def __init__(
         self, client: OffloadClient, timeline: Timeline, host_blocks: Tensor, progress: Progress
@@ -94,7 +94,10 @@ class DemoMover:
         self._host_blocks, self._job_ids = host_blocks, count(1)
 
     def move(self, what: str, table: Tensor) -> DemoMoved:
-        """A "store" or "load" behind what is queued so far; back when all jobs have ended well."""
+        """Run a "store" or "load" after the kernels queued so far. Returns when all jobs are done.
+
+        Raises the error of a failed job.
+        """
         begin, size, fence = time.perf_counter(), len(table) // 16 | 1, self._timeline.signal()
         firsts = range(0, len(table), size)
         jobs = [self._submit(what, table[i : i + size], i, fence) for i in firsts]
@@ -106,7 +109,7 @@ class DemoMover:
         return DemoMoved(what, len(jobs), nbytes, device_seconds, time.perf_counter() - begin)
 
     def round_trip(self, table: Tensor, index: int) -> float:
-        """Seconds from submitting a load of one block until its end is seen."""
+        """Seconds from submitting a load of one block until its result is received."""
         begin = time.perf_counter()
         job = self._submit("load", table[index : index + 1], index, 0)
         self._client.wait([job], timeout=TIMEOUT)
@@ -122,7 +125,7 @@ class DemoMover:
         return job
 
     def _finished(self) -> tuple[int, float]:
-        """Bytes and device seconds of what has ended; raises what a job failed with."""
+        """Bytes and device seconds of the finished jobs. Raises the error of a failed job."""
         results = list(self._client.get_finished())
         for result in results:
             if result.error is not None:
@@ -138,9 +141,9 @@ class Report:
     promotion_seconds: float = 0.0
 
     def differs_at(self, run: str) -> int | None:
-        """The number of the first token that is not as in the undisturbed run; None: all are."""
+        """The index of the first token that differs from the undisturbed run; None if none does."""
         pairs = zip(self.tokens[run], self.tokens["undisturbed"], strict=True)
-        return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        return next((i for i, (token, expected) in enumerate(pairs) if token != expected), None)
 
 
 def kv_tensors(model: PagedLlama, num_blocks: int) -> dict[str, Tensor]:
@@ -151,7 +154,7 @@ def kv_tensors(model: PagedLlama, num_blocks: int) -> dict[str, Tensor]:
 
 
 def undisturbed(engine: DemoEngine) -> list[int]:
-    """The tokens, from KV tensors that no daemon knows."""
+    """Generate tokens with KV tensors that no daemon maps."""
     model, table = engine.model, torch.arange(engine.all_blocks)
     shape, dtype = model.kv_cache_shape(len(table)), model.config.dtype
     caches = [torch.empty(shape, dtype=dtype, device=model.device) for _ in model.layers]
@@ -162,7 +165,7 @@ def undisturbed(engine: DemoEngine) -> list[int]:
 def disturbed(
     engine: DemoEngine, client: OffloadClient, progress: Progress, tamper: bool, report: Report
 ) -> None:
-    """Store, overwrite, load elsewhere, write on; load again, tamper, write on."""
+    """Store, overwrite, load into other blocks, generate; load again, tamper, generate."""
     full, num_blocks = engine.full_blocks, 3 * engine.all_blocks
     first, second, third = torch.randperm(num_blocks).view(3, -1)
     tensors = kv_tensors(engine.model, num_blocks)
@@ -205,21 +208,21 @@ def show(report: Report, console: Console) -> None:
 
 
 def verdict(report: Report, console: Console) -> bool:
-    """Says whether all hold, and returns it."""
-    equal, seen = report.differs_at("round trip") is None, report.differs_at("tampered") is not None
-    from_disk = report.differs_at("over a disk") is None
-    survived = "[green]yes[/]" if equal else "[red]NO: the KV cache came back changed[/]"
-    noticed = "[green]different (as it must be)[/]" if seen else "[red]THE SAME: nobody noticed[/]"
+    """Print whether all comparisons are as expected. Returns it."""
+    equal = report.differs_at("round trip") is None
+    detected = report.differs_at("tampered") is not None
+    disk_equal = report.differs_at("over a disk") is None
+    yes, no = "[green]yes[/]", "[red]NO: the KV cache has changed[/]"
+    different, same = "[green]different (as it must be)[/]", "[red]THE SAME: not detected[/]"
     print_line = partial(console.print, soft_wrap=True)
-    print_line("tokens after the round trip equal the undisturbed run:", survived)
-    print_line("with one tampered block:", noticed)
-    returned = "[green]yes[/]" if from_disk else "[red]NO: the KV cache came back changed[/]"
-    print_line("tokens after the way over a disk, into another daemon's pool, equal it:", returned)
-    return equal and seen and from_disk
+    print_line("tokens after the round trip equal the undisturbed run:", yes if equal else no)
+    print_line("with one tampered block:", different if detected else same)
+    print_line("tokens after a disk tier and another daemon's pool:", yes if disk_equal else no)
+    return equal and detected and disk_equal
 
 
 def prompt_of(size: int) -> bytes:
-    """Something to read, `size` bytes of it."""
+    """A text of `size` bytes."""
     lines = (
         f"Crossing {n}: the ferry left with {n * 7 % 41} blocks aboard, waited for the tide at "
         f"buoy {n * 11 % 37}, and landed them on the other shore in another order.\n".encode()
@@ -233,17 +236,17 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m kvferry.testing.demo", description=about)
     parser.add_argument("--device", default="auto", help="auto, cpu, or a CUDA device's number")
     parser.add_argument("--prompt-tokens", type=int, default=3000, metavar="N", help="256 or more")
-    parser.add_argument("--steps", type=int, default=64, metavar="N", help="to write, 32 or more")
+    parser.add_argument("--steps", type=int, default=64, metavar="N", help="tokens, 32 or more")
     parser.add_argument(
-        "--no-tamper", action="store_true", help="spare the block: the demo must then fail"
+        "--no-tamper", action="store_true", help="do not tamper: the demo must then fail"
     )
     chosen = parser.parse_args(argv)
     if chosen.prompt_tokens < 256 or chosen.steps < 32:
-        parser.error("so few tokens show nothing")
+        parser.error("give --prompt-tokens 256 or more, and --steps 32 or more")
     if chosen.device == "auto":
         chosen.device = "0" if torch.cuda.is_available() else "cpu"
     if chosen.device not in {"cpu", *map(str, range(torch.cuda.device_count()))}:
-        parser.error(f"torch sees no device {chosen.device} here")
+        parser.error(f"torch has no device {chosen.device} on this machine")
     return chosen
 
 
@@ -277,17 +280,15 @@ def play(chosen: argparse.Namespace, console: Console) -> Report:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if the tokens survive both round trips and a tampered block changes them, else 1.
+    """0 if both round trips keep the tokens and a tampered block changes them, else 1.
 
-    130 where it was interrupted.
+    130 after an interrupt.
     """
     chosen, console = options(argv), Console(highlight=False)
     try:
         report = play(chosen, console)
     except KVFerryError as error:
-        console.print(
-            f"[red]the blocks did not come through:[/] {escape(str(error))}", soft_wrap=True
-        )
+        console.print(f"[red]a transfer failed:[/] {escape(str(error))}", soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -1,12 +1,12 @@
-"""What one machine stored, another finds: two daemons and one Mooncake Store.
+"""One daemon finds the blocks that another one stored: two daemons and one Mooncake Store.
 
 Starts a mooncake_master, a store process that contributes memory, and two daemons on host memory.
 Each daemon has an engine. Engine A stores blocks by key, and its daemon writes them to the store.
-Engine B, whose daemon has an empty pool, asks for the same keys: its daemon finds them in the store
-and copies them to its pool, and the engine loads them and compares every byte. Then engine A resets
-the namespace, and engine B's daemon must find nothing any more.
+Engine B, whose daemon has an empty pool, searches for the same keys: its daemon finds them in the
+store and copies them to its pool, and the engine loads them and compares every byte. Then engine A
+resets the namespace, and engine B's daemon must no longer find a key.
 
-All processes run on this machine and talk over TCP, as they would over a network.
+All processes run on this machine and use TCP, as over a network.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ClusterEngine:
         client.register_kv_caches({"kv": self._pages}, num_blocks=blocks)
 
     def fill(self) -> None:
-        """Compute: every block gets bytes of its own."""
+        """Write other bytes into every block, instead of computing them."""
         for block in range(self._blocks):
             self._pages[block] = torch.from_numpy(_content(block))
 
@@ -76,7 +76,7 @@ class ClusterEngine:
         self._manager.complete_store(keys)
 
     def wait_written(self, count: int, progress: Progress) -> None:
-        """Until the daemon has written so many blocks to the store."""
+        """Wait until the daemon has written `count` blocks to the store."""
         task = progress.add_task("written to the store", total=count)
 
         def written() -> bool:
@@ -87,7 +87,7 @@ class ClusterEngine:
         _until(written)
 
     def promote(self, keys: Sequence[bytes], progress: Progress) -> None:
-        """Have the daemon copy the keys from the store to its pool."""
+        """Wait until the daemon has copied the keys from the store to its pool."""
         for first in progress.track(range(0, len(keys), PREFIX), description="found in the store"):
             prefix = keys[first : first + PREFIX]
             _until(lambda prefix=prefix: self._is_resident(prefix))  # type: ignore[misc]
@@ -98,7 +98,7 @@ class ClusterEngine:
         self._manager.complete_load(keys)
 
     def count_wrong(self) -> int:
-        """Blocks whose bytes are not those that `fill` computes."""
+        """The number of blocks whose bytes are not those that `fill` writes."""
         pages = self._pages.numpy()
         return sum(not (pages[block] == _content(block)).all() for block in range(self._blocks))
 
@@ -106,13 +106,13 @@ class ClusterEngine:
         self._manager.reset_cache()
 
     def count_found(self, keys: Sequence[bytes]) -> int:
-        """How many of the keys are in the pool, or found in the store."""
+        """The number of keys that are in the pool, or found in the store."""
         search = self._manager.prefetch(keys)
         _until(lambda: self._manager.lookup(keys[0]) is not Lookup.RETRY and search.done)
         return sum(self._manager.lookup(key) is not Lookup.MISS for key in keys)
 
     def _is_resident(self, keys: Sequence[bytes]) -> bool:
-        """Have the keys promoted, and say whether all were."""
+        """Request the promotion of keys. Returns whether all are resident."""
         self._manager.prefetch(keys)
         _until(lambda: not UNDECIDED & {self._manager.lookup(key) for key in keys})
         return all(self._manager.lookup(key) is Lookup.HIT for key in keys)
@@ -127,7 +127,7 @@ class ClusterEngine:
 
 
 @contextmanager
-def started_engine(name: str, master: str, blocks: int) -> Iterator[ClusterEngine]:
+def start_engine(name: str, master: str, blocks: int) -> Iterator[ClusterEngine]:
     """A daemon with a Mooncake tier, and an engine of it."""
     pool = 3 * blocks * BLOCK_BYTES
     with (
@@ -158,8 +158,8 @@ def play(blocks: int, progress: Progress) -> ClusterReport:
 
     with (
         MooncakeStore(segment_bytes=2 * nbytes + (64 << 20)) as store,
-        started_engine("a", store.address, blocks) as a,
-        started_engine("b", store.address, blocks) as b,
+        start_engine("a", store.address, blocks) as a,
+        start_engine("b", store.address, blocks) as b,
     ):
         a.fill()
         timed("engine A to the pool of daemon A", lambda: a.store(keys))
@@ -174,8 +174,8 @@ def play(blocks: int, progress: Progress) -> ClusterReport:
 
 
 def show(report: ClusterReport, blocks: int, console: Console) -> bool:
-    """Print what moved, and whether all was right."""
-    table = Table("from where to where", "moved", "seconds", "GB/s")
+    """Print the transfers and the checks. Returns whether all checks passed."""
+    table = Table("from and to", "moved", "seconds", "GB/s")
     for what, nbytes, seconds in report.moved:
         rate = f"{nbytes / seconds / 1e9:.2f}"
         table.add_row(what, f"{nbytes / 2**20:.0f} MiB", f"{seconds:.3f}", rate)
@@ -184,13 +184,13 @@ def show(report: ClusterReport, blocks: int, console: Console) -> bool:
     equal = differ if report.wrong else "[green]yes[/]"
     console.print("every byte that engine B loaded is the one that engine A stored:", equal)
     left = report.found_after_reset
-    gone = f"[red]NO: {left} keys are still found[/]" if left else "[green]yes[/]"
-    console.print("after a reset nothing is found any more:", gone)
+    cleared = f"[red]NO: {left} keys are still found[/]" if left else "[green]yes[/]"
+    console.print("after a reset no key is found:", cleared)
     return not report.wrong and not left
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if all bytes are right, else 1; 2 without Mooncake; 130 where it was interrupted."""
+    """0 if all bytes are right, else 1; 2 without Mooncake; 130 after an interrupt."""
     about, _, _ = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser("python -m kvferry.testing.demo_cluster", description=about)
     parser.add_argument("--blocks", type=int, default=256, metavar="N", help="of 1 MiB, to move")
@@ -217,11 +217,11 @@ def _content(block: int) -> Bytes:
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    """Raises TimeoutError if it does not become true within TIMEOUT seconds."""
+    """Wait for a condition. Raises TimeoutError after TIMEOUT seconds."""
     deadline = time.monotonic() + TIMEOUT
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the store did not do its part within {TIMEOUT:.0f} s")
+            raise TimeoutError(f"the store did not complete a step within {TIMEOUT:.0f} s")
         time.sleep(0.005)
 
 

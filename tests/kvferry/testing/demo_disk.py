@@ -1,8 +1,8 @@
-"""The second part of the demo: blocks leave for a disk, and come back into another daemon's pool.
+"""The second part of the demo: blocks are written to a disk and promoted by another daemon.
 
 An engine stores the prompt's blocks by key, and a daemon with a disk tier writes them. Another
-daemon with an empty pool opens the same directory. An engine there looks the keys up, has them
-promoted, loads them into other GPU blocks and writes on.
+daemon with an empty pool opens the same directory. Its engine looks up the keys, waits for their
+promotion, loads them into other GPU blocks and generates tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DiskDemo:
         generate: Callable[[torch.Tensor, Sequence[torch.Tensor]], list[int]],
         total_blocks: int,
     ) -> tuple[list[int], float]:
-        """Tokens after the way over the disk, and seconds from the search until all were loadable.
+        """Generated tokens, and seconds from the search in the tier until all keys were loadable.
 
         prefill, generate: called with a block table and the KV tensors. total_blocks: of the
         request.
@@ -133,9 +133,9 @@ class DiskDemo:
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    """Raises TimeoutError if it does not become true within TIMEOUT seconds."""
+    """Wait for a condition. Raises TimeoutError after TIMEOUT seconds."""
     deadline = time.monotonic() + TIMEOUT
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the disk tier did not do its part within {TIMEOUT:.0f} s")
+            raise TimeoutError(f"the disk tier did not complete a step within {TIMEOUT:.0f} s")
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A small LLM engine that computes nothing: a scheduler here, its worker in another process.
+"""A small LLM engine that computes nothing: a scheduler in this process, its worker in another.
 
     with LocalDaemon() as daemon, WorkerProcess() as process:
         with Engine(daemon.directory, process, EngineOptions(num_blocks=64)) as engine:
@@ -8,8 +8,8 @@
             engine.finish(engine.load([0, 1], [8, 9]))
             assert (engine.worker.read([8, 9]) == engine.expected([3, 4], seed=1)).all()
 
-As in real engines, the scheduler submits and polls and touches no tensor, the worker registers the
-KV tensors, runs kernels on them (real ones on a GPU) and advances the timeline behind them. A
+As in real engines, the scheduler submits and polls, and touches no tensor. The worker registers the
+KV tensors, runs kernels on them (real ones on a GPU) and advances the timeline after them. A
 worker's process takes seconds to start, so it can serve one engine after another.
 """
 
@@ -43,29 +43,32 @@ COMMAND_TIMEOUT = 60.0
 
 
 def until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
-    """Return once `condition` holds; TimeoutError where it does not in time. It is looked at once
-    more when time is over: who looks may have been late, too."""
-    deadline, over = time.monotonic() + timeout, False
+    """Wait until `condition` is true. Raises TimeoutError after `timeout` seconds.
+
+    The condition is checked once more after the timeout, because a busy machine may have delayed
+    this process.
+    """
+    deadline, expired = time.monotonic() + timeout, False
     while not condition():
-        if over:
-            raise TimeoutError("it did not come to be")
+        if expired:
+            raise TimeoutError(f"the condition is false after {timeout:g} s")
         time.sleep(POLL)
-        over = time.monotonic() > deadline
+        expired = time.monotonic() > deadline
 
 
 class WorkerDied(Exception):
-    """The worker's process ended before it answered."""
+    """The worker's process ended before it replied."""
 
 
 class WorkerProcess:
-    """A process that can be an engine's worker; `close` ends it."""
+    """A process that can be an engine's worker. `close` ends it."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._pipe, child_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child_end,), daemon=True)
         self._process.start()
-        theirs.close()
+        child_end.close()
 
     @property
     def pid(self) -> int:
@@ -77,20 +80,23 @@ class WorkerProcess:
         return self._process.is_alive()
 
     def call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
-        """Have the worker do one of its methods; returns or raises what that does."""
+        """Call a method of the worker. Returns its value, or raises its error.
+
+        Raises TimeoutError after COMMAND_TIMEOUT seconds, and WorkerDied if the process has ended.
+        """
         try:
             self._pipe.send((name, arguments, keywords))
             if not self._pipe.poll(COMMAND_TIMEOUT):
-                raise TimeoutError(f"the worker did not answer to {name}")
-            answer, error = self._pipe.recv()
-        except (EOFError, ConnectionError) as gone:
-            raise WorkerDied(name) from gone
+                raise TimeoutError(f"the worker did not reply to {name}")
+            reply, error = self._pipe.recv()
+        except (EOFError, ConnectionError) as broken:
+            raise WorkerDied(name) from broken
         if error is not None:
             raise error
-        return answer
+        return reply
 
     def kill(self) -> None:
-        """SIGKILL, and back when it is dead."""
+        """Send SIGKILL, and wait until the process has ended."""
         self._process.kill()
         self._process.join()
 
@@ -113,7 +119,7 @@ def _serve(pipe: Any) -> None:
 
 
 class _Remote:
-    """Looks like the Worker that lives in another process."""
+    """Forwards method calls to the worker in another process."""
 
     def __init__(self, process: WorkerProcess) -> None:
         self._call = process.call
@@ -125,9 +131,9 @@ class _Remote:
 class SmallEngine:
     """The scheduler, and a handle of the worker.
 
-    worker: the methods of worker.Worker, done in `process`. region: the part of the host pool.
-    kept: whether the worker got the tensors of the one before.
-    client: the scheduler's session. history: results in the order they came.
+    worker: the methods of SmallEngineWorker, which run in `process`. region: of the host pool.
+    kept: whether the worker received the kept tensors of the previous one.
+    client: the scheduler's session. history: results in the order of their arrival.
     """
 
     def __init__(self, directory: Path, process: WorkerProcess, options: EngineOptions) -> None:
@@ -138,14 +144,14 @@ class SmallEngine:
         self.client = OffloadClient(directory, engine=options.name, client="scheduler")
 
     def start_worker(self, process: WorkerProcess) -> None:
-        """Make `process` the worker; again, where the one before died."""
+        """Make `process` the worker, also after the previous one has died."""
         self.process = process
         opened: WorkerOpened = process.call("open", self.directory, self.options)
         self.region, self.parts, self.kept = opened.region, opened.parts, opened.kept
         self.worker = cast("SmallEngineWorker", _Remote(process))
 
     def expected(self, block_ids: Sequence[int], seed: int, group: int = 0) -> Bytes:
-        """What `worker.read` gives for blocks written with `seed`."""
+        """The value of `worker.read` for blocks that were written with `seed`."""
         return expected(self.parts[group], block_ids, seed)
 
     def store(
@@ -157,7 +163,7 @@ class SmallEngine:
         sizes: Sequence[int] | None = None,
         firsts: Sequence[int] | None = None,
     ) -> int:
-        """Submit GPU blocks to host blocks; returns the job's id."""
+        """Submit a store of GPU blocks to host blocks. Returns the job's id."""
         spec = _gpu(gpu, sizes, firsts), CPULoadStoreSpec(np.asarray(host, dtype=np.int64))
         return self.submit(spec, wait_for)
 
@@ -170,7 +176,7 @@ class SmallEngine:
         sizes: Sequence[int] | None = None,
         firsts: Sequence[int] | None = None,
     ) -> int:
-        """Submit host blocks to GPU blocks; returns the job's id."""
+        """Submit a load of host blocks to GPU blocks. Returns the job's id."""
         spec = CPULoadStoreSpec(np.asarray(host, dtype=np.int64)), _gpu(gpu, sizes, firsts)
         return self.submit(spec, wait_for)
 
@@ -180,18 +186,18 @@ class SmallEngine:
         return job_id
 
     def poll(self) -> list[TransferResult]:
-        """Take in what has finished; returns all results so far."""
+        """Receive new results. Returns all results so far."""
         self.history += self.client.get_finished()
         return self.history
 
     def finish(self, *job_ids: int, timeout: float = 20.0) -> list[TransferResult]:
-        """Poll until these jobs have ended; their results, in the order asked for."""
+        """Poll until these jobs have ended. Returns their results in the order of `job_ids`."""
         until(lambda: {result.job_id for result in self.poll()} >= set(job_ids), timeout)
         by_id = {result.job_id: result for result in self.history}
         return [by_id[job_id] for job_id in job_ids]
 
     def close(self) -> None:
-        """Close both sessions; the process goes on. Again is harmless."""
+        """Close both sessions. The process continues. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self.client.close()
@@ -205,8 +211,8 @@ class SmallEngine:
         self.close()
 
 
+# Called with a daemon or its directory, and fields of EngineOptions as keywords.
 StartSmallEngine = Callable[..., SmallEngine]
-"""StartSmallEngine(daemon or its directory, **options as EngineOptions has them)."""
 
 
 def _gpu(

@@ -1,9 +1,9 @@
-"""An engine's KV tensors, in the shapes that engines give them.
+"""An engine's KV tensors, in the shapes that engines use.
 
-`kv_caches` and `groups` are what an engine hands to register_kv_caches. `views` are the same memory
-as the engine's kernels see it: for each tensor, integers of shape (blocks, what one block holds...)
-in the order of the tensor's own dimensions. They are made without canonicalize, so that a block
-mapped wrongly there is a block with wrong bytes here.
+`kv_caches` and `groups` are the arguments of register_kv_caches. `views` are the same memory as the
+engine's kernels see it: for each tensor, integers of shape (blocks, dimensions of one block...) in
+the order of the tensor's own dimensions. They do not use canonicalize, so that a block that
+canonicalize maps wrongly has wrong bytes in its view.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvferry.client import KVLayout, TensorLayout, TensorRef, shared_empty
 from kvferry.testing.content import Parts
 from kvferry.testing.options import EngineOptions, GroupOptions
 
+# Elements after each block in the padded forms.
 PADDING = 64
-"""Elements behind each block in the padded forms."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -32,15 +32,15 @@ class KVTensors:
     groups: list[list[str]] = field(default_factory=list)
     page_size_bytes: dict[str, int] = field(default_factory=dict)
     views: list[Tensor] = field(default_factory=list)
+    # For each group, the indices of the `views` that a block consists of.
     members: list[list[int]] = field(default_factory=list)
-    """Which of `views` a block of each group consists of."""
 
     @property
     def parts(self) -> tuple[Parts, ...]:
         return tuple(tuple((i, _bytes(self.views[i])) for i in group) for group in self.members)
 
     def storages(self) -> list[Tensor]:
-        """All memory that the tensors lie in, as bytes, each once."""
+        """The memory of all tensors as bytes, each storage once."""
         found = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in self.views}
         return [
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -48,7 +48,7 @@ class KVTensors:
         ]
 
     def add(self, name: str, tensor: Tensor, dim: int) -> None:
-        """One of a layer's tensors; `dim` counts its blocks, or the kernel's part blocks."""
+        """Add a tensor of a layer. `dim` is the dimension of its blocks, or kernel blocks."""
         integers = tensor.view(_INTEGERS[tensor.element_size()]).movedim(dim, 0)
         self.kv_caches.setdefault(name, []).append(tensor)
         self.views.append(integers.view(self.num_blocks, -1, *integers.shape[1:]))
@@ -59,24 +59,24 @@ class KVTensors:
 
 
 def build(options: EngineOptions) -> KVTensors:
-    """The tensors of an engine that owns them."""
-    made = KVTensors(options.num_blocks)
+    """Allocate the tensors of an engine that owns them."""
+    kv_tensors = KVTensors(options.num_blocks)
     for number, group in enumerate(options.groups):
         names = [f"group{number}.layer{i}" for i in range(group.layers)]
         if options.shared_groups and number:
-            for name, twin in zip(names, made.groups[0], strict=True):
-                made.kv_caches[name] = made.kv_caches[twin]
-            made.groups.append(names)
-            made.members.append(made.members[0])
+            for name, shared_name in zip(names, kv_tensors.groups[0], strict=True):
+                kv_tensors.kv_caches[name] = kv_tensors.kv_caches[shared_name]
+            kv_tensors.groups.append(names)
+            kv_tensors.members.append(kv_tensors.members[0])
             continue
-        first = len(made.views)
-        _FORMS[options.form](made, names, options, group)
-        made.close_group([name for name in names if name in made.kv_caches], first)
-    return made
+        first = len(kv_tensors.views)
+        _FORMS[options.form](kv_tensors, names, options, group)
+        kv_tensors.close_group([name for name in names if name in kv_tensors.kv_caches], first)
+    return kv_tensors
 
 
 def canonical_layout(options: EngineOptions) -> KVLayout:
-    """The layout to ask the daemon for: K and V of each layer in one page, rows padded."""
+    """The layout for the daemon to allocate: K and V of each layer in one page, rows padded."""
     tensors: list[TensorLayout] = []
     groups: list[tuple[TensorRef, ...]] = []
     for group in options.groups:
@@ -88,7 +88,7 @@ def canonical_layout(options: EngineOptions) -> KVLayout:
 
 
 def adopt(options: EngineOptions, layout: KVLayout, tensors: Sequence[Tensor]) -> KVTensors:
-    """Tensors that the daemon made."""
+    """Use tensors that the daemon has allocated."""
     adopted = KVTensors(options.num_blocks, views=list(tensors))
     adopted.members = [[ref.tensor for ref in group] for group in layout.groups]
     return adopted
@@ -118,71 +118,79 @@ def _sizes(options: EngineOptions, group: GroupOptions) -> tuple[int, int, int, 
     return options.num_blocks * options.kernel_blocks, tokens // options.kernel_blocks, heads, dim
 
 
-def _blocks_first(made: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions) -> None:
+def _blocks_first(
+    kv_tensors: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions
+) -> None:
     blocks, tokens, heads, dim = _sizes(o, g)
     for name in names:
-        made.add(name, _make(o, blocks, 2, tokens, heads, dim), 0)
+        kv_tensors.add(name, _make(o, blocks, 2, tokens, heads, dim), 0)
 
 
-def _blocks_first_hnd(made: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions) -> None:
+def _blocks_first_hnd(
+    kv_tensors: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions
+) -> None:
     blocks, tokens, heads, dim = _sizes(o, g)
     for name in names:
-        made.add(name, _make(o, blocks, 2, heads, tokens, dim).transpose(2, 3), 0)
+        kv_tensors.add(name, _make(o, blocks, 2, heads, tokens, dim).transpose(2, 3), 0)
 
 
-def _split(made: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions) -> None:
+def _split(kv_tensors: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions) -> None:
     blocks, tokens, heads, dim = _sizes(o, g)
     for name in names:
-        made.add(name, _make(o, 2, blocks, tokens, heads, dim), 1)
+        kv_tensors.add(name, _make(o, 2, blocks, tokens, heads, dim), 1)
 
 
-def _split_hnd(made: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions) -> None:
+def _split_hnd(kv_tensors: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions) -> None:
     blocks, tokens, heads, dim = _sizes(o, g)
     for name in names:
-        made.add(name, _make(o, 2, blocks, heads, tokens, dim).transpose(2, 3), 1)
+        kv_tensors.add(name, _make(o, 2, blocks, heads, tokens, dim).transpose(2, 3), 1)
 
 
-def _separate(made: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions) -> None:
+def _separate(kv_tensors: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions) -> None:
     for name in names:
         for _ in "kv":
-            made.add(name, _make(o, *_sizes(o, g)), 0)
+            kv_tensors.add(name, _make(o, *_sizes(o, g)), 0)
 
 
-def _mla(made: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions) -> None:
+def _mla(kv_tensors: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions) -> None:
     blocks, tokens, heads, dim = _sizes(o, g)
     for name in names:
-        made.add(name, _make(o, blocks, tokens, heads * dim), 0)
+        kv_tensors.add(name, _make(o, blocks, tokens, heads * dim), 0)
 
 
-def _cross_layer(made: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions) -> None:
+def _cross_layer(
+    kv_tensors: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions
+) -> None:
     blocks, tokens, heads, dim = _sizes(o, g)
-    made.add(names[0], _make(o, blocks, len(names), 2, tokens, heads, dim), 0)
+    kv_tensors.add(names[0], _make(o, blocks, len(names), 2, tokens, heads, dim), 0)
 
 
-def _interleaved(made: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions) -> None:
-    """Layers take turns in one tensor: each has rows with other data between them."""
+def _interleaved(
+    kv_tensors: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions
+) -> None:
+    """Layers alternate in one tensor: between the rows of a layer are rows of other layers."""
     blocks, tokens, heads, dim = _sizes(o, g)
-    whole = _make(o, blocks, len(names), 2, tokens, heads, dim)
+    all_layers = _make(o, blocks, len(names), 2, tokens, heads, dim)
     for i, name in enumerate(names):
-        made.add(name, whole[:, i], 0)
+        kv_tensors.add(name, all_layers[:, i], 0)
 
 
-def _padded(made: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions) -> None:
-    """A gap behind each block that the tensor's shape does not show."""
+def _padded(kv_tensors: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions) -> None:
+    """A gap after each block that is not part of the tensor's shape."""
     blocks, tokens, heads, dim = _sizes(o, g)
     for name in names:
         rows = _make(o, blocks, 2 * tokens * heads * dim + PADDING)[:, :-PADDING]
-        made.add(name, rows.view(blocks, 2, tokens, heads, dim), 0)
+        kv_tensors.add(name, rows.view(blocks, 2, tokens, heads, dim), 0)
 
 
-def _tail(made: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions) -> None:
-    """A gap behind each block that is part of the tensor's shape, and is declared."""
+def _tail(kv_tensors: KVTensors, names: list[str], o: EngineOptions, g: GroupOptions) -> None:
+    """A gap after each block that is part of the tensor's shape, and is declared."""
     blocks, tokens, heads, dim = _sizes(o, g)
     for name in names:
         rows = _make(o, blocks, 2 * tokens * heads * dim + PADDING)
-        made.add(name, rows[:, :-PADDING], 0)
-        made.kv_caches[name] = [rows]
-        made.page_size_bytes[name] = _bytes(made.views[-1])
+        kv_tensors.add(name, rows[:, :-PADDING], 0)
+        kv_tensors.kv_caches[name] = [rows]
+        kv_tensors.page_size_bytes[name] = _bytes(kv_tensors.views[-1])
 
 
 _FORMS: dict[str, Callable[[KVTensors, list[str], EngineOptions, GroupOptions], None]] = {

@@ -1,18 +1,19 @@
-"""A small Llama with a KV cache in pages, to find out whether moved bytes still count.
+"""A small Llama with a paged KV cache, whose tokens depend on every byte of the cache.
 
-RMSNorm, rotary positions, grouped-query attention and SwiGLU, as in Llama 3; the weights are
-random, the tokens bytes, decoding is greedy. One KV tensor a layer, (num_blocks, 2, block_size,
-kv_heads, head_dim): the keys and values of position p of a request live in block block_table[p //
-block_size] at offset p % block_size, and attention reads them only from there. So what comes out
-depends on every byte in those pages, and on nothing else that was computed before. It depends on
-their order too: keys are kept as they are before the rotation and rotated when they are read, for
-attention over keys that were rotated when written is the same in any order.
+RMSNorm, rotary positions, grouped-query attention and SwiGLU, as in Llama 3. The weights are
+random, the tokens are bytes, and decoding is greedy. One KV tensor per layer, of shape (num_blocks,
+2, block_size, kv_heads, head_dim): the keys and values of position p of a request are in block
+block_table[p // block_size] at offset p % block_size, and attention reads them only from there. So
+the output depends on every byte in those pages, and on nothing else that was computed before. It
+depends on their order, too: keys are stored before the rotation and rotated when they are read,
+because attention over keys that are rotated when written is the same in any order.
 
-A random model must be made to listen. Queries are scaled up until a head attends to few positions
-(else attention is a mean over thousands, one page is lost in it, and greedy decoding falls into a
-fixed point); what attention reads weighs more than the residual stream it is added to; keys and
-values have unit variance, so that a page of normal noise is as loud as a page that was computed.
-Then decoding wanders, and a wrong or misplaced page shows within a few tokens.
+A random model depends on its KV cache only with special weights. Queries are scaled up until a head
+attends to few positions; else attention is a mean over thousands of positions, one page has no
+effect, and greedy decoding reaches a fixed point. The output of attention weighs more than the
+residual stream that it is added to. Keys and values have unit variance, so that a page of normal
+noise has as much effect as a computed page. Then a wrong or misplaced page changes the tokens
+within a few steps.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class LlamaConfig:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers: what moving it moves."""
+        """Bytes of one block in all layers together."""
         page = 2 * self.block_size * self.kv_heads * self.head_dim
         return self.layers * page * self.dtype.itemsize
 
@@ -59,7 +60,7 @@ class Layer(NamedTuple):
 
 
 class PagedLlama:
-    """Weights from `seed`; the same ones each time on the same kind of device."""
+    """A model with weights from `seed`: the same ones each time on the same kind of device."""
 
     def __init__(self, config: LlamaConfig, device: str | torch.device, seed: int = 0) -> None:
         self.config = config
@@ -87,10 +88,10 @@ class PagedLlama:
         block_table: Sequence[int] | Tensor,
         kv_caches: Sequence[Tensor],
     ) -> Tensor:
-        """Logits, (VOCAB,) float32, behind the last of `tokens`, which begin at position `start`.
+        """Logits, (VOCAB,) float32, after the last of `tokens`, which begin at position `start`.
 
         Prefills a chunk, or decodes one token. Writes the pages of these positions and reads those
-        of all before; `block_table` covers both.
+        of all positions before. `block_table` covers both.
         """
         ids = torch.as_tensor(tokens, dtype=torch.long, device=self.device)
         positions = torch.arange(start, start + len(ids), device=self.device)
@@ -109,7 +110,7 @@ class PagedLlama:
         block_table: Sequence[int] | Tensor,
         kv_caches: Sequence[Tensor],
     ) -> list[int]:
-        """`steps` greedy tokens behind a prompt whose first `start` positions are in the pages."""
+        """`steps` greedy tokens after a prompt whose first `start` positions are in the pages."""
         chunk, generated = list(prompt_tail), list[int]()
         for _ in range(steps):
             logits = self.forward(chunk, start, block_table, kv_caches)
@@ -161,7 +162,7 @@ def _swiglu(layer: Layer, x: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary embedding of (tokens, heads, head_dim); halves paired, not neighbours."""
+    """Rotary embedding of (tokens, heads, head_dim). Element i is paired with i + head_dim / 2."""
     half = x.shape[-1] // 2
     frequencies = theta ** (-torch.arange(half, device=x.device) / half)
     angles = (positions[:, None] * frequencies)[:, None]

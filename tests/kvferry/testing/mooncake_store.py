@@ -1,4 +1,4 @@
-"""A Mooncake Store on this machine, for tests and the demo: a master and a process with memory.
+"""A Mooncake Store on this machine, for tests and the demo: a master and a store process.
 
     with MooncakeStore(segment_bytes=256 << 20) as store:
         LocalDaemon(tier_mooncake=store.address, ...)
@@ -27,7 +27,7 @@ from urllib.request import urlopen
 
 # Seconds to wait for a process to be ready.
 READY_SECONDS = 30.0
-# Fetches a URL in the place where a program was started.
+# Fetches a URL with the same command prefix as a program, for example in its network namespace.
 _FETCH = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=2).read().decode())"
 
 
@@ -76,19 +76,19 @@ class MooncakeStore:
 
     @property
     def log(self) -> str:
-        """What both have printed so far."""
+        """The output of both processes so far."""
         return "".join(
             path.read_text(errors="replace") for path in Path(self._directory.name).iterdir()
         )
 
     def start_master(self) -> None:
-        """Start the master, and wait until it answers. It knows no keys."""
+        """Start the master, and wait until it replies. It has no keys."""
         self.master = self._start(
             "mooncake_master",
             self._master_command,
             f"--rpc_port={self.master_port}",
             f"--metrics_port={self._metrics_port}",
-            # Soon after its last sign of life, a store process that died is forgotten.
+            # Seconds after its last heartbeat, the master drops a store process that died.
             "--client_ttl=5",
             *self._master_options,
         )
@@ -108,39 +108,39 @@ class MooncakeStore:
         self.wait_until_mounted()
 
     def wait_until_mounted(self) -> None:
-        """Wait until the master has memory; after its restart, a second or two."""
+        """Wait until the master has memory. After its restart this takes a second or two."""
         self._wait(lambda: bool(self._ask_master("get_all_segments").strip()), "mooncake_client")
 
     def kill_master(self) -> None:
         _end(self.master)
 
     def kill_store(self) -> None:
-        """Kill the store process. The master forgets its memory after `client_ttl`."""
+        """Kill the store process. The master drops its memory after `client_ttl`."""
         _end(self.store)
 
     def pause_master(self) -> None:
-        """SIGSTOP: it keeps its connections and does not answer."""
+        """SIGSTOP: the master keeps its connections and does not reply."""
         _signal(self.master, signal.SIGSTOP)
 
     def resume_master(self) -> None:
         _signal(self.master, signal.SIGCONT)
 
     def pause_store(self) -> None:
-        """SIGSTOP: it keeps its connections and moves no bytes."""
+        """SIGSTOP: the store process keeps its connections and transfers no bytes."""
         _signal(self.store, signal.SIGSTOP)
 
     def resume_store(self) -> None:
         _signal(self.store, signal.SIGCONT)
 
     def key_count(self) -> int:
-        """Objects that the master knows."""
+        """The number of objects that the master has."""
         for line in self._ask_master("metrics").splitlines():
             if line.startswith("master_key_count "):
                 return int(float(line.split()[1]))
         raise RuntimeError("the master's metrics have no master_key_count")
 
     def close(self) -> None:
-        """End both."""
+        """Kill both processes."""
         _end(self.store)
         _end(self.master)
         self._directory.cleanup()
@@ -170,7 +170,7 @@ class MooncakeStore:
             )
 
     def _ask_master(self, path: str) -> str:
-        """The answer of the master's HTTP port; empty if there is none."""
+        """The reply of the master's HTTP port; empty if there is none."""
         url = f"http://{self.host}:{self._metrics_port}/{path}"
         if self._master_command:
             command = [*self._master_command, sys.executable, "-c", _FETCH, url]
@@ -193,7 +193,7 @@ class MooncakeStore:
 
 
 def is_installed() -> bool:
-    """Whether the wheel of Mooncake is installed here."""
+    """Whether the wheel of Mooncake is installed."""
     return importlib.util.find_spec("mooncake") is not None
 
 

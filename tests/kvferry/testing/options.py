@@ -1,4 +1,4 @@
-"""How an engine stand-in is shaped. Imports no torch."""
+"""Options of a small engine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ Form = Literal[
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """A KV cache group: its layers, and what one of its GPU blocks holds in each."""
+    """A KV cache group: its layers, and the shape of one GPU block in each of them."""
 
     layers: int = 2
+    # Tokens, heads, head size.
     page: tuple[int, int, int] = (4, 2, 8)
-    """Tokens, heads, head size."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """name: the engine's, as the daemon knows it. device: torch's name of where the tensors are.
+    """name: of the engine, for the daemon. device: of the tensors, as torch names it.
 
-    form: how the tensors are shaped, see kv.py; memory: where from, on the CPU.
+    form: shape of the tensors, see kv.py. memory: how they are allocated on the CPU.
     kernel_blocks: blocks of the kernel in one GPU block. shared_groups: all groups use the tensors
         of the first. daemon_owned: the daemon allocates the tensors, with `row_padding` bytes
         between rows, and with `keep` keeps them for the next worker.
-    host_bytes: how much of the pool to take. timeline: whether the engine has one.
+    host_bytes: size of the region in the pool. timeline: whether the engine has one.
     """
 
     name: str = "engine"

@@ -1,4 +1,4 @@
-"""Fixtures for tests of what uses kvferry. In your conftest.py:
+"""Fixtures for tests of code that uses kvferry. In your conftest.py:
 
     pytest_plugins = ["kvferry.testing.plugin"]
 
@@ -30,7 +30,7 @@ class StartKvferryd(Protocol):
 
 @pytest.fixture
 def start_kvferryd() -> Iterator[StartKvferryd]:
-    """start_kvferryd(device="cpu", **options) -> LocalDaemon; all are stopped after the test."""
+    """start_kvferryd(device="cpu", **options) -> LocalDaemon. All are stopped after the test."""
     with ExitStack() as running:
 
         def start(
@@ -49,6 +49,6 @@ def kvferryd(start_kvferryd: StartKvferryd) -> LocalDaemon:
 
 @pytest.fixture
 def kvferry_client(kvferryd: LocalDaemon) -> Iterator[OffloadClient]:
-    """A client of that daemon, of the engine "default"."""
+    """A client of `kvferryd`, of the engine "default"."""
     with OffloadClient(kvferryd.directory) as client:
         yield client

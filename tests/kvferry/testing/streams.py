@@ -1,8 +1,8 @@
-"""Streams: kernels are launched at once and run later, in order.
+"""Streams: a launch returns at once, and kernels run later, in order.
 
-A CPU has none, so one thread stands for it: `CpuStream` runs launched closures one after another,
-and the timeline is signalled by a closure behind them. What is wrong on a GPU (a copy that does not
-wait for the kernels) is then wrong on a CPU as well, and shows.
+A CPU has no streams, so `CpuStream` is a thread that runs launched closures one after another. A
+closure after them signals the timeline. So a copy that does not wait for the kernels fails on a CPU
+as it does on a GPU.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class ComputeStream(Protocol):
     device: torch.device
 
     def launch(self, kernel: Callable[[], None]) -> None:
-        """Have `kernel` run behind what was launched so far; returns at once."""
+        """Run `kernel` after all earlier launches. Returns at once."""
 
     def sleep(self, seconds: float) -> None:
-        """A kernel that takes its time."""
+        """Launch a kernel that takes `seconds`."""
 
     def signal(self, timeline: Timeline) -> int:
-        """Advance a timeline behind what was launched so far; returns the value it will show."""
+        """Advance a timeline after all earlier launches. Returns the value that it will reach."""
 
     def upload(self, numbers: Sequence[int]) -> torch.Tensor:
-        """An int64 tensor that kernels of this stream may use; waits for none of them."""
+        """An int64 tensor for kernels of this stream. Does not wait for earlier kernels."""
 
     def synchronize(self) -> None: ...
 
@@ -44,7 +44,7 @@ class CpuStream:
     def __init__(self) -> None:
         self._kernels: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._signalled = 0
-        self._trouble: Exception | None = None
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="cpu-stream", daemon=True)
         self._thread.start()
 
@@ -63,12 +63,12 @@ class CpuStream:
         return torch.tensor(list(numbers), dtype=torch.int64)
 
     def synchronize(self) -> None:
-        """Raises what a kernel raised."""
+        """Wait for all launches. Raises the first error of a kernel."""
         reached = threading.Event()
         self.launch(reached.set)
         reached.wait()
-        if self._trouble is not None:
-            raise self._trouble
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
         self._kernels.put(None)
@@ -82,7 +82,7 @@ class CpuStream:
             try:
                 kernel()
             except Exception as error:
-                self._trouble = self._trouble or error
+                self._error = self._error or error
 
 
 class CudaStream:
@@ -104,7 +104,7 @@ class CudaStream:
         return timeline.signal(self.stream)
 
     def upload(self, numbers: Sequence[int]) -> torch.Tensor:
-        """On the default stream, which does not wait for this one."""
+        """Uploads on the default stream, which does not wait for this one."""
         tensor = torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
         tensor.record_stream(self.stream)
         return tensor

@@ -1,4 +1,4 @@
-"""What every tier must do. Run it against your own tier with one fixture, in a test module:
+"""Tests that every tier must pass. Run them with your own tier by one fixture in a test module:
 
     import pytest
     from kvferry.testing.tier_conformance import *
@@ -8,9 +8,9 @@
     def tier_setup(tmp_path):
         return TierSetup("my.module", {"path": str(tmp_path), "size": 4 << 20}, capacity=4 << 20)
 
-The tests start `open_tier(options, memory)` of that module in the process of a tier, and talk to it
-as the daemon does. Each gets a fresh tier, which must be empty. They check the bytes of everything
-that they fetch. The interface, and the rules behind the tests: `kvferry.daemon.tiers`.
+The tests call `open_tier(options, memory)` of that module in the process of a tier, and use the
+tier as the daemon does. Each test opens a new tier, which must be empty. They check the bytes of
+all fetched blocks. `kvferry.daemon.tiers` documents the interface and its rules.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from kvferry.testing.tier_subjects import NAMESPACE, PoolMemory, Subject, TierSe
 __all__ = [
     "pool",
     "tier",
-    "test_what_was_put_is_found_and_fetched",
-    "test_a_key_that_is_put_twice_is_stored_once",
-    "test_namespaces_do_not_see_each_others_keys",
+    "test_put_blocks_are_found_and_fetched",
+    "test_a_key_put_twice_is_stored_once",
+    "test_a_key_is_in_one_namespace_only",
     "test_a_drop_includes_the_parts_of_a_namespace",
     "test_dropped_keys_are_missing_and_can_be_put_again",
-    "test_after_its_deadline_nothing_is_read",
-    "test_the_bound_is_kept_and_old_keys_make_room",
+    "test_no_block_is_read_after_the_deadline",
+    "test_the_capacity_is_kept_and_old_keys_are_evicted",
 ]
 
 OK, MISS, PRESENT = Result.OK, Result.MISS, Result.PRESENT
@@ -40,7 +40,7 @@ LATE, FULL = Result.LATE, Result.FULL
 
 @pytest.fixture(params=[16 << 10, 12_345], ids=["pages", "odd"])
 def pool(request: pytest.FixtureRequest) -> Iterator[PoolMemory]:
-    """Blocks of whole pages, and blocks that lie across pages and chunks."""
+    """A pool whose blocks are whole pages, and one whose blocks cross pages and chunks."""
     pool = PoolMemory(request.param, 0 if request.param % 4096 == 0 else 100)
     yield pool
     pool.files.close()
@@ -48,11 +48,11 @@ def pool(request: pytest.FixtureRequest) -> Iterator[PoolMemory]:
 
 @pytest.fixture
 def tier(tier_setup: TierSetup, pool: PoolMemory) -> Iterator[Subject]:
-    with open_subject(tier_setup, pool) as made:
-        yield made
+    with open_subject(tier_setup, pool) as opened:
+        yield opened
 
 
-def test_what_was_put_is_found_and_fetched(tier: Subject) -> None:
+def test_put_blocks_are_found_and_fetched(tier: Subject) -> None:
     assert tier.contains([1, 2]) == [False, False]
     assert tier.fetch([1]) == [MISS]
     assert tier.put([1, 2, 3]) == [OK] * 3
@@ -60,7 +60,7 @@ def test_what_was_put_is_found_and_fetched(tier: Subject) -> None:
     assert tier.fetch([3, 4, 1, 2]) == [OK, MISS, OK, OK]
 
 
-def test_a_key_that_is_put_twice_is_stored_once(tier: Subject) -> None:
+def test_a_key_put_twice_is_stored_once(tier: Subject) -> None:
     tier.put([1])
     before = tier.usage()
     assert set(tier.put([1, 1])) <= {OK, PRESENT}
@@ -69,7 +69,7 @@ def test_a_key_that_is_put_twice_is_stored_once(tier: Subject) -> None:
     assert tier.fetch([1]) == [OK]
 
 
-def test_namespaces_do_not_see_each_others_keys(tier: Subject) -> None:
+def test_a_key_is_in_one_namespace_only(tier: Subject) -> None:
     other = "f" * 16
     tier.put([1])
     assert tier.contains([1], other) == [False]
@@ -100,15 +100,15 @@ def test_dropped_keys_are_missing_and_can_be_put_again(tier: Subject) -> None:
     assert tier.fetch([1, 2, 3]) == [OK, OK, MISS]
 
 
-def test_after_its_deadline_nothing_is_read(tier: Subject) -> None:
+def test_no_block_is_read_after_the_deadline(tier: Subject) -> None:
     tier.put([1, 2])
     assert tier.fetch([1, 2], seconds=-1.0) == [LATE, LATE]
 
 
-def test_the_bound_is_kept_and_old_keys_make_room(
+def test_the_capacity_is_kept_and_old_keys_are_evicted(
     tier: Subject, tier_setup: TierSetup, pool: PoolMemory
 ) -> None:
-    """The keys used last are still there. A tier that does not say its capacity may be full."""
+    """The keys used last are kept. A tier that does not report its capacity may be full."""
     size = tier_setup.capacity
     total = 2 * size // pool.block_bytes
     stored = list[int]()
@@ -121,7 +121,7 @@ def test_the_bound_is_kept_and_old_keys_make_room(
             assert set(results) == {OK}
             assert usage.used_bytes <= usage.capacity_bytes == size
         assert set(results) <= {OK, FULL}
-        tier.fetch([0])  # it is in use all the time
+        tier.fetch([0])  # so that key 0 is always among the keys used last
     assert tier.contains([0]) == [True]
     recent = tier.contains(stored[-32:])
     assert sum(recent) > 24
@@ -130,6 +130,6 @@ def test_the_bound_is_kept_and_old_keys_make_room(
         assert usage.evictions > 0
     found = 0
     for first in range(0, total, 16):
-        # Checks the bytes of what is there.
+        # Checks the bytes of the blocks that are found.
         found += tier.fetch(range(first, first + 16)).count(OK)
     assert found < len(stored) or len(stored) < total

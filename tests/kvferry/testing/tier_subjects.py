@@ -1,4 +1,4 @@
-"""Tiers under test, all behind one face: in this process, or through the process of a tier."""
+"""Tiers under test with one interface: in this process, or through the process of a tier."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class PoolMemory:
     def __init__(self, block_bytes: int, start: int = 0) -> None:
         self.files = MappedFiles("kvferry-test", POOL_BYTES, POOL_BYTES // 2)
         self.block_bytes, self.start = block_bytes, start
-        whole = (ctypes.c_ubyte * POOL_BYTES).from_address(self.files.address)
-        self.bytes = np.ctypeslib.as_array(whole)
+        memory = (ctypes.c_ubyte * POOL_BYTES).from_address(self.files.address)
+        self.bytes = np.ctypeslib.as_array(memory)
 
     def block(self, number: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         at = self.start + number * self.block_bytes
@@ -54,9 +54,10 @@ class PoolMemory:
 
 
 class Subject:
-    """Calls of a tier by numbers of keys. Key n has `content_of(n)`; block n of the pool holds it.
+    """Calls a tier with numbers of keys. Key n has `content_of(n)`.
 
-    Blocks from 32 on are for fetches, so that bytes can only come from the tier.
+    Puts use the first blocks of the pool, and fetches use blocks from 32 on, which are cleared
+    before. So fetched bytes can only come from the tier.
     """
 
     def __init__(self, pool: PoolMemory) -> None:
@@ -64,23 +65,25 @@ class Subject:
 
     def put(self, numbers: Sequence[int], namespace: str = NAMESPACE) -> list[Result]:
         checksums = []
-        for place, number in enumerate(numbers):
-            self.pool.block(place)[:] = content_of(number, self.pool.block_bytes)
-            checksums.append(self.pool.checksum(place, key_of(number)))
+        for block_number, number in enumerate(numbers):
+            self.pool.block(block_number)[:] = content_of(number, self.pool.block_bytes)
+            checksums.append(self.pool.checksum(block_number, key_of(number)))
         return self._put(namespace, [key_of(n) for n in numbers], range(len(numbers)), checksums)
 
     def fetch(
         self, numbers: Sequence[int], namespace: str = NAMESPACE, seconds: float = 30.0
     ) -> list[Result]:
-        """Fetch, and check that what is OK has the right bytes."""
-        places = range(32, 32 + len(numbers))
-        for place in places:
-            self.pool.block(place)[:] = 0
-        results = self._fetch(namespace, [key_of(n) for n in numbers], places, seconds)
-        for place, number, result in zip(places, numbers, results, strict=True):
+        """Fetch keys, and check the bytes of those that are OK."""
+        block_numbers = range(32, 32 + len(numbers))
+        for block_number in block_numbers:
+            self.pool.block(block_number)[:] = 0
+        results = self._fetch(namespace, [key_of(n) for n in numbers], block_numbers, seconds)
+        for block_number, number, result in zip(block_numbers, numbers, results, strict=True):
             if result is Result.OK:
-                good = content_of(number, self.pool.block_bytes)
-                assert np.array_equal(self.pool.block(place), good), "wrong bytes"
+                expected = content_of(number, self.pool.block_bytes)
+                assert np.array_equal(self.pool.block(block_number), expected), (
+                    f"wrong bytes of key {number}"
+                )
         return results
 
     def contains(self, numbers: Sequence[int], namespace: str = NAMESPACE) -> list[bool]:
@@ -96,18 +99,18 @@ class Subject:
         raise NotImplementedError
 
     def _put(
-        self, namespace: str, keys: list[bytes], places: Sequence[int], checksums: list[int]
+        self, namespace: str, keys: list[bytes], block_numbers: Sequence[int], checksums: list[int]
     ) -> list[Result]:
         raise NotImplementedError
 
     def _fetch(
-        self, namespace: str, keys: list[bytes], places: Sequence[int], seconds: float
+        self, namespace: str, keys: list[bytes], block_numbers: Sequence[int], seconds: float
     ) -> list[Result]:
         raise NotImplementedError
 
 
 class DirectSubject(Subject):
-    """A tier in this process. What the worker does, comparing checksums, is done here."""
+    """A tier in this process. Compares checksums itself, as the tier's process does."""
 
     def __init__(self, pool: PoolMemory, tier: Tier) -> None:
         super().__init__(pool)
@@ -126,29 +129,33 @@ class DirectSubject(Subject):
     def close(self) -> None:
         self.tier.close()
 
-    def _blocks(self, namespace: str, keys: list[bytes], places: Sequence[int]) -> Blocks:
-        addresses = [self.pool.files.address + self.pool.offset(place) for place in places]
+    def _blocks(self, namespace: str, keys: list[bytes], block_numbers: Sequence[int]) -> Blocks:
+        addresses = [
+            self.pool.files.address + self.pool.offset(block_number)
+            for block_number in block_numbers
+        ]
         return Blocks(namespace, keys, addresses, self.pool.block_bytes)
 
     def _put(
-        self, namespace: str, keys: list[bytes], places: Sequence[int], checksums: list[int]
+        self, namespace: str, keys: list[bytes], block_numbers: Sequence[int], checksums: list[int]
     ) -> list[Result]:
-        return list(self.tier.put(self._blocks(namespace, keys, places), checksums))
+        return list(self.tier.put(self._blocks(namespace, keys, block_numbers), checksums))
 
     def _fetch(
-        self, namespace: str, keys: list[bytes], places: Sequence[int], seconds: float
+        self, namespace: str, keys: list[bytes], block_numbers: Sequence[int], seconds: float
     ) -> list[Result]:
-        blocks = self._blocks(namespace, keys, places)
+        blocks = self._blocks(namespace, keys, block_numbers)
         results = []
         found = self.tier.fetch(blocks, time.monotonic() + seconds)
-        for key, place, each in zip(keys, places, found, strict=True):
-            good = each.checksum == self.pool.checksum(place, key)
-            results.append(Result.CORRUPT if each.result is Result.OK and not good else each.result)
+        for key, block_number, each in zip(keys, block_numbers, found, strict=True):
+            is_good = each.checksum == self.pool.checksum(block_number, key)
+            is_corrupt = each.result is Result.OK and not is_good
+            results.append(Result.CORRUPT if is_corrupt else each.result)
         return results
 
 
 class ProcessSubject(Subject):
-    """A tier behind its client and its process."""
+    """A tier in its process, through its client."""
 
     def __init__(self, pool: PoolMemory, spec: TierSpec) -> None:
         super().__init__(pool)
@@ -170,17 +177,17 @@ class ProcessSubject(Subject):
         self.runner.run(wait())
 
     def contains(self, numbers: Sequence[int], namespace: str = NAMESPACE) -> list[bool]:
-        answer: list[Sequence[Result]] = []
+        reply: list[Sequence[Result]] = []
         keys = [key_of(number) for number in numbers]
-        self.client.contains(namespace, keys, 30.0, answer.append)
-        self.wait_until(lambda: answer)
-        return [result is Result.OK for result in answer[0]]
+        self.client.contains(namespace, keys, 30.0, reply.append)
+        self.wait_until(lambda: reply)
+        return [result is Result.OK for result in reply[0]]
 
     def drop(self, numbers: Sequence[int] | None = None, namespace: str = NAMESPACE) -> None:
-        answer: list[bool] = []
+        reply: list[bool] = []
         keys = None if numbers is None else [key_of(number) for number in numbers]
-        self.client.drop(namespace, keys, lambda: answer.append(True))
-        self.wait_until(lambda: answer)
+        self.client.drop(namespace, keys, lambda: reply.append(True))
+        self.wait_until(lambda: reply)
 
     def usage(self) -> TierUsage:
         self.client.refresh_usage()
@@ -194,44 +201,46 @@ class ProcessSubject(Subject):
             self.runner.run(self.client.close())
             self.runner.close()
 
-    def blocks(self, namespace: str, keys: list[bytes], places: Sequence[int]) -> TierBlocks:
-        offsets = np.array([self.pool.offset(place) for place in places], np.int64)
+    def blocks(self, namespace: str, keys: list[bytes], block_numbers: Sequence[int]) -> TierBlocks:
+        offsets = np.array(
+            [self.pool.offset(block_number) for block_number in block_numbers], np.int64
+        )
         return TierBlocks(namespace, keys, offsets, self.pool.block_bytes)
 
     def _put(
-        self, namespace: str, keys: list[bytes], places: Sequence[int], checksums: list[int]
+        self, namespace: str, keys: list[bytes], block_numbers: Sequence[int], checksums: list[int]
     ) -> list[Result]:
-        answer: list[Any] = []
+        reply: list[Any] = []
         self.client.put(
-            self.blocks(namespace, keys, places),
+            self.blocks(namespace, keys, block_numbers),
             np.array(checksums, np.uint64),
-            answer.extend,
-            lambda _: answer.append("released"),
+            reply.extend,
+            lambda _: reply.append("released"),
         )
-        self.wait_until(lambda: answer and answer[-1] == "released")
-        return answer[:-1]
+        self.wait_until(lambda: reply and reply[-1] == "released")
+        return reply[:-1]
 
     def _fetch(
-        self, namespace: str, keys: list[bytes], places: Sequence[int], seconds: float
+        self, namespace: str, keys: list[bytes], block_numbers: Sequence[int], seconds: float
     ) -> list[Result]:
-        answer: list[Any] = []
+        reply: list[Any] = []
         self.client.fetch(
-            self.blocks(namespace, keys, places),
+            self.blocks(namespace, keys, block_numbers),
             seconds,
-            answer.extend,
-            lambda _: answer.append("released"),
+            reply.extend,
+            lambda _: reply.append("released"),
         )
-        self.wait_until(lambda: answer and answer[-1] == "released")
-        return answer[:-1]
+        self.wait_until(lambda: reply and reply[-1] == "released")
+        return reply[:-1]
 
 
 @dataclass(frozen=True, slots=True)
 class TierSetup:
     """A tier to test. module, options: as in the configuration.
 
-    capacity: bytes of blocks that it has room for, at most about 64 MiB, because the tests fill it.
-    in_process: call it in this process; else through TierClient and the process of a tier, with
-    these times.
+    capacity: bytes of blocks that it can store, at most about 64 MiB, because the tests fill it.
+    in_process: call the tier in this process; else through TierClient and the process of a tier,
+    with `times`.
     """
 
     module: str
@@ -243,16 +252,16 @@ class TierSetup:
 
 @contextmanager
 def open_subject(setup: TierSetup, pool: PoolMemory) -> Iterator[Subject]:
-    """An open tier, closed at the end."""
-    made: DirectSubject | ProcessSubject
+    """Open a tier. It is closed at the end."""
+    opened: DirectSubject | ProcessSubject
     if setup.in_process:
         module = importlib.import_module(setup.module)
-        made = DirectSubject(pool, module.open_tier(setup.options, pool.files))
+        opened = DirectSubject(pool, module.open_tier(setup.options, pool.files))
     else:
-        made = ProcessSubject(pool, TierSpec("tested", setup.module, setup.options, setup.times))
+        opened = ProcessSubject(pool, TierSpec("tested", setup.module, setup.options, setup.times))
     try:
-        if isinstance(made, ProcessSubject):
-            made.wait_until(lambda: made.client.is_on)
-        yield made
+        if isinstance(opened, ProcessSubject):
+            opened.wait_until(lambda: opened.client.is_on)
+        yield opened
     finally:
-        made.close()
+        opened.close()

@@ -1,8 +1,8 @@
-"""The worker of the engine stand-in: owns the KV tensors and runs kernels on them.
+"""The worker of a small engine: it owns the KV tensors and runs kernels on them.
 
-It lives in a process of its own (engine.py starts it) and does what it is told over a pipe, one
-command at a time: the methods of `Worker`. A command that launches kernels returns before they have
-run, with the value that the timeline shows once they have.
+It runs in a process of its own, which engine.py starts. It receives commands over a pipe, one at a
+time: the methods of SmallEngineWorker. A command that launches kernels returns before they have
+run, with the value that the timeline reaches after them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvferry.testing.streams import make_stream
 
 @dataclass(frozen=True)
 class WorkerOpened:
-    """An engine's registration, as the scheduler needs to know it."""
+    """The part of an engine's registration that the scheduler needs."""
 
     region: HostRegion
     parts: tuple[Parts, ...]
@@ -41,7 +41,7 @@ class SmallEngineWorker:
         self.options = options
         self._stream = make_stream(options.device)
         self._timeline = Timeline.create(options.device) if options.timeline else None
-        self._late: list[Tensor] = []
+        self._slow_reads: list[Tensor] = []
         self._client = OffloadClient(directory, engine=options.name, client="worker")
         try:
             self._kv, region, kept = self._register()
@@ -59,10 +59,10 @@ class SmallEngineWorker:
         group: int = 0,
         like: Sequence[int] | None = None,
     ) -> int:
-        """Launch kernels that fill blocks of a group with their noise; returns the value to wait
-        for, or 0 where the engine has no timeline.
+        """Launch kernels that fill blocks of a group with their noise.
 
-        slow: seconds that a kernel before them takes. like: ids whose noise is written instead.
+        Returns the timeline value to wait for, or 0 if the engine has no timeline. slow: seconds
+        that a kernel before them takes. like: ids of blocks whose noise is written instead.
         """
         target = self._stream.upload(block_ids)
         blocks = self._stream.upload(block_ids if like is None else like)
@@ -73,40 +73,40 @@ class SmallEngineWorker:
         return self.signal()
 
     def scribble(self, seed: int) -> int:
-        """Launch kernels that fill all memory of the KV tensors, also between the blocks."""
+        """Launch kernels that fill all memory of the KV tensors with noise, also between blocks."""
         for number, storage in enumerate(self._kv.storages()):
-            self._stream.launch(partial(_scrawl, storage, number, seed))
+            self._stream.launch(partial(_fill_storage, storage, number, seed))
         return self.signal()
 
     def read(self, block_ids: Sequence[int], group: int = 0) -> Bytes:
-        """The bytes of blocks once all kernels have run: (blocks, bytes of a block)."""
+        """The bytes of blocks after all kernels have run: (blocks, bytes of a block)."""
         self._stream.synchronize()
         index = self._stream.upload(block_ids)
-        return _joined([self._kv.views[n][index] for n in self._kv.members[group]])
+        return _join_pages([self._kv.views[n][index] for n in self._kv.members[group]])
 
     def read_slowly(self, block_ids: Sequence[int], slow: float, group: int = 0) -> int:
-        """Launch kernels that read blocks after `slow` seconds; `seen` tells what they saw."""
-        index, self._late = self._stream.upload(block_ids), []
+        """Launch kernels that read blocks after `slow` seconds. `seen` returns the bytes."""
+        index, self._slow_reads = self._stream.upload(block_ids), []
         self._stream.sleep(slow)
         for number in self._kv.members[group]:
-            self._stream.launch(partial(self._look, number, index))
+            self._stream.launch(partial(self._record_read, number, index))
         return self.signal()
 
     def seen(self) -> Bytes:
         self._stream.synchronize()
-        return _joined(self._late)
+        return _join_pages(self._slow_reads)
 
     def snapshot(self) -> list[Bytes]:
-        """All memory of the KV tensors, byte by byte."""
+        """The bytes of all memory of the KV tensors."""
         self._stream.synchronize()
         return [storage.cpu().numpy().copy() for storage in self._kv.storages()]
 
     def signal(self) -> int:
-        """Advance the timeline behind what was launched so far."""
+        """Advance the timeline after all earlier launches. Returns its value."""
         return self._stream.signal(self._timeline) if self._timeline else 0
 
     def wait(self, job_ids: Sequence[int], timeout: float) -> None:
-        """Wait for jobs, here where they were not submitted."""
+        """Wait for jobs, which another session has submitted."""
         self._client.wait(job_ids, timeout)
 
     def die(self) -> None:
@@ -119,12 +119,12 @@ class SmallEngineWorker:
             self._timeline.close()
 
     def _register(self) -> tuple[KVTensors, HostRegion, bool]:
-        """The tensors, the part of the pool, and whether the tensors were kept."""
+        """Register tensors. Returns them, the region, and whether they are kept ones."""
         o = self.options
-        common: dict[str, Any] = {"host_bytes": o.host_bytes, "timeline": self._timeline}
+        options: dict[str, Any] = {"host_bytes": o.host_bytes, "timeline": self._timeline}
         if o.daemon_owned:
             layout = canonical_layout(o)
-            allocated = self._client.allocate_kv_caches(layout, keep=o.keep, **common)
+            allocated = self._client.allocate_kv_caches(layout, keep=o.keep, **options)
             return adopt(o, layout, allocated.tensors), allocated.region, allocated.kept
         kv = build(o)
         region = self._client.register_kv_caches(
@@ -133,33 +133,33 @@ class SmallEngineWorker:
             groups=kv.groups,
             block_size_factor=o.block_size_factor,
             page_size_bytes=kv.page_size_bytes,
-            **common,
+            **options,
         )
         return kv, region, False
 
-    def _look(self, number: int, index: Tensor) -> None:
-        self._late.append(self._kv.views[number][index])
+    def _record_read(self, number: int, index: Tensor) -> None:
+        self._slow_reads.append(self._kv.views[number][index])
 
     def _fill(self, number: int, target: Tensor, blocks: Tensor, seed: int) -> None:
         view = self._kv.views[number]
         size = view[0].numel() * view.element_size()
-        places = torch.arange(size, device=view.device)
-        pages = noise(places, blocks[:, None], number, seed).to(torch.uint8)
+        offsets = torch.arange(size, device=view.device)
+        pages = noise(offsets, blocks[:, None], number, seed).to(torch.uint8)
         view[target] = pages.view(view.dtype).view(len(target), *view.shape[1:])
 
 
-def _scrawl(storage: Tensor, number: int, seed: int) -> None:
-    places = torch.arange(storage.numel(), device=storage.device)
-    storage.copy_(noise(places, -1 - number, number, seed))
+def _fill_storage(storage: Tensor, number: int, seed: int) -> None:
+    offsets = torch.arange(storage.numel(), device=storage.device)
+    storage.copy_(noise(offsets, -1 - number, number, seed))
 
 
-def _joined(pages: Sequence[Tensor]) -> Bytes:
+def _join_pages(pages: Sequence[Tensor]) -> Bytes:
     rows = [page.contiguous().view(len(page), -1).view(torch.uint8).cpu() for page in pages]
     return np.concatenate([row.numpy() for row in rows], axis=1)
 
 
 def serve(pipe: Connection) -> None:
-    """Obey until the pipe is closed. `open` makes the process an engine's worker, `close` not."""
+    """Run commands until the pipe is closed. `open` creates the worker, `close` removes it."""
     worker: SmallEngineWorker | None = None
     while True:
         try:
@@ -169,10 +169,10 @@ def serve(pipe: Connection) -> None:
         try:
             if name == "open":
                 worker = SmallEngineWorker(*arguments)
-                answer: Any = worker.opened
+                reply: Any = worker.opened
             else:
-                answer = getattr(worker, name)(*arguments, **keywords)
-            pipe.send((answer, None))
+                reply = getattr(worker, name)(*arguments, **keywords)
+            pipe.send((reply, None))
         except Exception as error:
             pipe.send((None, error))
         if name == "close":

@@ -1,4 +1,4 @@
-"""`kvferry bench`: what it measures, writes and plots, and how it fails."""
+"""`kvferry bench`: measurements, output files, plots and failures."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def check_latencies(latencies: list[dict[str, Any]]) -> None:
         ((1 << 62, 1 << 62), "copied directly: stores from no size on, loads from no size on"),
     ],
 )
-def test_bench_prints_what_is_copied_directly(
+def test_bench_prints_the_thresholds_of_direct_copies(
     direct_from: tuple[int, int], line: str, capsys: Captured
 ) -> None:
     machine = ("", "", "H200", "GPU-1", "580", "13.0", "2.11", "3.12", "1", "1", "Xeon", 16)
@@ -111,14 +111,14 @@ def test_bench_starts_its_daemon_with_the_given_staging(
 ) -> None:
     plans = list[Plan]()
 
-    def noted(plan: Plan, *_: object) -> None:
+    def record_plan(plan: Plan, *_: object) -> None:
         plans.append(plan)
-        raise Failed(Code.COPY_FAILED, "noted")
+        raise Failed(Code.COPY_FAILED, "recorded")
 
-    monkeypatch.setattr(import_module("kvferry.client.cli.bench"), "run_plan", noted)
+    monkeypatch.setattr(import_module("kvferry.client.cli.bench"), "run_plan", record_plan)
     assert kvferry("bench", "--device", "cpu", *options) == 1
     error = capsys.readouterr().err
-    assert "noted" in error
+    assert "recorded" in error
     assert ("--staging has no effect" in error) == bool(options)
     with start_daemon(plans[0], pool_bytes=16 << 20) as daemon:
         assert ("--copy-staging" in daemon.command) == bool(options)
@@ -215,7 +215,7 @@ def synthetic() -> Results:
     return results
 
 
-def test_bench_of_a_running_daemon_takes_no_room_from_others(
+def test_bench_of_a_running_daemon_evicts_nothing_of_others(
     daemon: LocalDaemon, capsys: Captured
 ) -> None:
     tensor = shared_empty((16, 4096))
