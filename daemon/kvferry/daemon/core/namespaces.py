@@ -62,6 +62,9 @@ class Namespaces:
         self._freed_seen = 0
         # Namespaces with unsent key events, oldest first.
         self._changed: dict[Namespace, None] = {}
+        # Whether a request waits for a region: tiers then take no blocks of a namespace without
+        # users, so that its region can be freed.
+        self.region_wanted = False
         # Pinned keys of each session.
         self._session_pins: dict[str, SessionPins] = {}
 
@@ -69,6 +72,11 @@ class Namespaces:
         """Namespaces that still have their region."""
         self._find_freed()
         return iter(self._by_name.values())
+
+    @property
+    def any_held_by_tiers(self) -> bool:
+        """Whether tiers alone keep the region of a namespace from being freed."""
+        return any(one.in_use and not one.has_users for one in self)
 
     def open_namespace(self, session: str, engine: str, message: OpenNamespace) -> list[Action]:
         """Enter a namespace, creating it if needed. If it raises Refused, nothing has changed."""
