@@ -226,8 +226,8 @@ def test_a_region_with_a_promotion_is_not_freed_before_its_release() -> None:
     fixture.close_sessions("a")
     fixture.open_sessions("b")
     assert fixture.send("b", wire.OpenNamespace(7, OTHER, POOL, "lru", 1)) == []
-    assert not of_kind(fixture.report(BlocksFetched(fetch.fetch, (True,))), SendMessage)
-    opened = reply(fixture.report(FetchReleased(fetch.fetch)))
+    assert not actions_of(fixture.report(BlocksFetched(fetch.fetch, (True,))), SendMessage)
+    opened = reply_of(fixture.report(FetchReleased(fetch.fetch)))
     assert opened.num_blocks == POOL // PAGE
 
 

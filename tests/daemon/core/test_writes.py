@@ -302,13 +302,13 @@ def test_namespaces_in_use_are_written_while_a_request_waits() -> None:
     fixture.open_sessions("b", "c")
     fixture.open_namespace("b", OTHER, QUOTA)
     fixture.register("b")
-    assert letters_of(take_writes(fixture, limit=1)) == b"a"
+    assert keys_of(take_writes(fixture, limit=1)) == b"a"
     third = msgspec.structs.replace(OTHER, model="third")
     assert fixture.send("c", wire.OpenNamespace(7, third, POOL, "lru", 1)) == []
     fixture.stored("b", b"c")
-    assert letters_of(take_writes(fixture)) == b"c"
+    assert keys_of(take_writes(fixture)) == b"c"
     fixture.close_sessions("c")
-    assert letters_of(take_writes(fixture)) == b"b"
+    assert keys_of(take_writes(fixture)) == b"b"
 
 
 def test_writes_alternate_between_namespaces() -> None:
