@@ -241,9 +241,12 @@ class NonBlockingClient:
         """Receive messages. Returns whether there were any. Raises Gone if closed."""
         if self._connection.closed and self._session.gone is not None:
             raise self._session.gone.with_traceback(None)
-        received = self._connection.receive_messages(self._session.receive_message)
-        if received and (subscribe := self._session.snapshot_request()):
-            self._send(subscribe)
+        received = True
+        try:
+            received = self._connection.receive_messages(self._session.receive_message)
+        finally:  # also after the error of one message: no other may follow
+            if received and (subscribe := self._session.snapshot_request()):
+                self._send(subscribe)
         if self._session.gone is not None:
             self._advance_reconnect()
         return received
