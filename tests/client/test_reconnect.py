@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
-from kvferry.client import OffloadClient
+import pytest
+import zmq
+
+from kvferry.client import Gone, LocalDaemon, OffloadClient
 from kvferry.client.reconnect import ATTEMPT_TIMEOUT, MAX_POLL_GAP
 from kvferry.client.session import ConnectionState
 from kvferry.proto import messages as wire
@@ -45,3 +50,20 @@ def test_a_client_that_polls_rarely_reconnects(fake_daemon: FakeDaemon) -> None:
         client._connection.receive_messages(client._session.receive_message)
         now += ATTEMPT_TIMEOUT / 2
     assert client.connected
+
+
+def test_a_client_without_descriptors_reconnects_once_it_has_some(
+    kvferryd: LocalDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No call that polls raises what ZeroMQ raises."""
+    with OffloadClient(kvferryd.directory) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(zmq.Context, "socket", Mock(side_effect=zmq.ZMQError(errno.EMFILE)))
+            client.abandon()
+            for _ in range(3):
+                client._reconnect.restart()
+                assert client.get_finished() == []
+            with pytest.raises(Gone):
+                client.wait_connected(0.0)
+        client.wait_connected()
+        assert client.status().pid > 0
