@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvferry.daemon.core.session_pins import LEAST_PINS
+from kvferry.daemon.core.actions import FreeDeferred
+from kvferry.daemon.core.session_pins import LEAST_PINS, SOME
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
 from kvferry.proto.specs import MAX_KEYS
-from support.namespaces_fixture import NamespacesFixture, each, store
+from support.namespaces_fixture import NamespacesFixture, each, free_all, store
 
 
 def test_pins_are_counted() -> None:
@@ -81,6 +82,18 @@ def test_many_pins_of_a_key_are_released_in_linear_time() -> None:
     fixture.stored("a", b"a")
     fixture.send("b", wire.Pin(each(b"a" * 200)))
     assert count_calls(lambda: fixture.core.close_session("b")) < 4 * 200
+
+
+def test_many_pins_of_an_ended_session_are_released_in_steps() -> None:
+    """A million take seconds, in which the event loop would do nothing else."""
+    fixture = NamespacesFixture("a", "b")
+    fixture.stored("a", b"ab")
+    fixture.send("b", wire.Pin(each(b"ab") * (2 * SOME)))
+    (*_, sweep) = fixture.core.close_session("b")
+    assert isinstance(sweep, FreeDeferred)
+    assert fixture.usage("pinned") != (0,)
+    assert free_all(sweep) > 1
+    assert fixture.usage("pinned") == (0,)
 
 
 @pytest.mark.parametrize("make", [wire.Pin, wire.Touch])

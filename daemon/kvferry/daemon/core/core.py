@@ -204,13 +204,14 @@ class Core:
         self._waiting_requests.pop(session, None)
         self._namespaces.region_wanted = bool(self._waiting_requests)
         self._promotions.close_session(session)
-        self._namespaces.close_session(session)
+        deferred = self._namespaces.close_session(session)
         moved = self._transfers.moved_bytes.pop(session, 0)
         cancels, unfinished = self._transfers.close_session(session)
         return [
             CloseSession(session, unfinished, moved),
             *cancels,
             *self._registrations.close_session(session),
+            *deferred,
         ]
 
     def stop(self) -> None:

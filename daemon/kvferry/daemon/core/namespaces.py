@@ -251,15 +251,17 @@ class Namespaces:
             self._unwritten = _sums(self._unwritten, namespace.cache.tier_access.unwritten)
         self._freed += lost
 
-    def close_session(self, session: str) -> None:
-        """Remove a closed session and release its pins."""
+    def close_session(self, session: str) -> list[Action]:
+        """Remove a closed session and release its pins, many of them later."""
         namespace = self._by_session.pop(session, None)
         if namespace is None:
-            return
-        self._session_pins.pop(session).unpin_all()
+            return []
+        pins = self._session_pins.pop(session)
+        actions: list[Action] = [FreeDeferred(pins)] if pins.free_some() else []
         del namespace.sessions[session]
         namespace.subscribers.discard(session)
         self.mark_deserted_if_unused(namespace)
+        return actions
 
     def status(self) -> tuple[NamespaceStatus, ...]:
         return tuple(namespace.status() for namespace in self)
