@@ -38,6 +38,10 @@ RECONNECT_MS, RECONNECT_MAX_MS = 10, 300
 # again after this time; its default is 30 s.
 HANDSHAKE_MS = 2000
 
+# Messages that are held for a client that does not poll. The daemon holds further ones, and leaves
+# key events out.
+RECEIVED_MESSAGES = 1000
+
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
 _monitors = count()
 _libc = ctypes.CDLL(None)
@@ -81,7 +85,7 @@ class Connection:
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, most)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, RECEIVED_MESSAGES)
         address = f"inproc://monitor-{next(_monitors)}"
         self._connected = self._disconnected = self._forbidden = False
         self.monitor = self.socket.get_monitor_socket(_EVENTS, address)
