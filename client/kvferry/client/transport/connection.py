@@ -40,7 +40,7 @@ HANDSHAKE_MS = 2000
 
 # Messages that are held for a client that does not poll. The daemon holds further ones, and leaves
 # key events out.
-RECEIVED_MESSAGES = 1000
+RECEIVED_MESSAGES = 256
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
 _monitors = count()
