@@ -17,6 +17,7 @@ from kvferry.proto.specs import (
     TensorRef,
     TransferSpec,
 )
+from support.counted_key import CountedKey
 from support.namespaces_fixture import (
     CANCELLED,
     DONE,
@@ -345,25 +346,14 @@ def test_stored_parts_survive_the_engine_and_a_change_of_policy(
     fixture_with_parts.start("b", load(b"a", blocks([0, 1], (2, 1))))
 
 
-class Compared(bytes):
-    """A key that counts how often keys are compared."""
-
-    times = 0
-
-    def __eq__(self, other: object) -> bool:
-        Compared.times += 1
-        return bytes.__eq__(self, other)
-
-    __hash__ = bytes.__hash__
-
-
 def test_parts_of_many_groups_are_found_without_a_search_for_each() -> None:
     groups, size = 16, 16
     layout = KVLayout((TensorLayout(32, 1, 1),), ((TensorRef(0, 1),),) * groups, 2)
     fingerprint = msgspec.structs.replace(FINGERPRINT, host_block_bytes=2)
     fixture = NamespacesFixture("a", fingerprint=fingerprint, layout=layout)
-    keys = [Compared([number]) for number in range(groups * size)]
+    keys = [CountedKey([number]) for number in range(groups * size)]
     gpu = blocks([*range(2 * size - 2)] * groups, *[(2 * size - 2, 1)] * groups)
+    CountedKey.times = 0
     plan = fixture.start("a", (gpu, KeyLoadStoreSpec(keys)))
     assert len(copies(plan)) == gpu.block_ids.size
-    assert Compared.times < 4 * len(keys)
+    assert CountedKey.times < 4 * len(keys)

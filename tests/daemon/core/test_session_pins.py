@@ -13,6 +13,7 @@ from kvferry.daemon.core.session_pins import LEAST_PINS, SOME
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
 from kvferry.proto.specs import MAX_KEYS
+from support.counted_key import CountedKey
 from support.namespaces_fixture import NamespacesFixture, each, free_all, store
 
 
@@ -121,18 +122,6 @@ def test_unpinning_a_key_many_times_takes_linear_time() -> None:
     many = each(b"a" * 200)
     fixture.send("a", wire.Pin(many))
     assert count_calls(lambda: fixture.send("a", wire.Unpin(many))) < 10 * len(many)
-
-
-class CountedKey(bytes):
-    """A key that counts comparisons."""
-
-    times = 0
-
-    def __eq__(self, other: object) -> bool:
-        CountedKey.times += 1
-        return bytes.__eq__(self, other)
-
-    __hash__ = bytes.__hash__
 
 
 def test_unpinning_many_keys_takes_linear_time() -> None:
