@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +26,8 @@ from kvferry.client import (
     TransferResult,
     shared_empty,
 )
+from kvferry.proto import messages as wire
+from kvferry.proto.codec import encode
 from kvferry.testing.engine import SmallEngine, StartSmallEngine
 from kvferry.testing.plugin import StartKvferryd
 from support.block_specs import load, store
@@ -186,6 +190,29 @@ async def test_a_task_that_cancels_beside_one_that_waits(client: AsyncOffloadCli
         await waiting
         client.get_finished()
     timeline.close()
+
+
+async def test_an_error_of_another_message_does_not_delay_a_reply(
+    client: AsyncOffloadClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The socket signals both messages once, and handling the first one raises."""
+    receive, arrived, handled = client._connection.receive_messages, deque[bytes](), list[bytes]()
+
+    def receive_both(handle: Callable[[bytes], None]) -> bool:
+        receive(arrived.append)
+        both = bool(arrived) and len(handled) + len(arrived) == 2
+        while both and arrived:
+            handled.append(arrived.popleft())
+            handle(handled[-1])
+        return both
+
+    monkeypatch.setattr(client._connection, "receive_messages", receive_both)
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    errors = list[dict[str, Any]]()
+    client._send(encode(wire.Unpin((b"key",))))  # in no namespace: has an error as its reply
+    async with asyncio.timeout(10):
+        await client.status(timeout=math.inf)
+    assert [each["exception"].code for each in errors] == [Code.UNKNOWN_NAMESPACE]
 
 
 async def test_connecting_without_a_daemon_times_out(

@@ -114,6 +114,24 @@ def test_a_missing_number_requests_one_snapshot(mirror: Mirror) -> None:
     assert not mirror.complete
 
 
+def test_a_number_without_events_reveals_that_the_last_event_was_left_out(mirror: Mirror) -> None:
+    """The daemon sends it instead of events that it has left out: also if that was only one."""
+    assert mirror.apply_message(KeyEvents(11, ()))
+    assert not mirror.complete
+    assert not mirror.apply_message(snapshot(11, C))
+    assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
+
+
+def test_a_number_without_events_above_a_snapshot_requests_another_one() -> None:
+    mirror = Mirror()
+    mirror.apply_message(snapshot(10, A, last=False))
+    assert not mirror.apply_message(KeyEvents(11, ()))
+    assert mirror.apply_message(snapshot(10, B, part=1))
+    assert not mirror.complete
+    assert not mirror.apply_message(snapshot(11, B))
+    assert answers(mirror, A, B, C) == [MISS, HIT, MISS]
+
+
 def test_an_incomplete_mirror_returns_known_keys_and_retry_for_others(mirror: Mirror) -> None:
     mirror.apply_message(stored(12, C))
     assert answers(mirror, A, B, C, KEYS[4]) == [HIT, PENDING, HIT, RETRY]
@@ -246,6 +264,29 @@ def test_two_resets_with_the_events_of_one_lost(mirror: Mirror) -> None:
     mirror.clear_after_reset()
     mirror.reveal()
     assert mirror.lookup(C) is MISS
+
+
+def test_keys_that_are_stored_after_two_resets_are_known(mirror: Mirror) -> None:
+    """With tiers, a reset is done long after its event."""
+    mirror.hide()
+    mirror.hide()
+    mirror.apply_message(news(11, EventKind.CLEARED))
+    mirror.apply_message(news(12, EventKind.CLEARED))
+    mirror.apply_message(stored(13, C))
+    mirror.clear_after_reset()
+    mirror.clear_after_reset()
+    mirror.reveal()
+    assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
+
+
+def test_a_snapshot_from_after_a_reset_survives_its_end(mirror: Mirror) -> None:
+    """With tiers, it may arrive before a reset is done whose event was left out."""
+    mirror.hide()
+    assert mirror.apply_message(KeyEvents(12, (), 2))
+    assert not mirror.apply_message(Snapshot(12, 0, False, (C,), True, 2))
+    mirror.clear_after_reset()
+    mirror.reveal()
+    assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
 
 
 def test_a_hidden_mirror_misses_even_if_incomplete() -> None:
@@ -390,7 +431,8 @@ def test_a_mirror_equals_the_namespace_after_all_messages(steps: list[tuple[obje
         else:
             getattr(daemon, str(name))(*arguments)
     daemon.settle()
-    daemon.send_events(EventKind.STORED, (A,))  # shows the client which numbers it has missed
+    # Shows the client which numbers it has missed.
+    daemon.wire.append(KeyEvents(len(daemon.states) - 1, ()))
     daemon.settle()
     assert daemon.mirror.complete
     assert daemon.mirror.sequence == len(daemon.states) - 1

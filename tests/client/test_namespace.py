@@ -47,6 +47,21 @@ def test_opening_sends_the_arguments_and_waits_for_the_mirror(
     assert answers(client, A, C) == [HIT, MISS]
 
 
+def test_an_error_in_the_same_batch_does_not_delay_the_request_for_a_snapshot(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+) -> None:
+    """Until a snapshot, keys are a RETRY, and no other message may follow."""
+    fake_daemon.lossy = True
+    fake_daemon.store(C)
+    fake_daemon.lossy = False
+    fake_daemon.evict(A)
+    fake_daemon.send_to_client(wire.Error(None, ErrorInfo(Code.BUSY, "too many pins")))
+    with pytest.raises(Refused, match="too many pins"):
+        client_in_namespace.poll()
+    client_in_namespace.poll()
+    assert answers(client_in_namespace, A, C) == [MISS, HIT]
+
+
 def test_a_worker_needs_no_mirror(fake_daemon: FakeDaemon, client: OffloadClient) -> None:
     opened = client.open_namespace(FINGERPRINT, mirror=False)
     assert fake_daemon.received_of(wire.Subscribe) == []

@@ -13,20 +13,24 @@ import pytest
 from kvferry.client import (
     AsyncOffloadClient,
     Code,
+    Gone,
     KVLayout,
     LocalDaemon,
     OffloadClient,
     Refused,
     TensorLayout,
     TensorRef,
+    Timeline,
     effects,
     operations,
 )
 from kvferry.client.tensors import shared_empty
+from kvferry.daemon.core.transfers import MAX_WAITS
 from kvferry.proto.memory import FdAllocation, HostRegion
 from kvferry.proto.messages import Allocated
 from kvferry.proto.status import DeviceInfo
 from kvferry.testing.engine import until
+from support.block_specs import store
 from support.raw_client import one_tensor
 
 
@@ -134,3 +138,19 @@ def test_received_descriptors_are_closed_after_an_error() -> None:
         operation.throw(OSError(errno.EMFILE, "too many open files"))
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(first)
+
+
+def test_a_job_can_be_waited_for_again_after_any_number_of_timeouts(kvferryd: LocalDaemon) -> None:
+    """A daemon limits the waits of a session, and does not notice that one has timed out."""
+    timeline = Timeline.create()
+    with OffloadClient(kvferryd.directory) as client:
+        shared = {"layer": shared_empty((8, 64))}
+        client.register_kv_caches(shared, num_blocks=8, host_bytes=512, timeline=timeline)
+        client.transfer_async(1, store(0, 0), wait_for=1)
+        for seconds in (*[0.0] * MAX_WAITS, 0.5):
+            with pytest.raises(Gone) as late:
+                client.wait([1], timeout=seconds)
+            assert (late.value.code, late.value.value) == (Code.TIMEOUT, "[1]")
+        timeline.signal()
+        client.wait([1])
+    timeline.close()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
-from kvferry.client import OffloadClient
-from kvferry.client.reconnect import ATTEMPT_TIMEOUT
+import pytest
+import zmq
+
+from kvferry.client import Gone, LocalDaemon, OffloadClient
+from kvferry.client.reconnect import ATTEMPT_TIMEOUT, MAX_POLL_GAP
 from kvferry.client.session import ConnectionState
 from kvferry.proto import messages as wire
+from support.client_keys import FINGERPRINT
 
 if TYPE_CHECKING:
     from .conftest import FakeDaemon
@@ -19,14 +25,45 @@ def test_an_attempt_without_a_reply_is_followed_by_another_one(fake_daemon: Fake
     fake_daemon.silent = True
     client.abandon()
     opened = fake_daemon.opened
-    client._reconnect.advance(now := time.monotonic())
-    assert fake_daemon.opened == opened + 1
-    client._reconnect.advance(now + ATTEMPT_TIMEOUT)
-    assert fake_daemon.opened == opened + 1, "the attempt has not timed out yet"
-    client._reconnect.advance(now := now + ATTEMPT_TIMEOUT + 1)
+    begun = now = time.monotonic()
+    while now <= begun + ATTEMPT_TIMEOUT:
+        client._reconnect.advance(now)
+        assert fake_daemon.opened == opened + 1, "the attempt has not timed out yet"
+        now += MAX_POLL_GAP
+    client._reconnect.advance(now)
     fake_daemon.silent = False
     fake_daemon.received.clear()
     client._reconnect.advance(now)
     assert fake_daemon.received_of(wire.Hello)
     client.wait_connected(1.0)
     assert client._session.state is ConnectionState.CONNECTED
+
+
+def test_a_client_that_polls_rarely_reconnects(fake_daemon: FakeDaemon) -> None:
+    """Every poll lets an attempt do one step. Time in which nobody polls is not the daemon's."""
+    client = OffloadClient(fake_daemon.directory, engine="engine")
+    client.open_namespace(FINGERPRINT)
+    client.abandon()
+    now = time.monotonic()
+    for _ in range(4):  # Hello, OpenNamespace, Subscribe, and the end
+        client._reconnect.advance(now)
+        client._connection.receive_messages(client._session.receive_message)
+        now += ATTEMPT_TIMEOUT / 2
+    assert client.connected
+
+
+def test_a_client_without_descriptors_reconnects_once_it_has_some(
+    kvferryd: LocalDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No call that polls raises what ZeroMQ raises."""
+    with OffloadClient(kvferryd.directory) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(zmq.Context, "socket", Mock(side_effect=zmq.ZMQError(errno.EMFILE)))
+            client.abandon()
+            for _ in range(3):
+                client._reconnect.restart()
+                assert client.get_finished() == []
+            with pytest.raises(Gone):
+                client.wait_connected(0.0)
+        client.wait_connected()
+        assert client.status().pid > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,11 +20,19 @@ from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.keys import Lookup
 from kvferry.proto.results import JobResult, Outcome
-from kvferry.proto.specs import Direction
-from support.client_session import LOAD, STORE, WELCOME, outcomes, submit
+from kvferry.proto.specs import (
+    CPULoadStoreSpec,
+    Direction,
+    GPULoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+)
+from support.client_session import LOAD, STORE, WELCOME, finish, outcomes, submit
 
 FINGERPRINT = proto_status.Fingerprint("llama", 4096, key_bytes=4)
 OPENED = wire.Opened(1, FINGERPRINT.name, 8, 4096, False, "lru", 1)
+HALVES = KVLayout((TensorLayout(8, 64, 64),), ((TensorRef(0, 64),),), block_size_factor=2)
 REGION = memory.HostRegion(8, 64, False)
 LATER = msgspec.structs.replace(WELCOME, boot_id="later", session_id="s2")
 KILLED = Gone(Code.DAEMON_GONE, "killed")
@@ -168,6 +177,32 @@ def test_a_host_block_whose_store_was_lost_loads_only_after_another_store(
     reconnecting.submit(2, LOAD, 0)
 
 
+def test_a_lost_sub_block_loads_only_after_a_store_of_itself(reconnecting: ClientSession) -> None:
+    """A store of the other half of its host block says nothing about it."""
+    caches: Any = SimpleNamespace(layout=HALVES)
+    reconnecting.kv_caches_registered(RegistrationState(caches, None, None), REGION)
+
+    def half(index: int) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
+        return GPULoadStoreSpec([0], (1,), (index,)), CPULoadStoreSpec([3])
+
+    submit(reconnecting, 1, half(1))
+    reconnecting.connection_lost(KILLED)
+    reconnecting.socket_opened()
+    reconnecting.receive_message(encode(LATER))
+    reconnecting.mark_connected()
+    submit(reconnecting, 2, half(0))
+    finish(reconnecting, 2)
+    reconnecting.submit(3, half(0)[::-1], 0)
+    for refused in (half(1), half(7), STORE):
+        with pytest.raises(Refused) as caught:
+            reconnecting.submit(3, refused[::-1], 0)
+        assert (caught.value.code, caught.value.value) == (Code.STALE, "3")
+    submit(reconnecting, 4, half(1))
+    finish(reconnecting, 4)
+    for accepted in (half(1), STORE):
+        reconnecting.submit(3, accepted[::-1], 0)
+
+
 def test_a_lost_daemon_ends_pending_requests_once(reconnecting: ClientSession) -> None:
     with reconnecting.expect_reply(wire.StatusRequest(5)):
         reconnecting.connection_lost(KILLED)
@@ -207,7 +242,7 @@ def test_an_abandoned_session_revokes_its_timeline_and_loses_its_jobs_once(
     reconnecting: ClientSession,
 ) -> None:
     timeline = Timeline.create()
-    caches: Any = None
+    caches: Any = SimpleNamespace(layout=HALVES)
     reconnecting.kv_caches_registered(RegistrationState(caches, None, timeline), REGION)
     submit(reconnecting, 7)
     reconnecting.abandon()

@@ -122,11 +122,11 @@ class TiersMachine(TiersModel, RuleBasedStateMachine):
         message = wire.OpenNamespace(
             7, FINGERPRINTS[session], ROOM, self.draw_from(["lru", "arc"]), 1
         )
-        (reply, *_) = self.perform(self.send(session, message))
-        if isinstance(reply, wire.Opened):
+        replies = self.perform(self.send(session, message))
+        if replies and isinstance(replies[0], wire.Opened):
             assert self.register(session, None)
             self.inside.add(session)
-        else:
+        else:  # refused, or waiting until tiers release a region
             self.core.close_session(session)
 
     def connect_or_disconnect(self) -> None:

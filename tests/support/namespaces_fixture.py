@@ -18,6 +18,7 @@ from kvferry.daemon.core.actions import (
     Broadcast,
     CommitBlocks,
     CopyPlan,
+    FreeDeferred,
     MapTensors,
     PublishKVEvents,
     Report,
@@ -179,11 +180,13 @@ class NamespacesFixture:
         return action.message.region
 
     def close_sessions(self, *sessions: str) -> None:
-        """Close sessions, and unmap the tensors that they registered."""
+        """Close sessions, unmap the tensors that they registered, and release their pins."""
         for session in sessions:
             for action in self.core.close_session(session):
                 if isinstance(action, UnmapTensors):
                     self.report(TensorsUnmapped(action.registration))
+                elif isinstance(action, FreeDeferred):
+                    free_all(action)
 
     def namespaces(self) -> tuple[proto_status.NamespaceStatus, ...]:
         self.open_sessions("observer")
@@ -247,6 +250,11 @@ class NamespacesFixture:
             else:
                 assert action.message.results[0].error.code == Code.KEY_ABSENT
         return found
+
+
+def free_all(action: FreeDeferred) -> int:
+    """The number of steps that it took."""
+    return next(number for number in count(1) if not action.deferred.free_some())
 
 
 def copies(plan: CopyPlan) -> list[tuple[int, int, int]]:

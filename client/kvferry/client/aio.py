@@ -186,7 +186,12 @@ class AsyncOffloadClient(NonBlockingClient):
 
     def _receive_messages(self) -> bool:
         """Receive messages, and wake all waiting tasks: they may be for any of them."""
-        received = super()._receive_messages()
+        try:
+            received = super()._receive_messages()
+        except KVFerryError:  # of one message; the descriptor does not signal those behind it again
+            self._wake_waiters()
+            self._loop.call_soon(self._on_readable)
+            raise
         if received:
             self._wake_waiters()
         return received

@@ -5,6 +5,7 @@ changes after it. An event states what its keys are *now*, so it is valid after 
 
     KeyEvents, next number           applied
     KeyEvents, a number is missing   applied; the mirror is incomplete and needs a new snapshot
+    KeyEvents without events         the same: the events of its number were left out
     KeyEvents while incomplete       applied and buffered
     last part of a snapshot          buffered KeyEvents above its number are applied to it, and it
                                      replaces the known keys; the mirror is complete
@@ -70,6 +71,7 @@ class _PartialSnapshot:
     """A snapshot of which `parts` parts have arrived."""
 
     sequence: int
+    generation: int
     parts: int = 0
     resident: MirroredKeys = field(default_factory=MirroredKeys)
 
@@ -96,7 +98,10 @@ class Mirror:
         self._removed: list[set[OffloadKey]] = []
         # The sequence number of the newest snapshot that was discarded.
         self._discarded = -1
-        self._hidden = self._cleared = False
+        self._hidden = False
+        # The generation when the last reset was sent, and how often the known keys were cleared
+        # since, less the resets that are done.
+        self._hidden_generation = self._clears = 0
         # What lookups see: `_known`, or no keys while hidden.
         self._ready, self._pending = self._known.ready, self._known.pending
         self._absent_result = RETRY
@@ -139,14 +144,15 @@ class Mirror:
 
     def hide(self) -> None:
         """A reset was sent: every key is a MISS until `reveal`."""
-        self._hidden, self._cleared = True, False
+        self._hidden, self._hidden_generation, self._clears = True, self.generation, 0
         self._update_view()
 
     def clear_after_reset(self) -> None:
         """A reset is done: clear the known keys if its KeyEvents was dropped."""
-        if not self._cleared:
+        if self._clears:
+            self._clears -= 1
+        else:
             self._removed += self._known.take_shards()
-        self._cleared = False
 
     def reveal(self) -> None:
         """Lookups see the known keys again."""
@@ -175,23 +181,24 @@ class Mirror:
     def _apply_events(self, message: KeyEvents) -> bool:
         if message.sequence <= self.sequence:
             return False
-        missing = self.complete and message.sequence != self.sequence + 1
+        follows = bool(message.events) and message.sequence == self.sequence + 1
+        missing = self.complete and not follows
         if missing:
             self.complete = False
             self._update_view()
-        if not self.complete:
+        if not self.complete and message.events:
             self._buffered.append(message)
         self.sequence = message.sequence
         self._record_changes(message.events)
         self._removed += self._known.apply(message.events)
-        self._cleared |= any(event.kind is EventKind.CLEARED for event in message.events)
+        self._clears += sum(event.kind is EventKind.CLEARED for event in message.events)
         return missing
 
     def _add_snapshot_part(self, message: Snapshot) -> bool:
         if self.complete:
             return False
         if message.part == 0:
-            self._partial = _PartialSnapshot(message.sequence)
+            self._partial = _PartialSnapshot(message.sequence, message.generation)
         partial, sequence = self._partial, message.sequence
         if partial is not None and sequence == partial.sequence and message.part <= partial.parts:
             if message.part == partial.parts:
@@ -214,6 +221,7 @@ class Mirror:
             return True
         before, self._known = self._known, partial.resident
         self.sequence, self._buffered, self.complete = sequence, [], True
+        self._clears = max(self._clears, partial.generation - self._hidden_generation)
         self._update_view()
         self._removed += before.ready.shards + before.pending.shards
         return False

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+import zmq
+
 from kvferry.client.effects import Operation, interpret, run_until_deadline
 from kvferry.client.endpoint import check_access, find_daemon, resolve_directory
 from kvferry.client.jobs import TransferResult
@@ -241,9 +243,12 @@ class NonBlockingClient:
         """Receive messages. Returns whether there were any. Raises Gone if closed."""
         if self._connection.closed and self._session.gone is not None:
             raise self._session.gone.with_traceback(None)
-        received = self._connection.receive_messages(self._session.receive_message)
-        if received and (subscribe := self._session.snapshot_request()):
-            self._send(subscribe)
+        received = True
+        try:
+            received = self._connection.receive_messages(self._session.receive_message)
+        finally:  # also after the error of one message: no other may follow
+            if received and (subscribe := self._session.snapshot_request()):
+                self._send(subscribe)
         if self._session.gone is not None:
             self._advance_reconnect()
         return received
@@ -305,13 +310,19 @@ class NonBlockingClient:
             self._reconnect.advance(time.monotonic())
 
     def _reopen_connection(self, directory: Path) -> None:
-        """Replace the socket by a new one. Messages that are queued in the old one are lost."""
+        """Replace the socket by a new one. Messages that are queued in the old one are lost.
+
+        Without descriptors there is no socket until the next attempt.
+        """
         old = self._connection
-        if not isinstance(old, NoConnection) and old.directory == directory:
-            old.reopen()
-        else:
+        try:
+            if not isinstance(old, NoConnection) and old.directory == directory:
+                old.reopen()
+                return
             self._connection = Connection(directory)
-            old.close(linger=False)
+        except zmq.ZMQError as error:
+            self._connection = NoConnection(f"cannot open a socket: {error}")
+        old.close(linger=False)
 
     def _stop_reconnecting(self) -> None:
         self._session.stop_reconnecting()

@@ -203,11 +203,23 @@ def reset_namespace(session: ClientSession) -> Operation[None]:
 
 
 def wait_jobs(session: ClientSession, job_ids: Collection[int]) -> Operation[None]:
+    """The daemon is asked for other jobs only: it would keep a request beyond its timeout here."""
     request = session.wait(job_ids)
+    left = session.in_flight(request.job_ids)
+    others = tuple({*request.job_ids}.difference(left))
     if session.gone is not None:  # all jobs have ended, as LOST
         return
+
+    def have_ended() -> bool | None:
+        while left and left[-1] not in session.jobs:
+            left.pop()
+        return not left or None
+
     try:
-        yield SendRequest(request)
+        if left:
+            yield WaitFor(have_ended)
+        if others:
+            yield SendRequest(msgspec.structs.replace(request, job_ids=others))
     except Gone as error:
         if error.code != Code.DAEMON_GONE:
             raise Gone(error.code, error.message, session.in_flight(job_ids)) from error

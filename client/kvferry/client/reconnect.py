@@ -23,8 +23,9 @@ log = logging.getLogger("kvferry")
 
 # Seconds between two attempts: the first and the longest.
 FIRST_BACKOFF, MAX_BACKOFF = 0.1, 5.0
-# Seconds that an attempt may take.
-ATTEMPT_TIMEOUT = 10.0
+# Seconds that an attempt may take. A longer pause between two polls counts as MAX_POLL_GAP: an
+# attempt does one step per poll, and a client may poll every few seconds.
+ATTEMPT_TIMEOUT, MAX_POLL_GAP = 10.0, 0.1
 # Seconds between two polls of a call that waits for a daemon.
 POLL_INTERVAL = 0.02
 
@@ -45,12 +46,14 @@ class Reconnect:
         self._locate_daemon, self._reopen, self._send = locate_daemon, reopen, send
         self._directory = Path()
         self._attempt: Interpreted[None] | None = None
-        self._next_attempt = self._deadline = 0.0
+        self._next_attempt = self._deadline = self._last_poll = 0.0
         self._backoff = FIRST_BACKOFF
         self._logged: object = session.gone
 
     def advance(self, now: float) -> None:
         """Do what can be done at once. now: seconds of the monotonic clock."""
+        self._deadline += max(0.0, now - self._last_poll - MAX_POLL_GAP)
+        self._last_poll = now
         if self._attempt is None:
             self._log_change(self._session.gone)
         if now < self._next_attempt:

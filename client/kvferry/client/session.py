@@ -143,13 +143,13 @@ class ClientSession:
                 f"too many {direction}s are in flight; call get_finished first",
                 in_flight,
             )
-        self._lost_stores.check(spec)
+        self._lost_stores.check(spec, self.restore.block_size_factor)
         return self.request(Submit(job_id, src, dst, wait_for))
 
     def submitted(self, job_id: int, spec: TransferSpec) -> None:
         """The message of `submit` was sent: the job is in flight."""
         self.jobs.add(job_id, direction_of(spec))
-        self._lost_stores.job_submitted(job_id, spec)
+        self._lost_stores.job_submitted(job_id, spec, self.restore.block_size_factor)
 
     def cancel(self, job_ids: Iterable[int]) -> bytes:
         """Encode the message that cancels jobs. Raises Refused (BAD_SPEC) or Gone."""

@@ -52,6 +52,12 @@ class SessionState:
         opening = OpenNamespace(0, fingerprint, cpu_bytes_to_use, eviction_policy, store_threshold)
         return cls(opening, registration, mirror)
 
+    @property
+    def block_size_factor(self) -> int | None:
+        """GPU blocks of a host block; None without tensors to register."""
+        registration = self.registration
+        return None if registration is None else registration.kv_caches.layout.block_size_factor
+
     def check(self) -> None:
         """Raise Refused if no daemon can restore this state."""
         if (opening := self.opening) is not None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvferry.daemon.core.actions import PublishKVEvents, SendMessage
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
 from kvferry.proto.results import Outcome
-from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec, TransferSpec
+from kvferry.proto.specs import (
+    GPULoadStoreSpec,
+    KeyLoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+    TransferSpec,
+)
+from support.counted_key import CountedKey
 from support.namespaces_fixture import (
     CANCELLED,
     DONE,
     FAILED,
+    FINGERPRINT,
     HYBRID,
     NOT_DONE,
     OF_THREE,
@@ -334,3 +344,16 @@ def test_stored_parts_survive_the_engine_and_a_change_of_policy(
     fixture_with_parts.register("b", WIDE)
     assert fixture_with_parts.refused("b", load(b"a", blocks([0, 1, 2]))) == Code.KEY_ABSENT
     fixture_with_parts.start("b", load(b"a", blocks([0, 1], (2, 1))))
+
+
+def test_parts_of_many_groups_are_found_without_a_search_for_each() -> None:
+    groups, size = 16, 16
+    layout = KVLayout((TensorLayout(32, 1, 1),), ((TensorRef(0, 1),),) * groups, 2)
+    fingerprint = msgspec.structs.replace(FINGERPRINT, host_block_bytes=2)
+    fixture = NamespacesFixture("a", fingerprint=fingerprint, layout=layout)
+    keys = [CountedKey([number]) for number in range(groups * size)]
+    gpu = blocks([*range(2 * size - 2)] * groups, *[(2 * size - 2, 1)] * groups)
+    CountedKey.times = 0
+    plan = fixture.start("a", (gpu, KeyLoadStoreSpec(keys)))
+    assert len(copies(plan)) == gpu.block_ids.size
+    assert CountedKey.times < 4 * len(keys)

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvferry.daemon.core.session_pins import LEAST_PINS
+from kvferry.daemon.core.actions import FreeDeferred
+from kvferry.daemon.core.session_pins import LEAST_PINS, SOME
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
 from kvferry.proto.specs import MAX_KEYS
-from support.namespaces_fixture import NamespacesFixture, each, store
+from support.counted_key import CountedKey
+from support.namespaces_fixture import NamespacesFixture, each, free_all, store
 
 
 def test_pins_are_counted() -> None:
@@ -83,6 +85,18 @@ def test_many_pins_of_a_key_are_released_in_linear_time() -> None:
     assert count_calls(lambda: fixture.core.close_session("b")) < 4 * 200
 
 
+def test_many_pins_of_an_ended_session_are_released_in_steps() -> None:
+    """A million take seconds, in which the event loop would do nothing else."""
+    fixture = NamespacesFixture("a", "b")
+    fixture.stored("a", b"ab")
+    fixture.send("b", wire.Pin(each(b"ab") * (2 * SOME)))
+    (*_, sweep) = fixture.core.close_session("b")
+    assert isinstance(sweep, FreeDeferred)
+    assert fixture.usage("pinned") != (0,)
+    assert free_all(sweep) > 1
+    assert fixture.usage("pinned") == (0,)
+
+
 @pytest.mark.parametrize("make", [wire.Pin, wire.Touch])
 def test_keys_of_another_length_are_refused(make: Any) -> None:
     fixture = NamespacesFixture("a")
@@ -108,18 +122,6 @@ def test_unpinning_a_key_many_times_takes_linear_time() -> None:
     many = each(b"a" * 200)
     fixture.send("a", wire.Pin(many))
     assert count_calls(lambda: fixture.send("a", wire.Unpin(many))) < 10 * len(many)
-
-
-class CountedKey(bytes):
-    """A key that counts comparisons."""
-
-    times = 0
-
-    def __eq__(self, other: object) -> bool:
-        CountedKey.times += 1
-        return bytes.__eq__(self, other)
-
-    __hash__ = bytes.__hash__
 
 
 def test_unpinning_many_keys_takes_linear_time() -> None:

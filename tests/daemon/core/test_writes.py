@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from kvferry.daemon.core.actions import Action, BlockSet, PublishKVEvents
+from kvferry.daemon.core.actions import Action, BlockSet, PublishKVEvents, SendMessage
 from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
     BlocksWritten,
@@ -268,15 +269,47 @@ def test_the_end_of_a_write_from_before_a_reset_marks_no_key() -> None:
     assert write_all(fixture) == b"a"
 
 
-def test_a_region_that_is_being_written_is_not_freed() -> None:
-    fixture = new_fixture(b"ab")
+def test_a_request_for_a_region_that_is_being_written_waits_for_the_end_of_the_write() -> None:
+    """A store of many blocks would keep a new engine out as long as it is written."""
+    fixture = new_fixture(b"abcd")
+    fixture.close_sessions("a")
+    jobs = [take_writes(fixture, limit=1)[0] for _ in range(2)]
+    fixture.open_sessions("b")
+    assert fixture.send("b", wire.OpenNamespace(7, OTHER, POOL, "lru", 1)) == []
+    assert take_writes(fixture) == []
+    end_write(fixture, jobs[0], [True])
+    assert take_writes(fixture) == []
+    (opened,) = [
+        each for each in end_write(fixture, jobs[1], [True]) if isinstance(each, SendMessage)
+    ]
+    assert isinstance(opened.message, wire.Opened)
+    assert opened.message.num_blocks == POOL // PAGE
+
+
+def test_a_request_that_waited_for_a_write_in_vain_is_refused() -> None:
+    fixture = new_fixture(b"a")
     fixture.close_sessions("a")
     (job,) = take_writes(fixture)
     fixture.open_sessions("b")
-    other = wire.OpenNamespace(7, OTHER, POOL, "lru", 1)
-    assert fixture.error("b", other)[0] == Code.POOL_FULL
-    end_write(fixture, job, [True, True])
-    assert fixture.open_namespace("b", OTHER, POOL).num_blocks == POOL // PAGE
+    assert fixture.send("b", wire.OpenNamespace(7, OTHER, POOL + 1, "lru", 1)) == []
+    (refused,) = [each for each in end_write(fixture, job, [True]) if isinstance(each, SendMessage)]
+    assert isinstance(refused.message, wire.Error)
+    assert refused.message.error.code == Code.POOL_FULL
+
+
+def test_namespaces_in_use_are_written_while_a_request_waits() -> None:
+    fixture = new_fixture(b"ab")
+    fixture.close_sessions("a")
+    fixture.open_sessions("b", "c")
+    fixture.open_namespace("b", OTHER, QUOTA)
+    fixture.register("b")
+    assert keys_of(take_writes(fixture, limit=1)) == b"a"
+    third = msgspec.structs.replace(OTHER, model="third")
+    assert fixture.send("c", wire.OpenNamespace(7, third, POOL, "lru", 1)) == []
+    fixture.stored("b", b"c")
+    assert keys_of(take_writes(fixture)) == b"c"
+    fixture.close_sessions("c")
+    assert keys_of(take_writes(fixture)) == b"b"
 
 
 def test_writes_alternate_between_namespaces() -> None:

@@ -286,3 +286,17 @@ def test_a_wipe_clears_all_blocks() -> None:
         table.clear_commits()
         assert table.committed_blocks().size == 0
         assert not table.unchanged(blocks(*numbers), versions).any()
+
+
+def test_a_wipe_takes_no_memory_for_blocks_that_were_never_stored() -> None:
+    """A reset would allocate and clear 100 MB for a million blocks."""
+    many = 1 << 20
+    with new_table(RegionRecord(NAMESPACE.name, 0, many * 4096, fingerprint=NAMESPACE)) as table:
+        store(table, [0], [b"aaaaa"])
+        versions = table.invalidate(blocks(1))
+        table.clear_commits()
+        assert os.fstat(table.descriptor).st_blocks * 512 < 64 << 10
+        assert not table.commit(
+            blocks(1), versions, np.zeros(1, dtype=np.uint64), [b"bbbbb"], {}
+        ).any()
+        assert read_residents(table) == ()

@@ -13,7 +13,17 @@ from kvferry.daemon.transport.outbox import Outboxes, OutboxLimits, merge_result
 from kvferry.daemon.transport.peers import Peer
 from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_daemon_message
 from kvferry.proto.errors import Code
-from kvferry.proto.messages import Done, Error, Finished, Goodbye, KeyEvents, Opened, Waited
+from kvferry.proto.keys import EventKind
+from kvferry.proto.messages import (
+    Done,
+    Error,
+    Finished,
+    Goodbye,
+    KeyEvent,
+    KeyEvents,
+    Opened,
+    Waited,
+)
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import Direction
 from support.eventually import eventually
@@ -75,6 +85,22 @@ async def test_a_full_outbox_drops_key_events_and_sends_the_last_sequence_number
     assert (peer.outbox_bytes, peer.missed_events) == (0, None)
     outboxes.broadcast_events(["s"], events[4])
     assert socket.sent[4:] == [events[4]]
+
+
+async def test_large_key_events_are_left_out_before_they_fill_the_outbox() -> None:
+    """An idle engine is not disconnected because another one stores much."""
+    fixture = OutboxFixture(nbytes=3000, event_bytes=1000)
+    outboxes, socket, peer = fixture.outboxes, fixture.socket, fixture.peer
+    events = [
+        KeyEvents(number, (KeyEvent(EventKind.STORED, (bytes(60),) * 9),)) for number in range(9)
+    ]
+    for each in events:
+        outboxes.broadcast_events(["s"], each)
+    await asyncio.sleep(0)
+    assert (fixture.overflowed, len(peer.outbox)) == ([], 2)
+    socket.room = 100
+    await fixture.until_sent(3)
+    assert socket.sent == [*events[:2], KeyEvents(8, ())]
 
 
 async def test_a_peer_that_receives_nothing_is_disconnected_with_a_goodbye() -> None:

@@ -38,6 +38,10 @@ RECONNECT_MS, RECONNECT_MAX_MS = 10, 300
 # again after this time; its default is 30 s.
 HANDSHAKE_MS = 2000
 
+# Messages that are held for a client that does not poll. The daemon holds further ones, and leaves
+# key events out.
+RECEIVED_MESSAGES = 256
+
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
 _monitors = count()
 _libc = ctypes.CDLL(None)
@@ -81,7 +85,7 @@ class Connection:
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, most)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, RECEIVED_MESSAGES)
         address = f"inproc://monitor-{next(_monitors)}"
         self._connected = self._disconnected = self._forbidden = False
         self.monitor = self.socket.get_monitor_socket(_EVENTS, address)
@@ -91,7 +95,10 @@ class Connection:
             self._pollfds[index] = _PollFd(cast(int, socket.get(zmq.FD)), select.POLLIN)
 
     def reopen(self) -> None:
-        """Replace the socket by a new one. Queued messages are dropped."""
+        """Replace the socket by a new one. Queued messages are dropped.
+
+        Raises zmq.ZMQError if the process has no descriptors left; only `close` may follow.
+        """
         self._close_sockets(0)
         self._open_socket()
 
@@ -158,23 +165,28 @@ class Connection:
         self._context.term()
 
     def _close_sockets(self, linger_ms: int) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close(0)
-        self.socket.close(linger_ms)
+        if self.monitor in self._sockets:
+            self.socket.disable_monitor()
+        for socket in reversed(self._sockets):
+            socket.close(0 if socket is self.monitor else linger_ms)
         self._sockets.clear()
 
 
 class NoConnection:
-    """Stands in for a Connection until a daemon is found."""
+    """Stands in for a Connection until a daemon is found, or a socket could be opened.
+
+    reason: why there is none.
+    """
 
     directory = Path()
     alive_check_interval = mirror_max_age = 0.0
 
-    def __init__(self) -> None:
+    def __init__(self, reason: str = "no daemon has been found yet") -> None:
         self.closed = False
+        self._reason = reason
 
     def send(self, data: bytes) -> None:
-        raise Gone(Code.DAEMON_GONE, "no daemon has been found yet")
+        raise Gone(Code.DAEMON_GONE, self._reason)
 
     def receive_messages(self, handle: Callable[[bytes], None]) -> bool:
         return False

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvferry.daemon.core.cache.deferred_free import DeferredFree
+from kvferry.daemon.core.cache.deferred_free import FreedInSteps
 from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s
 from kvferry.daemon.core.records import KeptTensorsRecord, RegionOwner, RegionRecord
 from kvferry.daemon.core.tier_actions import (
@@ -116,9 +116,10 @@ class CloseSession:
 
 @dataclass(frozen=True, slots=True)
 class FreeDeferred:
-    """Free the keys of a cache that was reset, in steps, between other work."""
+    """Free the keys of a cache that was reset, or the pins of an ended session, in steps, between
+    other work."""
 
-    deferred: DeferredFree
+    deferred: FreedInSteps
 
 
 @dataclass(frozen=True, slots=True)

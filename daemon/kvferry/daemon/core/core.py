@@ -80,7 +80,8 @@ class Core:
         # The engine of each session.
         self._engines: dict[str, str] = {}
         self._owners = EngineOwners()
-        # Requests, by session, that wait until a closing registration frees what they need.
+        # Requests, by session, that wait until a closing registration or a tier frees what they
+        # need.
         self._waiting_requests: dict[str, RegionRequest] = {}
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
         self._namespaces = Namespaces(self._regions, tiers)
@@ -145,7 +146,8 @@ class Core:
             case TensorsMapped():
                 actions, error = self._registrations.finish_mapping(report)
             case TensorsUnmapped(number):
-                actions, error = self._handle_unmapped(number), None
+                unmapped = self._registrations.finish_unmapping(number)
+                actions, error = [*unmapped, *self._retry_requests()], None
             case BlocksVerified():
                 self._handle_verified(report)
                 actions, error = [], None
@@ -163,9 +165,10 @@ class Core:
                 actions, error = self._promotions.end_fetch(report), None
             case FetchReleased():
                 self._promotions.release_fetch(report)
-                actions, error = [], None
+                actions, error = self._retry_requests(), None
             case BlocksWritten():
-                actions, error = self.writes.end_write(report), None
+                written = self.writes.end_write(report)
+                actions, error = [*written, *self._retry_requests()], None
             case StoreDropped():
                 actions, error = self._promotions.end_drop(report), None
             case BlocksCommitted():
@@ -199,14 +202,16 @@ class Core:
         """Close a session: cancel its jobs and unmap what it registered."""
         self._owners.remove_session(self._engines.pop(session))
         self._waiting_requests.pop(session, None)
+        self._namespaces.region_wanted = bool(self._waiting_requests)
         self._promotions.close_session(session)
-        self._namespaces.close_session(session)
+        deferred = self._namespaces.close_session(session)
         moved = self._transfers.moved_bytes.pop(session, 0)
         cancels, unfinished = self._transfers.close_session(session)
         return [
             CloseSession(session, unfinished, moved),
             *cancels,
             *self._registrations.close_session(session),
+            *deferred,
         ]
 
     def stop(self) -> None:
@@ -318,7 +323,8 @@ class Core:
         return Gone(Code.SHUTTING_DOWN, message, daemon)
 
     def _grant_region(self, session: str, engine: str, message: RegionRequest) -> list[Action]:
-        """Grant a request, or keep it waiting if a closing registration will free what it needs."""
+        """Grant a request, or keep it waiting if what it needs may soon be free: held by a closing
+        registration, or by tiers in a namespace that nobody uses."""
         self._check_running()
         if session in self._waiting_requests:
             waiting = type(self._waiting_requests[session]).__name__
@@ -330,15 +336,19 @@ class Core:
             opened = self._namespaces.open_namespace(session, engine, message)
             return self._registrations.release_orphaned() + opened
         except Refused as refused:
-            if refused.code not in _RETRYABLE or not self._registrations.is_closing:
+            held = refused.code == Code.POOL_FULL and self._namespaces.any_held_by_tiers
+            closing = refused.code in _RETRYABLE and self._registrations.is_closing
+            if not (held or closing):
                 raise
             self._waiting_requests[session] = message
+            self._namespaces.region_wanted = True
             return []
 
-    def _handle_unmapped(self, number: int) -> list[Action]:
-        """A registration was unmapped: try the waiting requests again, in order."""
-        actions = self._registrations.finish_unmapping(number)
+    def _retry_requests(self) -> list[Action]:
+        """Something was freed: try the waiting requests again, in order."""
+        actions = list[Action]()
         waiting, self._waiting_requests = self._waiting_requests, {}
+        self._namespaces.region_wanted = False
         for session, message in waiting.items():
             try:
                 actions += self._grant_region(session, self._engines[session], message)

@@ -280,7 +280,9 @@ class Namespace:
         self, keys: Sequence[OffloadKey], parts: dict[int, Part], keep: Sequence[OffloadKey]
     ) -> tuple[Sequence[int], Lease]:
         """The host block of each key; -1 for keys that are not stored."""
-        named = {keys[at]: part for at, part in parts.items() if keys.index(keys[at]) == at}
+        # Of a key that occurs twice, the first place counts. One pass: each group has two parts.
+        first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True)) if parts else {}
+        named = {keys[at]: part for at, part in parts.items() if first[keys[at]] == at}
         reservation = self.cache.prepare_store(keys, named, keep)
         if reservation is None:
             raise Refused(

@@ -62,6 +62,9 @@ class Namespaces:
         self._freed_seen = 0
         # Namespaces with unsent key events, oldest first.
         self._changed: dict[Namespace, None] = {}
+        # Whether a request waits for a region: tiers then take no blocks of a namespace without
+        # users, so that its region can be freed.
+        self.region_wanted = False
         # Pinned keys of each session.
         self._session_pins: dict[str, SessionPins] = {}
 
@@ -69,6 +72,11 @@ class Namespaces:
         """Namespaces that still have their region."""
         self._find_freed()
         return iter(self._by_name.values())
+
+    @property
+    def any_held_by_tiers(self) -> bool:
+        """Whether tiers alone keep the region of a namespace from being freed."""
+        return any(one.in_use and not one.has_users for one in self)
 
     def open_namespace(self, session: str, engine: str, message: OpenNamespace) -> list[Action]:
         """Enter a namespace, creating it if needed. If it raises Refused, nothing has changed."""
@@ -244,15 +252,17 @@ class Namespaces:
             self._unwritten = _sums(self._unwritten, namespace.cache.tier_access.unwritten)
         self._freed += lost
 
-    def close_session(self, session: str) -> None:
-        """Remove a closed session and release its pins."""
+    def close_session(self, session: str) -> list[Action]:
+        """Remove a closed session and release its pins, many of them later."""
         namespace = self._by_session.pop(session, None)
         if namespace is None:
-            return
-        self._session_pins.pop(session).unpin_all()
+            return []
+        pins = self._session_pins.pop(session)
+        actions: list[Action] = [FreeDeferred(pins)] if pins.free_some() else []
         del namespace.sessions[session]
         namespace.subscribers.discard(session)
         self.mark_deserted_if_unused(namespace)
+        return actions
 
     def status(self) -> tuple[NamespaceStatus, ...]:
         return tuple(namespace.status() for namespace in self)

@@ -20,6 +20,8 @@ PINS_OF_A_BLOCK = 4
 LEAST_PINS = 4 * MAX_KEYS
 # Keys that a session is expected to pin at once. More work, too.
 EXPECTED_PINS = 1 << 16
+# Pins that are released without a break when a session ends.
+SOME = 1 << 14
 
 
 class SessionPins:
@@ -71,10 +73,21 @@ class SessionPins:
         self._count -= len(keys)
         self._cache.unpin_blocks([block for key in keys if (block := self._pop_oldest(key)) >= 0])
 
-    def unpin_all(self) -> None:
-        """Release all pins."""
-        newer = (key for key, others in self._newer.items() for _ in others)
-        self.unpin_keys((*self._oldest, *newer))
+    def free_some(self) -> bool:
+        """Release about SOME of the pins of a session that has ended. Return whether any are left.
+
+        A million pins take seconds.
+        """
+        blocks, shards = list[int](), self._oldest.shards
+        while shards and len(blocks) < SOME:
+            blocks += shards.pop().values()
+        while self._newer and len(blocks) < SOME:
+            key, newer = self._newer.popitem()
+            blocks += [newer.popleft() for _ in range(min(len(newer), SOME))]
+            if newer:
+                self._newer[key] = newer
+        self._cache.unpin_blocks([block for block in blocks if block >= 0])
+        return bool(shards or self._newer)
 
     def _pop_oldest(self, key: OffloadKey) -> int:
         oldest = self._oldest.shard_of(key)

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
+from kvferry.daemon.core.block_ids import largest
 from kvferry.daemon.core.layout import Bools, Int64s
 from kvferry.daemon.core.records import RegionRecord, ResidentBlock, decode_record, encode_record
 from kvferry.daemon.memory.shared_memory import PAGE
@@ -98,7 +99,7 @@ class BlockTable:
         self._committed, self._versions = self._lines["committed"], self._lines["version"]
         self._stamps = self._lines["stamp"]
         self.closed = False
-        # No line from here on is committed. Lines of a blank table must not be read.
+        # No line from here on was ever used. Those of a blank table must not be read.
         self._end = 0
         if not blank:
             self._end = self.num_blocks
@@ -161,12 +162,14 @@ class BlockTable:
     def clear_commits(self) -> None:
         """Mark every block as uncommitted."""
         self.unverified, self._unverified_count = None, 0
-        for at in range(0, self._lines.size, CLEARED_LINES):
-            self._committed[at : at + CLEARED_LINES] = False
-            self._versions[at : at + CLEARED_LINES] += _ONE
+        for at in range(0, self._end, CLEARED_LINES):
+            end = min(at + CLEARED_LINES, self._end)
+            self._committed[at:end] = False
+            self._versions[at:end] += _ONE
 
     def invalidate(self, blocks: Int64s) -> Versions:
         """Mark blocks as uncommitted before a store writes them. Returns versions for `commit`."""
+        self._end = max(self._end, largest(blocks) + 1)
         self.mark_corrupt(blocks)
         self.touch(blocks)
         return self.versions(blocks)
@@ -194,7 +197,6 @@ class BlockTable:
         lines["part"][blocks] = places or (0, 0)
         lines["checksum"][blocks] = checksums[same]
         lines["committed"][blocks] = True
-        self._end = max(self._end, int(blocks.max(initial=-1)) + 1)
         return same
 
     def touch(self, blocks: Int64s) -> None:

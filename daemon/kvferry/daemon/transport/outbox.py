@@ -30,12 +30,14 @@ RETRY = 0.002
 class OutboxLimits:
     """Limits of one outbox; a client that exceeds `messages` or `nbytes` is disconnected.
 
-    events: number of queued messages from which on key events are left out.
+    events, event_bytes: numbers of queued messages and of their bytes from which on key events are
+    left out. The rest is for results.
     """
 
     messages: int = 100_000
     nbytes: int = 32 << 20
     events: int = 1000
+    event_bytes: int = 8 << 20
 
 
 class Outboxes:
@@ -84,7 +86,8 @@ class Outboxes:
             peer = self._peers.by_session.get(session)
             if peer is None:
                 continue
-            if len(peer.outbox) < self._limits.events:
+            limits = self._limits
+            if len(peer.outbox) < limits.events and peer.outbox_bytes < limits.event_bytes:
                 self._queue_message(peer, data)
             else:
                 peer.missed_events = key_events

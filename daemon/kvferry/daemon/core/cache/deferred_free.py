@@ -1,4 +1,4 @@
-"""Deferred freeing of the keys of a cache that was reset.
+"""Deferred freeing: of the keys of a cache that was reset, and of the pins of an ended session.
 
 Freeing a million keys at once takes 100 ms, which would block the event loop. So the server frees
 them in steps.
@@ -6,7 +6,14 @@ them in steps.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from kvferry.daemon.core.cache.key_index import KeyIndex
+
+
+class FreedInSteps(Protocol):
+    def free_some(self) -> bool:
+        """Free some entries. Return whether any are left."""
 
 
 class DeferredFree:
