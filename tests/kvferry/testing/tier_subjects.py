@@ -229,7 +229,8 @@ class ProcessSubject(Subject):
 class TierSetup:
     """A tier to test. module, options: as in the configuration.
 
-    capacity: bytes of blocks that it has room for, at most about 64 MiB, because the tests fill it.
+    capacity: bytes of blocks that it has room for, at most about 64 MiB, because the tests fill it;
+    0 if it has room for more.
     in_process: call it in this process; else through TierClient and the process of a tier, with
     these times.
     """
