@@ -136,6 +136,16 @@ def test_old_keys_are_not_found_after_any_number_of_drops(
     raw.store.close()
 
 
+def test_small_host_blocks_are_warned_of_once(
+    shared_store: MooncakeStore, stack: ExitStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = Host(shared_store, stack)
+    for number in (1, 2):
+        assert here.tier.put([number], "a6" * 8) == [OK]
+    here.tier.usage()  # sent after the log
+    assert capsys.readouterr().out.count("small host blocks in the Mooncake tier") == 1
+
+
 def test_lost_markers_are_put_again(shared_store: MooncakeStore, stack: ExitStack) -> None:
     here = Host(shared_store, stack)
     space = "a4" * 8

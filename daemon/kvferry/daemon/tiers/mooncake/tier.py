@@ -160,7 +160,8 @@ class MooncakeTier:
         if nbytes < SMALL_BLOCK and not self._warned:
             self._warned = True
             log.warning(
-                "small host blocks in the Mooncake tier; raise block_size_factor of the engine",
+                "small host blocks in the Mooncake tier; raise block_size_factor, with vLLM the "
+                "connector's block_size",
                 block_bytes=nbytes,
                 recommended_bytes=SMALL_BLOCK,
             )
