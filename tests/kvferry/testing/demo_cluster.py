@@ -12,6 +12,7 @@ All processes run on this machine and talk over TCP, as they would over a networ
 from __future__ import annotations
 
 import argparse
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -226,4 +227,7 @@ def _until(condition: Callable[[], bool]) -> None:
 
 
 if __name__ == "__main__":
+    # Whatever ends this process ends those that it started.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     raise SystemExit(main())
