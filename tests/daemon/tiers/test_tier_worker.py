@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvferry.daemon.tiers.base import Result
-from kvferry.testing.tier_subjects import PoolMemory, ProcessSubject, TierSetup, open_subject
+from kvferry.testing.tier_subjects import (
+    NAMESPACE,
+    PoolMemory,
+    ProcessSubject,
+    TierSetup,
+    open_subject,
+)
 
+SECONDS = 30.0
 OK, ERROR = Result.OK, Result.ERROR
 
 
@@ -48,3 +56,18 @@ def test_a_tier_that_cannot_say_its_usage_stays_on(tier: ProcessSubject, tmp_pat
     assert tier.usage() == before
     assert tier.contains([1, 2]) == [True, True]
     assert tier.client.counters.deaths == 0
+
+
+def test_what_a_process_sent_before_its_end_is_read(
+    tier: ProcessSubject, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if the daemon is busy until the process has ended: it says why."""
+    client, before = tier.client, tier.client.pid
+    (tmp_path / "drop").touch()
+    client.refresh_usage()
+    client.drop(NAMESPACE)
+    deadline = time.monotonic() + SECONDS
+    while ") Z " not in Path(f"/proc/{before}/stat").read_text():
+        assert time.monotonic() < deadline
+    tier.wait_until(lambda: client.pid not in (None, before))
+    assert "drop failed" in capsys.readouterr().out
