@@ -166,6 +166,7 @@ def test_another_host_loads_stored_blocks_until_a_reset(stack: ExitStack) -> Non
     a.manager.reset_cache()
     until(lambda: cluster.store.key_count() < 64)  # the reset leaves a marker
     assert b.find(range(32, 64)).prefix == 0
+    until(lambda: {b.manager.lookup(key) for key in keys(range(32))} == {Lookup.MISS})
     cluster.share()
 
 

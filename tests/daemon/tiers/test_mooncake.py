@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -119,6 +121,32 @@ def test_a_drop_on_one_host_is_seen_on_the_other_and_frees_memory(
     assert here.tier.fetch([1, 2], part) == [OK, MISS]
     there.tier.drop(namespace=space)
     assert here.tier.contains([1], part) == [False]
+
+
+@pytest.mark.parametrize("process", ["same", "new"])
+def test_blocks_from_before_a_drop_on_another_host_are_not_found_again(
+    shared_store: MooncakeStore, stack: ExitStack, process: str
+) -> None:
+    here, there = Host(shared_store, stack), Host(shared_store, stack)
+    space = {"same": "b1", "new": "b2"}[process] * 8
+    part, client, dropped = f"{space}-part", there.tier.client, list[str]()
+    client.dropped_elsewhere = dropped.append
+    assert there.tier.contains([1], part) == [False]
+    here.tier.drop(namespace=space)
+    if process == "new":
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        there.tier.wait_until(lambda: client.counters.deaths and client.is_on)
+    else:
+        assert there.tier.put([1], part) == [OK]  # `there` does not know of the drop yet
+        assert here.tier.contains([1], part) == [False]
+        assert there.tier.contains([1], part) == [False]
+    assert dropped == [space]
+    assert there.tier.put([1], part) == [OK]
+    assert here.tier.fetch([1], part) == [OK]
+    there.tier.drop(namespace=space)
+    assert there.tier.contains([1], part) == [False]
+    assert dropped == [space]
 
 
 def test_old_keys_are_not_found_after_any_number_of_drops(

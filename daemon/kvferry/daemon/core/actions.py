@@ -26,6 +26,7 @@ from kvferry.daemon.core.tier_actions import (
     FindKeys,
     KeysFound,
     StoreDropped,
+    StoreDroppedElsewhere,
 )
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.events import HOST_POOL, Place
@@ -385,5 +386,6 @@ Report: TypeAlias = (
     | FetchReleased
     | BlocksWritten
     | StoreDropped
+    | StoreDroppedElsewhere
     | Continue
 )

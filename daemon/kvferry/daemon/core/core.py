@@ -41,6 +41,7 @@ from kvferry.daemon.core.tier_actions import (
     FetchReleased,
     KeysFound,
     StoreDropped,
+    StoreDroppedElsewhere,
     TierDescription,
 )
 from kvferry.daemon.core.transfers import JobObserver, Transfers
@@ -166,8 +167,8 @@ class Core:
                 actions, error = [], None
             case BlocksWritten():
                 actions, error = self.writes.end_write(report), None
-            case StoreDropped():
-                actions, error = self._promotions.end_drop(report), None
+            case StoreDropped() | StoreDroppedElsewhere():
+                actions, error = self._promotions.handle_drop(report), None
             case BlocksCommitted():
                 self._namespaces.mark_committed(report)
                 return []

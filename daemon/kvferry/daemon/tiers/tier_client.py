@@ -122,6 +122,10 @@ class TierClient:
         self._late = 0
         # Drops that the process has not confirmed; repeated first thing after a restart.
         self._drops: dict[int, _Pending] = {}
+        # Of each namespace how often it was dropped, as far as known; see tiers/__init__.py.
+        self._generations: dict[str, int] = {}
+        # Called with the name of a namespace that another daemon has dropped.
+        self.dropped_elsewhere: Callable[[str], None] = nothing
         # The last lookup: a probe repeats it.
         self._last_lookup: tuple[str, Sequence[bytes]] | None = None
         self._started = self._closed = False
@@ -190,7 +194,8 @@ class TierClient:
             self._refuse(blocks, Result.FULL, done, released)
             return
         sums = checksums.astype(np.uint64).tobytes()
-        request = PutRequest(next(self._numbers), *blocks.fields(), sums)
+        generation = self._generations.get(_name_of(blocks.namespace), -1)
+        request = PutRequest(next(self._numbers), *blocks.fields(), sums, generation)
         self._submit(request, _Pending(request, len(blocks.keys), done, released), PUT_SECONDS)
 
     def drop(
@@ -293,11 +298,11 @@ class TierClient:
 
     def _handle(self, reply: TierReply) -> None:
         match reply:
-            case Answer(number, results):
-                self._end_request(number, results)
+            case Answer(number, results, generation):
+                self._end_request(number, results, generation)
             case UsageAnswer(number, usage):
                 self.usage = usage
-                self._end_request(number, b"")
+                self._end_request(number, b"", -1)
             case Started(usage):
                 self.usage, self._started = usage, True
                 self._process.note_started()
@@ -312,7 +317,7 @@ class TierClient:
                 if fatal:
                     self.breaker.trip()
 
-    def _end_request(self, number: int, results: bytes) -> None:
+    def _end_request(self, number: int, results: bytes, generation: int) -> None:
         pending = self._pending.pop(number)
         self._drops.pop(number, None)
         if pending.timer is not None:
@@ -329,6 +334,11 @@ class TierClient:
                 self.breaker.record_error()
             elif not pending.late:
                 self.breaker.record_lookup(in_time=True)
+            if self._note_generation(request.namespace, generation):
+                self.dropped_elsewhere(_name_of(request.namespace))
+                answer = [Result.MISS] * len(answer)
+        elif isinstance(request, DropRequest):
+            self._note_generation(request.namespace, generation)
         elif isinstance(request, FetchRequest | PutRequest):
             self._process.note_progress()
             for _ in range(results.count(Result.ERROR)):
@@ -337,6 +347,15 @@ class TierClient:
                 self.breaker.record_success()
         self._finish(pending, answer)
         pending.released(answer)
+
+    def _note_generation(self, namespace: str, generation: int) -> bool:
+        """Returns whether it has grown."""
+        if generation < 0:
+            return False
+        name = _name_of(namespace)
+        known = self._generations.get(name, generation)
+        self._generations[name] = max(known, generation)
+        return generation > known
 
     # Probes
 
@@ -363,6 +382,11 @@ class TierClient:
     def _refresh_regularly(self) -> None:
         self.refresh_usage()
         self._usage_timer = self._loop.call_later(USAGE_EVERY, self._refresh_regularly)
+
+
+def _name_of(namespace: str) -> str:
+    """The namespace without its part."""
+    return namespace.partition("-")[0]
 
 
 def _check_count(keys: Sequence[bytes]) -> None:

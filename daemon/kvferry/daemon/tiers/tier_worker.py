@@ -169,11 +169,11 @@ class TierWorker:
                 try:
                     present = self._tier.contains(namespace, keys)
                     _check_results("contains", present, keys)
-                    found = bytes(map(bool, present))
+                    found, generation = bytes(map(bool, present)), self._generation_of(namespace)
                 except Exception as error:
                     self._report_exception("contains", error)
-                    found = bytes([FAILED]) * len(keys)
-                self._send(Answer(number, found))
+                    found, generation = bytes([FAILED]) * len(keys), -1
+                self._send(Answer(number, found, generation))
             case DropRequest(number, namespace, keys):
                 if keys is None:
                     for job, part in self._queue.remove_namespace(namespace):
@@ -183,7 +183,11 @@ class TierWorker:
                 except Exception as error:
                     self._end_after_drop(namespace, error)
                 else:
-                    self._send(Answer(number, b""))
+                    self._send(Answer(number, b"", self._generation_of(namespace)))
+
+    def _generation_of(self, namespace: str) -> int:
+        ask = getattr(self._tier, "generation", None)
+        return -1 if ask is None else int(ask(namespace))
 
     def _refresh_usage(self) -> TierUsage:
         """The usage; the one before if the tier cannot say it now."""
@@ -225,6 +229,7 @@ class TierWorker:
                 if isinstance(request, FetchRequest):
                     results = self._fetch(blocks, request.deadline)
                 else:
+                    blocks = blocks._replace(generation=request.generation)
                     results = self._tier.put(blocks, job.checksums[part])
                     _check_results("put", results, blocks.keys)
                     results = [Result(each) for each in results]

@@ -50,6 +50,18 @@ class Epochs:
             known = self._known.get(name)
         return self._search(name, 0) if known is None else known.epoch
 
+    def last_known(self, name: str) -> int:
+        """The epoch as far as known; -1: not known. Asks nobody."""
+        with self._lock:
+            known = self._known.get(name)
+        return -1 if known is None else known.epoch
+
+    def learn(self, name: str, epoch: int) -> None:
+        """An earlier process of this tier has seen this epoch, also if the store has lost it."""
+        with self._lock:
+            known = self._known.setdefault(name, _Known())
+            known.epoch = max(known.epoch, epoch)
+
     def current(self, name: str) -> int:
         """The epoch as the store had it FRESH seconds ago at the earliest. Raises StoreError."""
         with self._lock:

@@ -99,6 +99,10 @@ class MooncakeTier:
         if removed < 0:
             log.warning("old keys not removed", namespace=name, error=removed)
 
+    def generation(self, namespace: str) -> int:
+        """The epoch of the namespace, as far as known."""
+        return self._epochs.last_known(_name_of(namespace))
+
     def usage(self) -> TierUsage:
         """Nothing is known: the store is shared, and its client cannot ask for its size."""
         return TierUsage()
@@ -143,7 +147,11 @@ class MooncakeTier:
         return results
 
     def _names(self, blocks: Blocks) -> list[str]:
-        epoch = self._epochs.current(_name_of(blocks.namespace))
+        name, epoch = _name_of(blocks.namespace), blocks.generation
+        if epoch < 0:
+            epoch = self._epochs.current(name)
+        else:
+            self._epochs.learn(name, epoch)
         return [_object(blocks.namespace, epoch, key) for key in blocks.keys]
 
     def _is_short(self, name: str, code: int, nbytes: int) -> bool:
