@@ -186,7 +186,6 @@ def start_load(
             depth=4,
             step_pause=0.01,
             job_timeout=CALL_SECONDS,
-            resets=0.0,
             prefetches=0.3,
         )
         groups[-1].start(options)
