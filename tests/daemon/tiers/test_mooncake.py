@@ -149,6 +149,18 @@ def test_blocks_from_before_a_drop_on_another_host_are_not_found_again(
     assert dropped == [space]
 
 
+def test_a_drop_on_another_host_is_noticed_without_a_lookup(
+    shared_store: MooncakeStore, stack: ExitStack
+) -> None:
+    here, there = Host(shared_store, stack), Host(shared_store, stack)
+    space, dropped = "b3" * 8, list[str]()
+    there.tier.client.dropped_elsewhere = dropped.append
+    there.tier.contains([1], f"{space}-part")
+    here.tier.drop(namespace=space)
+    there.tier.wait_until(lambda: dropped)
+    assert dropped == [space]
+
+
 def test_old_keys_are_not_found_after_any_number_of_drops(
     shared_store: MooncakeStore, stack: ExitStack
 ) -> None:

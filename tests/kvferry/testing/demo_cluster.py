@@ -106,6 +106,10 @@ class ClusterEngine:
     def reset(self) -> None:
         self._manager.reset_cache()
 
+    def wait_reset(self, keys: Sequence[bytes]) -> None:
+        """Until the daemon has noticed the reset of another one."""
+        _until(lambda: {self._manager.lookup(key) for key in keys} == {Lookup.MISS})
+
     def count_found(self, keys: Sequence[bytes]) -> int:
         """How many of the keys are in the pool, or found in the store."""
         search = self._manager.prefetch(keys)
@@ -169,7 +173,7 @@ def play(blocks: int, progress: Progress) -> ClusterReport:
         timed("the pool of daemon B to engine B", lambda: b.load(keys))
         report.wrong = b.count_wrong()
         a.reset()
-        b.reset()
+        b.wait_reset(keys)
         report.found_after_reset = b.count_found(keys)
     return report
 

@@ -90,8 +90,11 @@ class Answer(_Message, frozen=True):
 
 
 class UsageAnswer(_Message, frozen=True):
+    """generations: as in Answer, of all namespaces that were looked for."""
+
     number: int
     usage: TierUsage
+    generations: dict[str, int] = {}
 
 
 class Started(_Message, frozen=True):

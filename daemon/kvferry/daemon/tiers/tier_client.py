@@ -300,8 +300,10 @@ class TierClient:
         match reply:
             case Answer(number, results, generation):
                 self._end_request(number, results, generation)
-            case UsageAnswer(number, usage):
+            case UsageAnswer(number, usage, generations):
                 self.usage = usage
+                for name, generation in generations.items():
+                    self._note_generation(name, generation)
                 self._end_request(number, b"", -1)
             case Started(usage):
                 self.usage, self._started = usage, True
@@ -335,10 +337,9 @@ class TierClient:
             elif not pending.late:
                 self.breaker.record_lookup(in_time=True)
             if self._note_generation(request.namespace, generation):
-                self.dropped_elsewhere(_name_of(request.namespace))
                 answer = [Result.MISS] * len(answer)
         elif isinstance(request, DropRequest):
-            self._note_generation(request.namespace, generation)
+            self._note_generation(request.namespace, generation, own=True)
         elif isinstance(request, FetchRequest | PutRequest):
             self._process.note_progress()
             for _ in range(results.count(Result.ERROR)):
@@ -348,13 +349,15 @@ class TierClient:
         self._finish(pending, answer)
         pending.released(answer)
 
-    def _note_generation(self, namespace: str, generation: int) -> bool:
-        """Returns whether it has grown."""
+    def _note_generation(self, namespace: str, generation: int, *, own: bool = False) -> bool:
+        """Returns whether it has grown. own: by a drop of this daemon."""
         if generation < 0:
             return False
         name = _name_of(namespace)
         known = self._generations.get(name, generation)
         self._generations[name] = max(known, generation)
+        if generation > known and not own:
+            self.dropped_elsewhere(name)
         return generation > known
 
     # Probes

@@ -140,6 +140,8 @@ class TierWorker:
         self._jobs = threading.Lock()
         self._ending = threading.Event()
         self._usage = TierUsage()
+        # Namespaces, without their parts, of a tier that has generations.
+        self._looked_for = set[str]()
         self._call_bytes = getattr(tier, "call_bytes", CALL_BYTES)
         count = getattr(tier, "io_threads", IO_THREADS)
         self._threads = [threading.Thread(target=self._move, daemon=True) for _ in range(count)]
@@ -164,7 +166,8 @@ class TierWorker:
             case FetchRequest() | PutRequest():
                 self._start(request)
             case UsageRequest(number):
-                self._send(UsageAnswer(number, self._refresh_usage()))
+                generations = {name: self._generation_of(name) for name in self._looked_for}
+                self._send(UsageAnswer(number, self._refresh_usage(), generations))
             case ContainsRequest(number, namespace, keys):
                 try:
                     present = self._tier.contains(namespace, keys)
@@ -187,7 +190,10 @@ class TierWorker:
 
     def _generation_of(self, namespace: str) -> int:
         ask = getattr(self._tier, "generation", None)
-        return -1 if ask is None else int(ask(namespace))
+        if ask is None:
+            return -1
+        self._looked_for.add(namespace.partition("-")[0])
+        return int(ask(namespace))
 
     def _refresh_usage(self) -> TierUsage:
         """The usage; the one before if the tier cannot say it now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from kvferry.daemon.tiers.mooncake.store_client import (
     UNREADABLE,
     MooncakeOptions,
     StoreClient,
+    StoreError,
 )
 from kvferry.daemon.tiers.mooncake.trailer import (
     MAX_TRAILERS,
@@ -109,6 +111,8 @@ class MooncakeTier:
 
     def maintain(self) -> None:
         self._absent.expire()
+        with suppress(StoreError):  # which lookups report
+            self._epochs.refresh()
 
     def close(self) -> None:
         """Nothing is to be written back, and the library would take a second to close."""
