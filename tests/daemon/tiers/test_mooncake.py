@@ -250,7 +250,7 @@ def test_a_master_that_cannot_be_reached_is_named_and_tried_again(
 
 @pytest.mark.parametrize("what", ["master", "store", "store in transfer"])
 def test_a_store_that_does_not_answer_costs_a_miss_within_the_deadline(
-    own_store: MooncakeStore, stack: ExitStack, what: str
+    own_store: MooncakeStore, stack: ExitStack, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
     here = Host(own_store, stack)
     numbers, places = range(1, 25), range(40, 64)
@@ -279,6 +279,7 @@ def test_a_store_that_does_not_answer_costs_a_miss_within_the_deadline(
     assert done[0] - begin < 1.5, "the call has passed its deadline"
     assert set(results) <= {LATE, ERROR} or "transfer" in what
     here.tier.wait_until(lambda: released)
+    assert what != "master" or "check that mooncake_master runs" in capsys.readouterr().out
     for place in places:
         here.pool.block(place)[:] = 7
     # What the store has not sent yet follows now.

@@ -21,6 +21,7 @@ from kvferry.daemon.tiers.mooncake.store_client import (
     MooncakeOptions,
     StoreClient,
     StoreError,
+    explain,
 )
 from kvferry.daemon.tiers.mooncake.trailer import (
     MAX_TRAILERS,
@@ -241,4 +242,4 @@ def _buffers(blocks: Blocks, trailers: Trailers) -> tuple[list[list[int]], list[
 def _log_failures(what: str, codes: Sequence[int], results: Sequence[Result]) -> None:
     failed = [code for code, result in zip(codes, results, strict=True) if result is Result.ERROR]
     if failed:
-        log.warning("store failed", operation=what, keys=len(failed), error=failed[0])
+        log.warning("store failed", operation=what, keys=len(failed), reason=explain(failed[0]))
