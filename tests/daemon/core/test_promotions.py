@@ -204,21 +204,21 @@ def test_the_reply_to_a_reset_waits_until_the_tiers_dropped_the_namespace() -> N
 def test_a_reset_by_another_daemon_is_done_here_and_in_the_other_tiers() -> None:
     fixture = new_fixture()
     fixture.stored("a", b"b")
-    search = find(fixture, b"a")
+    search = start_search(fixture, b"a")
     name = search.store.partition("-")[0]
-    (drop,) = of_kind(fixture.core.report(StoreDroppedElsewhere(0, name)), DropStore)
+    (drop,) = actions_of(fixture.core.report(StoreDroppedElsewhere(0, name)), DropStore)
     assert (drop.namespace, drop.dropped_by) == (name, 0)
     assert fixture.loadable("a") == b""
-    assert reply(found(fixture, search, 0)) == wire.TiersFound(1, 0)
-    assert reply(fixture.send("a", wire.FindInTiers(1, each(b"a")))) == wire.TiersFound(1, 0)
+    assert reply_of(end_search(fixture, search, 0)) == wire.TiersFound(1, 0)
+    assert reply_of(fixture.send("a", wire.FindInTiers(1, each(b"a")))) == wire.TiersFound(1, 0)
     assert fixture.report(StoreDropped(drop.drop)) == []
-    find(fixture, b"a")
+    start_search(fixture, b"a")
 
 
 def test_a_reset_by_another_daemon_of_an_unknown_namespace_drops_it_in_the_other_tiers() -> None:
     """A tier may have it from an earlier daemon."""
     actions = new_fixture().core.report(StoreDroppedElsewhere(0, "f" * 16))
-    (drop,) = of_kind(actions, DropStore)
+    (drop,) = actions_of(actions, DropStore)
     assert (drop.namespace, drop.dropped_by) == ("f" * 16, 0)
 
 
