@@ -270,8 +270,8 @@ def test_keys_that_are_stored_after_two_resets_are_known(mirror: Mirror) -> None
     """With tiers, a reset is done long after its event."""
     mirror.hide()
     mirror.hide()
-    mirror.apply_message(news(11, EventKind.CLEARED))
-    mirror.apply_message(news(12, EventKind.CLEARED))
+    mirror.apply_message(key_events(11, EventKind.CLEARED))
+    mirror.apply_message(key_events(12, EventKind.CLEARED))
     mirror.apply_message(stored(13, C))
     mirror.clear_after_reset()
     mirror.clear_after_reset()

@@ -166,6 +166,7 @@ def test_another_host_loads_stored_blocks_until_a_reset(stack: ExitStack) -> Non
     a.manager.reset_cache()
     until(lambda: cluster.store.key_count() < 64)  # the reset leaves a marker
     assert b.find(range(32, 64)).prefix == 0
+    until(lambda: {b.manager.lookup(key) for key in keys(range(32))} == {Lookup.MISS})
     cluster.share()
 
 
@@ -185,7 +186,6 @@ def start_load(
             depth=4,
             step_pause=0.01,
             job_timeout=CALL_SECONDS,
-            resets=0.0,
             prefetches=0.3,
         )
         groups[-1].start(options)

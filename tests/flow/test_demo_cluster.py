@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from rich.progress import Progress
 
 from kvferry.testing import demo_cluster
+from kvferry.testing.engine import until
 from kvferry.testing.mooncake_store import is_installed
 
 pytestmark = pytest.mark.skipif(
@@ -31,3 +38,26 @@ def test_the_demo_detects_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     with Progress(disable=True) as progress:
         report = demo_cluster.play(4, progress)
     assert report.wrong == 4
+
+
+def processes_of(session: int) -> list[str]:
+    """The command lines of the processes of a session that have not ended."""
+    found = list[str]()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(process.name)) == session:
+                found.append((process / "cmdline").read_text())
+        except (ProcessLookupError, FileNotFoundError):
+            continue
+    return [command for command in found if command]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_demo_that_is_interrupted_leaves_no_process(number: signal.Signals) -> None:
+    """Its store has open ports, and its daemons large pools."""
+    command = [sys.executable, "-m", "kvferry.testing.demo_cluster"]
+    with subprocess.Popen(command, start_new_session=True) as demo:
+        until(lambda: any("tier_worker" in each for each in processes_of(demo.pid)))
+        demo.send_signal(number)
+        assert demo.wait(60) == 130
+        until(lambda: not processes_of(demo.pid))

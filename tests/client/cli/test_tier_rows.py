@@ -43,6 +43,15 @@ def test_top_shows_a_tier_in_one_line() -> None:
     assert tier_row(TIER).plain == "disk     on · 50 GiB of 200 GiB · hits 93% · oldest 250.0 ms"
 
 
+def test_a_usage_that_is_not_known_is_not_shown_as_zero() -> None:
+    shared = TierStatus("mooncake", "on", promoted=1, read_bytes=GIB)
+    assert lines(shared) == [
+        "mooncake on, usage not known",
+        "         read 1 GiB in 1 keys, written 0 B in 0",
+    ]
+    assert tier_row(shared).plain == "mooncake on · usage not known"
+
+
 def test_failures_are_shown() -> None:
     failing = msgspec.structs.replace(
         TIER,

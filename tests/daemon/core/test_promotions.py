@@ -16,6 +16,7 @@ from kvferry.daemon.core.tier_actions import (
     FindKeys,
     KeysFound,
     StoreDropped,
+    StoreDroppedElsewhere,
 )
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
@@ -198,6 +199,27 @@ def test_the_reply_to_a_reset_waits_until_the_tiers_dropped_the_namespace() -> N
     assert reply_of(fixture.send("a", wire.FindInTiers(1, each(b"a")))) == wire.TiersFound(1, 0)
     assert reply_of(fixture.report(StoreDropped(drop.drop))) == wire.Done(5)
     start_search(fixture, b"a")
+
+
+def test_a_reset_by_another_daemon_is_done_here_and_in_the_other_tiers() -> None:
+    fixture = new_fixture()
+    fixture.stored("a", b"b")
+    search = start_search(fixture, b"a")
+    name = search.store.partition("-")[0]
+    (drop,) = actions_of(fixture.core.report(StoreDroppedElsewhere(0, name)), DropStore)
+    assert (drop.namespace, drop.dropped_by) == (name, 0)
+    assert fixture.loadable("a") == b""
+    assert reply_of(end_search(fixture, search, 0)) == wire.TiersFound(1, 0)
+    assert reply_of(fixture.send("a", wire.FindInTiers(1, each(b"a")))) == wire.TiersFound(1, 0)
+    assert fixture.report(StoreDropped(drop.drop)) == []
+    start_search(fixture, b"a")
+
+
+def test_a_reset_by_another_daemon_of_an_unknown_namespace_drops_it_in_the_other_tiers() -> None:
+    """A tier may have it from an earlier daemon."""
+    actions = new_fixture().core.report(StoreDroppedElsewhere(0, "f" * 16))
+    (drop,) = actions_of(actions, DropStore)
+    assert (drop.namespace, drop.dropped_by) == ("f" * 16, 0)
 
 
 def test_blocks_from_before_a_reset_are_free_only_after_their_release() -> None:

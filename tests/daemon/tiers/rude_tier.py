@@ -1,4 +1,4 @@
-"""A tier that does what it is told to: raise, hang, or write into a block without end.
+"""A tier that does what it is told to: raise, hang, return too little, or write without end.
 
 Its process finds it by PYTHONPATH. options: folder, where a file with a fault's name turns it on.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result
+from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage
 from kvferry.daemon.tiers.block_memory import view_memory
 from kvferry.daemon.tiers.memory_tier import MemoryTier
 
@@ -30,7 +30,7 @@ class RudeTier(MemoryTier):
 
     def contains(self, namespace: str, keys: Sequence[bytes]) -> Sequence[bool]:
         self._fail("contains")
-        return super().contains(namespace, keys)
+        return super().contains(namespace, keys)[: self._count(keys)]
 
     def fetch(self, blocks: Blocks, deadline: float) -> Sequence[Fetched]:
         self._fail("fetch")
@@ -50,19 +50,27 @@ class RudeTier(MemoryTier):
             while time.monotonic() < deadline:
                 time.sleep(0.001)
             return [*found, *(Fetched(Result.LATE) for _ in blocks.keys[1:])]
-        return super().fetch(blocks, deadline)
+        return super().fetch(blocks, deadline)[: self._count(blocks.keys)]
 
     def put(self, blocks: Blocks, checksums: Sequence[int]) -> Sequence[Result]:
         self._fail("put")
         self._wait_for("slow")
         if self._is_on("lie"):
             checksums = [checksum ^ 1 for checksum in checksums]
-        return super().put(blocks, checksums)
+        return super().put(blocks, checksums)[: self._count(blocks.keys)]
+
+    def usage(self) -> TierUsage:
+        self._fail("usage")
+        return super().usage()
 
     def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
         self._fail("drop")
         self._wait_for("slow drop")
         super().drop(namespace, keys)
+
+    def _count(self, keys: Sequence[bytes]) -> int:
+        """How many results to return."""
+        return len(keys) - self._is_on("too few")
 
     def _is_on(self, fault: str) -> bool:
         return (self._folder / fault).exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -121,6 +123,44 @@ def test_a_drop_on_one_host_is_seen_on_the_other_and_frees_memory(
     assert here.tier.contains([1], part) == [False]
 
 
+@pytest.mark.parametrize("process", ["same", "new"])
+def test_blocks_from_before_a_drop_on_another_host_are_not_found_again(
+    shared_store: MooncakeStore, stack: ExitStack, process: str
+) -> None:
+    here, there = Host(shared_store, stack), Host(shared_store, stack)
+    space = {"same": "b1", "new": "b2"}[process] * 8
+    part, client, dropped = f"{space}-part", there.tier.client, list[str]()
+    client.dropped_elsewhere = dropped.append
+    assert there.tier.contains([1], part) == [False]
+    here.tier.drop(namespace=space)
+    if process == "new":
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        there.tier.wait_until(lambda: client.counters.deaths and client.is_on)
+    else:
+        assert there.tier.put([1], part) == [OK]  # `there` does not know of the drop yet
+        assert here.tier.contains([1], part) == [False]
+        assert there.tier.contains([1], part) == [False]
+    assert dropped == [space]
+    assert there.tier.put([1], part) == [OK]
+    assert here.tier.fetch([1], part) == [OK]
+    there.tier.drop(namespace=space)
+    assert there.tier.contains([1], part) == [False]
+    assert dropped == [space]
+
+
+def test_a_drop_on_another_host_is_noticed_without_a_lookup(
+    shared_store: MooncakeStore, stack: ExitStack
+) -> None:
+    here, there = Host(shared_store, stack), Host(shared_store, stack)
+    space, dropped = "b3" * 8, list[str]()
+    there.tier.client.dropped_elsewhere = dropped.append
+    there.tier.contains([1], f"{space}-part")
+    here.tier.drop(namespace=space)
+    there.tier.wait_until(lambda: dropped)
+    assert dropped == [space]
+
+
 def test_old_keys_are_not_found_after_any_number_of_drops(
     shared_store: MooncakeStore, stack: ExitStack
 ) -> None:
@@ -134,6 +174,16 @@ def test_old_keys_are_not_found_after_any_number_of_drops(
     assert raw.store.put(raw.object(2, space, 69), b"left by a host that was late") == 0
     assert Host(shared_store, stack).tier.contains([1, 2], space) == [True, False]
     raw.store.close()
+
+
+def test_small_host_blocks_are_warned_of_once(
+    shared_store: MooncakeStore, stack: ExitStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = Host(shared_store, stack)
+    for number in (1, 2):
+        assert here.tier.put([number], "a6" * 8) == [OK]
+    here.tier.usage()  # sent after the log
+    assert capsys.readouterr().out.count("small host blocks in the Mooncake tier") == 1
 
 
 def test_lost_markers_are_put_again(shared_store: MooncakeStore, stack: ExitStack) -> None:
@@ -200,7 +250,7 @@ def test_a_master_that_cannot_be_reached_is_named_and_tried_again(
 
 @pytest.mark.parametrize("what", ["master", "store", "store in transfer"])
 def test_a_store_that_does_not_answer_costs_a_miss_within_the_deadline(
-    own_store: MooncakeStore, stack: ExitStack, what: str
+    own_store: MooncakeStore, stack: ExitStack, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
     here = Host(own_store, stack)
     numbers, places = range(1, 25), range(40, 64)
@@ -229,6 +279,7 @@ def test_a_store_that_does_not_answer_costs_a_miss_within_the_deadline(
     assert done[0] - begin < 1.5, "the call has passed its deadline"
     assert set(results) <= {LATE, ERROR} or "transfer" in what
     here.tier.wait_until(lambda: released)
+    assert what != "master" or "check that mooncake_master runs" in capsys.readouterr().out
     for place in places:
         here.pool.block(place)[:] = 7
     # What the store has not sent yet follows now.

@@ -19,6 +19,7 @@ from kvferry.daemon.core.tier_actions import (
     DropStore,
     FetchReleased,
     StoreDropped,
+    StoreDroppedElsewhere,
     WriteJob,
 )
 from kvferry.daemon.tiers import tier_client, tiering, write_out
@@ -135,6 +136,20 @@ def test_a_dropped_store_is_reported_and_gone(disk: TieringFixture) -> None:
     markers = disk.attached[0].markers
     assert markers.is_dir()
     disk.tiers[0].wait_until(lambda: not list(marked_stores(markers)))
+
+
+def test_a_drop_by_another_daemon_is_reported_and_done_in_the_other_tiers(
+    two: TieringFixture,
+) -> None:
+    two.start()
+    for tier in two.tiers:
+        tier.put([1])
+    two.tiers[1].client.dropped_elsewhere(NAMESPACE)
+    report = two.wait_for(StoreDroppedElsewhere)
+    assert report == StoreDroppedElsewhere(1, NAMESPACE)
+    two.perform(DropStore(4, NAMESPACE, report.tier))
+    assert two.wait_for(StoreDropped) == StoreDropped(4)
+    assert two.find(1).tier_of == (1,)
 
 
 def test_a_drop_is_reported_also_if_the_tier_does_not_answer(disk: TieringFixture) -> None:

@@ -12,6 +12,7 @@ All processes run on this machine and use TCP, as over a network.
 from __future__ import annotations
 
 import argparse
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -105,6 +106,10 @@ class ClusterEngine:
     def reset(self) -> None:
         self._manager.reset_cache()
 
+    def wait_reset(self, keys: Sequence[bytes]) -> None:
+        """Until the daemon has noticed the reset of another one."""
+        _until(lambda: {self._manager.lookup(key) for key in keys} == {Lookup.MISS})
+
     def count_found(self, keys: Sequence[bytes]) -> int:
         """The number of keys that are in the pool, or found in the store."""
         search = self._manager.prefetch(keys)
@@ -168,7 +173,7 @@ def play(blocks: int, progress: Progress) -> ClusterReport:
         timed("the pool of daemon B to engine B", lambda: b.load(keys))
         report.wrong = b.count_wrong()
         a.reset()
-        b.reset()
+        b.wait_reset(keys)
         report.found_after_reset = b.count_found(keys)
     return report
 
@@ -226,4 +231,7 @@ def _until(condition: Callable[[], bool]) -> None:
 
 
 if __name__ == "__main__":
+    # Whatever ends this process ends those that it started.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     raise SystemExit(main())

@@ -5,8 +5,9 @@
         store.kill_master()
         store.start_master()
 
-Both are the programs of the wheel (`pip install kvferry[mooncake]`). They listen on all interfaces
-without authentication, as Mooncake does; the ports are free ones. Any thread, one at a time.
+Both are the programs of the wheel (`pip install kvferry[mooncake]`), without authentication. The
+master listens at `host`, the data ports of the store process at all interfaces, as Mooncake has it;
+the ports are free ones. Any thread, one at a time.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class MooncakeStore:
         self.master = self._start(
             "mooncake_master",
             self._master_command,
+            f"--rpc_address={self.host}",
             f"--rpc_port={self.master_port}",
+            f"--metrics_host={self.host}",
             f"--metrics_port={self._metrics_port}",
             # Seconds after its last heartbeat, the master drops a store process that died.
             "--client_ttl=5",

@@ -238,7 +238,8 @@ class ProcessSubject(Subject):
 class TierSetup:
     """A tier to test. module, options: as in the configuration.
 
-    capacity: bytes of blocks that it can store, at most about 64 MiB, because the tests fill it.
+    capacity: bytes of blocks that it can store, at most about 64 MiB, because the tests fill it;
+    0 if it can store more.
     in_process: call the tier in this process; else through TierClient and the process of a tier,
     with `times`.
     """

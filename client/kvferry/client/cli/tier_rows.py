@@ -25,7 +25,7 @@ def tier_lines(tiers: Sequence[TierStatus]) -> Iterator[Text]:
         yield Text.assemble(
             f"{printable(tier.name):<8} ",
             (shown, style),
-            f", {_used(tier)}, {tier.keys:,} keys",
+            f", {_used(tier)}" + (f", {tier.keys:,} keys" if _is_counted(tier) else ""),
             (f", read-only: {printable(tier.read_only)}" if tier.read_only else "", "red"),
         )
         parts = [f"{_hits(tier)} hits"] if tier.hits + tier.misses else []
@@ -34,7 +34,8 @@ def tier_lines(tiers: Sequence[TierStatus]) -> Iterator[Text]:
         mean = f" (mean {short_duration(tier.promotion_seconds)})" if tier.promotion_seconds else ""
         parts.append(f"read {size(tier.read_bytes)} in {tier.promoted:,} keys{mean}")
         parts.append(f"written {size(tier.written_bytes)} in {tier.written:,}")
-        parts.append(f"evicted {tier.evictions:,}")
+        if _is_counted(tier):
+            parts.append(f"evicted {tier.evictions:,}")
         if tier.queue_seconds:
             parts.append(f"queue {short_duration(tier.queue_seconds)}")
         yield Text(f"         {', '.join(parts)}", "dim")
@@ -63,7 +64,14 @@ def tier_row(tier: TierStatus) -> Text:
     return text
 
 
+def _is_counted(tier: TierStatus) -> bool:
+    """Whether the tier counts what it stores. A client of a store that others use cannot."""
+    return bool(tier.capacity_bytes or tier.used_bytes or tier.keys)
+
+
 def _used(tier: TierStatus) -> str:
+    if not _is_counted(tier):
+        return "usage not known"
     bound = f"of {size(tier.capacity_bytes)}" if tier.capacity_bytes else "used"
     return f"{size(tier.used_bytes)} {bound}"
 

@@ -26,6 +26,7 @@ from kvferry.daemon.core.tier_actions import (
     FindKeys,
     KeysFound,
     StoreDropped,
+    StoreDroppedElsewhere,
 )
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.events import HOST_POOL, Place
@@ -386,5 +387,6 @@ Report: TypeAlias = (
     | FetchReleased
     | BlocksWritten
     | StoreDropped
+    | StoreDroppedElsewhere
     | Continue
 )

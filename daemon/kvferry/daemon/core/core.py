@@ -41,6 +41,7 @@ from kvferry.daemon.core.tier_actions import (
     FetchReleased,
     KeysFound,
     StoreDropped,
+    StoreDroppedElsewhere,
     TierDescription,
 )
 from kvferry.daemon.core.transfers import JobObserver, Transfers
@@ -169,8 +170,8 @@ class Core:
             case BlocksWritten():
                 written = self.writes.end_write(report)
                 actions, error = [*written, *self._retry_requests()], None
-            case StoreDropped():
-                actions, error = self._promotions.end_drop(report), None
+            case StoreDropped() | StoreDroppedElsewhere():
+                actions, error = self._promotions.handle_drop(report), None
             case BlocksCommitted():
                 self._namespaces.mark_committed(report)
                 return []

@@ -123,6 +123,10 @@ class Namespaces:
         )
         return [SendMessage(session, reply)]
 
+    def find_namespace(self, name: str) -> Namespace | None:
+        """The namespace with this name that has a region, if any."""
+        return next((one for one in self if one.name == name), None)
+
     def namespace_of(self, session: str) -> Namespace | None:
         """The namespace of a session, if any."""
         return self._by_session.get(session)
@@ -197,10 +201,14 @@ class Namespaces:
                 namespace.cache.touch(keys)
                 namespace.cache.count_lookups(hits, misses)
             case Reset():
-                deferred = namespace.reset()
-                self._regions.record_updated(namespace.record, wipe=True)
-                return [*self.take_key_events(), *_free_later(deferred)]
+                return self.reset_namespace(namespace)
         return []
+
+    def reset_namespace(self, namespace: Namespace) -> list[Action]:
+        """Make every key of a namespace absent."""
+        deferred = namespace.reset()
+        self._regions.record_updated(namespace.record, wipe=True)
+        return [*self.take_key_events(), *_free_later(deferred)]
 
     def require_namespace(self, session: str, message: ClientMessage) -> Namespace:
         """The namespace of a session that sent a message about keys. Raises Refused."""

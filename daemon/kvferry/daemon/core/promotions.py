@@ -30,6 +30,7 @@ from kvferry.daemon.core.tier_actions import (
     FindKeys,
     KeysFound,
     StoreDropped,
+    StoreDroppedElsewhere,
     TierDescription,
     fetch_serial,
 )
@@ -79,7 +80,7 @@ class Promotions:
         self._namespaces = namespaces
         self._searches: dict[int, _Search] = {}
         self._fetches: dict[int, _Fetch] = {}
-        # Resets that wait for StoreDropped: session, request id, and the namespace.
+        # Resets that wait for StoreDropped: session ("": of another daemon), request id, namespace.
         self._drops: dict[int, tuple[str, int, Namespace]] = {}
         self._numbers = count(1)
         self._searching = Counter[str]()
@@ -191,12 +192,21 @@ class Promotions:
         self._drops[number] = session, request_id, namespace
         return [DropStore(number, namespace.name)]
 
-    def end_drop(self, report: StoreDropped) -> list[Action]:
-        drop = self._drops.pop(report.drop, None)
-        if drop is None or self._namespaces.namespace_of(drop[0]) is not drop[2]:
-            return []
-        session, request_id, _ = drop
-        return [SendMessage(session, Done(request_id))]
+    def handle_drop(self, report: StoreDropped | StoreDroppedElsewhere) -> list[Action]:
+        """Reply to a reset that is done, or do one that another daemon has done."""
+        match report:
+            case StoreDropped(number):
+                drop = self._drops.pop(number, None)
+                if drop is None or self._namespaces.namespace_of(drop[0]) is not drop[2]:
+                    return []
+                return [SendMessage(drop[0], Done(drop[1]))]
+            case StoreDroppedElsewhere(tier, name):
+                number, namespace = next(self._numbers), self._namespaces.find_namespace(name)
+                others = DropStore(number, name, tier)
+                if namespace is None:
+                    return [others]
+                self._drops[number] = "", 0, namespace
+                return [*self._namespaces.reset_namespace(namespace), others]
 
     def _written_in(self, tier: int) -> list[int]:
         """The tiers into which blocks that were promoted from this tier are not written."""

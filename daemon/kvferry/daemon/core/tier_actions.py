@@ -79,10 +79,13 @@ class DropStore:
 
     These are the stores that have its name, and those whose names go on with a "-". The reply is
     StoreDropped.
+
+    dropped_by: the tier that has dropped it already; -1: none.
     """
 
     drop: int
     namespace: str
+    dropped_by: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +171,11 @@ class StoreDropped:
     """No tier finds a key of the dropped namespace that was written before DropStore."""
 
     drop: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDroppedElsewhere:
+    """Another daemon has dropped a namespace in a tier that both share."""
+
+    tier: int
+    namespace: str

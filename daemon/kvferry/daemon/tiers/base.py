@@ -46,12 +46,15 @@ class Blocks(NamedTuple):
     """Host blocks of one namespace. The namespace's blocks all have `nbytes` bytes.
 
     addresses: of each block, in the memory of the tier's process. All keys have one length.
+    generation: of the namespace, as `Tier.generation` returned it before the daemon stored these
+    blocks; -1: not known. Only for `put`.
     """
 
     namespace: str
     keys: Sequence[bytes]
     addresses: Sequence[int]
     nbytes: int
+    generation: int = -1
 
 
 class Fetched(NamedTuple):

@@ -57,7 +57,7 @@ class FetchRequest(_Message, frozen=True):
 
 
 class PutRequest(_Message, frozen=True):
-    """offsets: int64, of each block in the pool. checksums: uint64."""
+    """offsets: int64, of each block in the pool. checksums: uint64. generation: see Blocks."""
 
     number: int
     namespace: str
@@ -65,6 +65,7 @@ class PutRequest(_Message, frozen=True):
     offsets: bytes
     block_bytes: int
     checksums: bytes
+    generation: int
 
 
 class DropRequest(_Message, frozen=True):
@@ -80,15 +81,20 @@ class UsageRequest(_Message, frozen=True):
 
 
 class Answer(_Message, frozen=True):
-    """results: a byte for each key, a Result; of `contains`, 0, 1 or FAILED."""
+    """results: a byte for each key, a Result; of `contains`, 0, 1 or FAILED. generation: of the
+    namespace after a `contains` or a drop; -1: not known."""
 
     number: int
     results: bytes
+    generation: int = -1
 
 
 class UsageAnswer(_Message, frozen=True):
+    """generations: as in Answer, of all namespaces that were looked for."""
+
     number: int
     usage: TierUsage
+    generations: dict[str, int] = {}
 
 
 class Started(_Message, frozen=True):

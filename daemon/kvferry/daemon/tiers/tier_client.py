@@ -127,6 +127,10 @@ class TierClient:
         self._moved = 0.0
         # Drops that the process has not confirmed; repeated first thing after a restart.
         self._drops: dict[int, _Pending] = {}
+        # Of each namespace how often it was dropped, as far as known; see tiers/__init__.py.
+        self._generations: dict[str, int] = {}
+        # Called with the name of a namespace that another daemon has dropped.
+        self.dropped_elsewhere: Callable[[str], None] = nothing
         # The last lookup: a probe repeats it.
         self._last_lookup: tuple[str, Sequence[bytes]] | None = None
         self._started = self._closed = False
@@ -195,7 +199,8 @@ class TierClient:
             self._refuse(blocks, Result.FULL, done, released)
             return
         sums = checksums.astype(np.uint64).tobytes()
-        request = PutRequest(next(self._numbers), *blocks.fields(), sums)
+        generation = self._generations.get(_name_of(blocks.namespace), -1)
+        request = PutRequest(next(self._numbers), *blocks.fields(), sums, generation)
         self._submit(request, _Pending(request, len(blocks.keys), done, released), PUT_SECONDS)
 
     def drop(
@@ -303,11 +308,13 @@ class TierClient:
 
     def _handle(self, reply: TierReply) -> None:
         match reply:
-            case Answer(number, results):
-                self._end_request(number, results)
-            case UsageAnswer(number, usage):
+            case Answer(number, results, generation):
+                self._end_request(number, results, generation)
+            case UsageAnswer(number, usage, generations):
                 self.usage = usage
-                self._end_request(number, b"")
+                for name, generation in generations.items():
+                    self._note_generation(name, generation)
+                self._end_request(number, b"", -1)
             case Started(usage):
                 self.usage, self._started, self.failure = usage, True, ""
                 self._process.note_started()
@@ -323,7 +330,7 @@ class TierClient:
                     self.failure = str(fields.get("reason", event))
                     self.breaker.trip()
 
-    def _end_request(self, number: int, results: bytes) -> None:
+    def _end_request(self, number: int, results: bytes, generation: int) -> None:
         pending = self._pending.pop(number)
         self._drops.pop(number, None)
         if pending.timer is not None:
@@ -340,6 +347,10 @@ class TierClient:
                 self.breaker.record_error()
             elif not pending.late:
                 self.breaker.record_lookup(in_time=True)
+            if self._note_generation(request.namespace, generation):
+                answer = [Result.MISS] * len(answer)
+        elif isinstance(request, DropRequest):
+            self._note_generation(request.namespace, generation, own=True)
         elif isinstance(request, FetchRequest | PutRequest):
             self._moved = time.monotonic()
             self._process.note_progress()
@@ -349,6 +360,17 @@ class TierClient:
                 self.breaker.record_success()
         self._finish(pending, answer)
         pending.released(answer)
+
+    def _note_generation(self, namespace: str, generation: int, *, own: bool = False) -> bool:
+        """Returns whether it has grown. own: by a drop of this daemon."""
+        if generation < 0:
+            return False
+        name = _name_of(namespace)
+        known = self._generations.get(name, generation)
+        self._generations[name] = max(known, generation)
+        if generation > known and not own:
+            self.dropped_elsewhere(name)
+        return generation > known
 
     # Probes
 
@@ -375,6 +397,11 @@ class TierClient:
     def _refresh_regularly(self) -> None:
         self.refresh_usage()
         self._usage_timer = self._loop.call_later(USAGE_EVERY, self._refresh_regularly)
+
+
+def _name_of(namespace: str) -> str:
+    """The namespace without its part."""
+    return namespace.partition("-")[0]
 
 
 def _check_count(keys: Sequence[bytes]) -> None:

@@ -168,18 +168,20 @@ class TierProcess:
             self._process.send_signal(signal.SIGKILL)
             await self._closed
 
-    def _receive(self) -> None:
+    def _receive(self) -> bool:
+        """Handle the next reply, or the end. Returns whether there was one."""
         assert self._socket is not None
         try:
             data = self._socket.recv(MAX_BYTES)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             data = b""
         if data:
             self._receive_reply(decode_reply(data))
         else:
             self.kill("it has ended")
+        return bool(data)
 
     def _flush(self) -> None:
         if self._socket is None:
@@ -206,6 +208,9 @@ class TierProcess:
 
     def _reap(self) -> None:
         assert self._process is not None
+        # What it sent before its end, such as the reason.
+        while self._socket is not None and self._receive():
+            pass
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         status, self._process = self._process.wait(), None

@@ -30,7 +30,7 @@ import msgspec
 import structlog
 
 from kvferry.daemon.memory.shared_memory import MappedFiles
-from kvferry.daemon.tiers.base import Blocks, Result, Tier, block_checksum, is_part_of
+from kvferry.daemon.tiers.base import Blocks, Result, Tier, TierUsage, block_checksum, is_part_of
 from kvferry.daemon.tiers.block_memory import view_memory
 from kvferry.daemon.tiers.messages import (
     FAILED,
@@ -139,6 +139,9 @@ class TierWorker:
         self._queue = _Queue()
         self._jobs = threading.Lock()
         self._ending = threading.Event()
+        self._usage = TierUsage()
+        # Namespaces, without their parts, of a tier that has generations.
+        self._looked_for = set[str]()
         self._call_bytes = getattr(tier, "call_bytes", CALL_BYTES)
         count = getattr(tier, "io_threads", IO_THREADS)
         self._threads = [threading.Thread(target=self._move, daemon=True) for _ in range(count)]
@@ -146,7 +149,7 @@ class TierWorker:
 
     def run(self) -> None:
         """Serve until the socket is closed."""
-        self._send(Started(self._tier.usage()))
+        self._send(Started(self._refresh_usage()))
         for thread in (*self._threads, self._maintainer):
             thread.start()
         with suppress(ConnectionResetError):  # closed before the daemon has read all replies
@@ -163,14 +166,17 @@ class TierWorker:
             case FetchRequest() | PutRequest():
                 self._start(request)
             case UsageRequest(number):
-                self._send(UsageAnswer(number, self._tier.usage()))
+                generations = {name: self._generation_of(name) for name in self._looked_for}
+                self._send(UsageAnswer(number, self._refresh_usage(), generations))
             case ContainsRequest(number, namespace, keys):
                 try:
-                    found = bytes(map(bool, self._tier.contains(namespace, keys)))
+                    present = self._tier.contains(namespace, keys)
+                    _check_results("contains", present, keys)
+                    found, generation = bytes(map(bool, present)), self._generation_of(namespace)
                 except Exception as error:
                     self._report_exception("contains", error)
-                    found = bytes([FAILED]) * len(keys)
-                self._send(Answer(number, found))
+                    found, generation = bytes([FAILED]) * len(keys), -1
+                self._send(Answer(number, found, generation))
             case DropRequest(number, namespace, keys):
                 if keys is None:
                     for job, part in self._queue.remove_namespace(namespace):
@@ -180,7 +186,22 @@ class TierWorker:
                 except Exception as error:
                     self._end_after_drop(namespace, error)
                 else:
-                    self._send(Answer(number, b""))
+                    self._send(Answer(number, b"", self._generation_of(namespace)))
+
+    def _generation_of(self, namespace: str) -> int:
+        ask = getattr(self._tier, "generation", None)
+        if ask is None:
+            return -1
+        self._looked_for.add(namespace.partition("-")[0])
+        return int(ask(namespace))
+
+    def _refresh_usage(self) -> TierUsage:
+        """The usage; the one before if the tier cannot say it now."""
+        try:
+            self._usage = self._tier.usage()
+        except Exception as error:
+            self._report_exception("usage", error)
+        return self._usage
 
     def _end_after_drop(self, namespace: str, error: Exception) -> None:
         """A drop has failed, and its keys must not be found again: send no answer from now on."""
@@ -214,7 +235,10 @@ class TierWorker:
                 if isinstance(request, FetchRequest):
                     results = self._fetch(blocks, request.deadline)
                 else:
+                    blocks = blocks._replace(generation=request.generation)
                     results = self._tier.put(blocks, job.checksums[part])
+                    _check_results("put", results, blocks.keys)
+                    results = [Result(each) for each in results]
             except Exception as error:
                 self._report_exception(type(request).__name__, error)
                 results = [Result.ERROR] * len(addresses)
@@ -224,11 +248,11 @@ class TierWorker:
     def _fetch(self, blocks: Blocks, deadline: float) -> list[Result]:
         if time.monotonic() >= deadline:
             return [Result.LATE] * len(blocks.keys)
+        fetched = self._tier.fetch(blocks, deadline)
+        _check_results("fetch", fetched, blocks.keys)
         results = []
-        for key, address, found in zip(
-            blocks.keys, blocks.addresses, self._tier.fetch(blocks, deadline), strict=True
-        ):
-            result = found.result
+        for key, address, found in zip(blocks.keys, blocks.addresses, fetched, strict=True):
+            result = Result(found.result)
             if result is Result.OK and found.checksum != block_checksum(
                 key, view_memory(address, blocks.nbytes)
             ):
@@ -299,6 +323,13 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
         os._exit(2)
     TierWorker(tier, pool.address, peer).run()
     os._exit(0)
+
+
+def _check_results(call: str, results: Sequence[object], keys: Sequence[bytes]) -> None:
+    """Raise ValueError unless a tier has returned one result for each key."""
+    if len(results) != len(keys):
+        message = f"{call} has returned {len(results)} results for {len(keys)} keys"
+        raise ValueError(f"{message}; return one for each key, in their order")
 
 
 def _reason_of(error: Exception) -> str:

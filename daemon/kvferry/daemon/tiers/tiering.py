@@ -26,6 +26,7 @@ from kvferry.daemon.core.tier_actions import (
     FindKeys,
     KeysFound,
     StoreDropped,
+    StoreDroppedElsewhere,
 )
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.drop_markers import add_marker, marked_stores, remove_marker
@@ -104,7 +105,8 @@ class Tiering:
         self._loop = asyncio.get_running_loop()
         self._markers: set[asyncio.Task[None]] = set()
         self._marker_numbers = count(time.time_ns())
-        for tier in tiers:
+        for place, tier in enumerate(tiers):
+            tier.client.dropped_elsewhere = partial(self._report_elsewhere, place)
             for marker, store in marked_stores(tier.markers):
                 tier.client.drop(store, done=partial(self._remove_marker, marker))
 
@@ -114,8 +116,8 @@ class Tiering:
                 self._find_keys(action)
             case FetchBlocks():
                 self._fetch_blocks(action)
-            case DropStore(number, store):
-                self._drop_store(number, store)
+            case DropStore(number, store, dropped_by):
+                self._drop_store(number, store, dropped_by)
 
     def wake_up(self) -> None:
         """Blocks of the pool have changed: there may be some to write."""
@@ -201,8 +203,12 @@ class Tiering:
 
     # Drops
 
-    def _drop_store(self, number: int, store: str) -> None:
-        unconfirmed = set(range(len(self._tiers)))
+    def _report_elsewhere(self, tier: int, store: str) -> None:
+        log.info("namespace dropped elsewhere", namespace=store)
+        self._report([StoreDroppedElsewhere(tier, store)])
+
+    def _drop_store(self, number: int, store: str, dropped_by: int) -> None:
+        unconfirmed = set(range(len(self._tiers))) - {dropped_by}
         reported = False
 
         def report() -> None:
@@ -224,8 +230,9 @@ class Tiering:
             write_out.hold_store(store)
         if not unconfirmed:
             self._loop.call_soon(report)
-        for place, tier in enumerate(self._tiers):
-            task = self._loop.create_task(self._drop_in_tier(tier, store, place, confirm))
+        for place in sorted(unconfirmed):
+            dropping = self._drop_in_tier(self._tiers[place], store, place, confirm)
+            task = self._loop.create_task(dropping)
             self._markers.add(task)
             task.add_done_callback(self._markers.discard)
 

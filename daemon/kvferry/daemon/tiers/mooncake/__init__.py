@@ -5,7 +5,8 @@
 
 NAMESPACE is the name that the daemon passes: a hash of the engine's fingerprint, which holds the
 rank, and of the composition of host blocks. It is equal on all hosts, so what one daemon puts, all
-find. A drop of a namespace raises its epoch, so no daemon finds its old keys again.
+find. A drop of a namespace raises its epoch, so no daemon finds its old keys again. A daemon puts
+into the epoch that it knew when its pool was last empty, so it cannot bring old blocks back.
 
 The tier contributes no memory to the store: it is a pure client of processes that do.
 """

@@ -50,6 +50,29 @@ class Epochs:
             known = self._known.get(name)
         return self._search(name, 0) if known is None else known.epoch
 
+    def last_known(self, name: str) -> int:
+        """The epoch as far as known; -1: not known. Asks nobody."""
+        with self._lock:
+            known = self._known.get(name)
+        return -1 if known is None else known.epoch
+
+    def refresh(self) -> None:
+        """Look for later epochs of all known namespaces. Raises StoreError."""
+        with self._lock:
+            known = {name: each.epoch for name, each in self._known.items()}
+        if not known:
+            return
+        later = self._store.exist([_marker(name, epoch + 1) for name, epoch in known.items()])
+        for (name, epoch), exists in zip(known.items(), later, strict=True):
+            if exists:
+                self._search(name, epoch + 1)
+
+    def learn(self, name: str, epoch: int) -> None:
+        """An earlier process of this tier has seen this epoch, also if the store has lost it."""
+        with self._lock:
+            known = self._known.setdefault(name, _Known())
+            known.epoch = max(known.epoch, epoch)
+
     def current(self, name: str) -> int:
         """The epoch as the store had it FRESH seconds ago at the earliest. Raises StoreError."""
         with self._lock:

@@ -29,7 +29,9 @@ DISTRIBUTIONS = (
 # Methods that older versions lack.
 NEEDED = ("batch_get_into_multi_buffers", "batch_put_from_multi_buffers", "batch_remove")
 # Codes of the library.
-NO_SPACE, TOO_LARGE, NOT_FOUND, TRANSFER_FAILED, NO_ANSWER = -200, -600, -704, -800, -900
+NO_SPACE, TOO_LARGE, NOT_FOUND, TRANSFER_FAILED = -200, -600, -704, -800
+# The master is dead, or has not answered in time.
+NO_ANSWER = frozenset({-900, -901})
 # The object is being written, is being evicted, was evicted during the transfer, or has lost its
 # replicas.
 UNREADABLE = frozenset({-703, NOT_FOUND, -707, -710, -712})
@@ -52,9 +54,14 @@ class StoreError(OSError):
     @classmethod
     def of_call(cls, what: str, code: int) -> StoreError:
         """what: could not be done. code: of the library."""
-        if code == NO_ANSWER:
-            return cls(f"{what}: the master does not answer; check that mooncake_master runs")
-        return cls(f"{what}: error {code}; see the logs of mooncake_master and the stores")
+        return cls(f"{what}: {explain(code)}")
+
+
+def explain(code: int) -> str:
+    """What an operator can do about a code of the library."""
+    if code in NO_ANSWER:
+        return "the master does not answer; check that mooncake_master runs"
+    return f"error {code}; see the logs of mooncake_master and the stores"
 
 
 class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

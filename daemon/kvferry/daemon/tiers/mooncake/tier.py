@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -19,6 +20,8 @@ from kvferry.daemon.tiers.mooncake.store_client import (
     UNREADABLE,
     MooncakeOptions,
     StoreClient,
+    StoreError,
+    explain,
 )
 from kvferry.daemon.tiers.mooncake.trailer import (
     MAX_TRAILERS,
@@ -99,12 +102,18 @@ class MooncakeTier:
         if removed < 0:
             log.warning("old keys not removed", namespace=name, error=removed)
 
+    def generation(self, namespace: str) -> int:
+        """The epoch of the namespace, as far as known."""
+        return self._epochs.last_known(_name_of(namespace))
+
     def usage(self) -> TierUsage:
         """Nothing is known: the store is shared, and its client cannot ask for its size."""
         return TierUsage()
 
     def maintain(self) -> None:
         self._absent.expire()
+        with suppress(StoreError):  # which lookups report
+            self._epochs.refresh()
 
     def close(self) -> None:
         """Nothing is to be written back, and the library would take a second to close."""
@@ -143,7 +152,11 @@ class MooncakeTier:
         return results
 
     def _names(self, blocks: Blocks) -> list[str]:
-        epoch = self._epochs.current(_name_of(blocks.namespace))
+        name, epoch = _name_of(blocks.namespace), blocks.generation
+        if epoch < 0:
+            epoch = self._epochs.current(name)
+        else:
+            self._epochs.learn(name, epoch)
         return [_object(blocks.namespace, epoch, key) for key in blocks.keys]
 
     def _is_short(self, name: str, code: int, nbytes: int) -> bool:
@@ -160,7 +173,8 @@ class MooncakeTier:
         if nbytes < SMALL_BLOCK and not self._warned:
             self._warned = True
             log.warning(
-                "small host blocks in the Mooncake tier; raise block_size_factor of the engine",
+                "small host blocks in the Mooncake tier; raise block_size_factor, with vLLM the "
+                "connector's block_size",
                 block_bytes=nbytes,
                 recommended_bytes=SMALL_BLOCK,
             )
@@ -228,4 +242,4 @@ def _buffers(blocks: Blocks, trailers: Trailers) -> tuple[list[list[int]], list[
 def _log_failures(what: str, codes: Sequence[int], results: Sequence[Result]) -> None:
     failed = [code for code, result in zip(codes, results, strict=True) if result is Result.ERROR]
     if failed:
-        log.warning("store failed", operation=what, keys=len(failed), error=failed[0])
+        log.warning("store failed", operation=what, keys=len(failed), reason=explain(failed[0]))
