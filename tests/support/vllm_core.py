@@ -47,6 +47,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvferry.client import shared_empty
 from kvferry.client.vllm import KVFerryConnector, compat
 from support.vllm_engine import ONE_ALLOCATION
+from support.vllm_stand_ins import wait_connected
 
 TOKENS = 16
 WINDOW = 40
@@ -102,6 +103,8 @@ class EngineCore:
         self._cache = shared_empty((blocks, TOKENS, WIDTH), torch.int8, "cpu")
         layer = self._cache.view(blocks, 1, TOKENS, WIDTH) if ONE_ALLOCATION else self._cache
         self.worker.register_kv_caches(dict.fromkeys(groups, layer))
+        wait_connected(self.scheduler.connector.connector_scheduler.manager._manager)
+        wait_connected(self.worker.connector_worker.worker._client)
         self._windows = [WINDOW if group == "window" else 1 << 30 for group in groups]
         self._overlaps = overlaps
         # The scheduler's output and the model's output of steps that have run.
