@@ -10,15 +10,19 @@ from kvferry.client.vllm.scheduler import (
     LookupCodes,
     SchedulerSide,
 )
-from support.vllm_stand_ins import engine_config_at, request
+from support.vllm_stand_ins import engine_config_at, request, wait_connected
 
 A, B, C, D = b"a" * 8, b"b" * 8, b"c" * 8, b"d" * 8
 LOOKUP_CODES = LookupCodes("hit", "miss", "pending", "retry")
 
 
 def open_side(daemon: Any, **options: Any) -> SchedulerSide:
+    """A scheduler's side that is connected. options: `events`, and of engine_config_at."""
     events = options.pop("events", False)
-    return SchedulerSide(engine_config_at(daemon.directory, **options), LOOKUP_CODES, events=events)
+    config = engine_config_at(daemon.directory, **options)
+    side = SchedulerSide(config, LOOKUP_CODES, events=events)
+    wait_connected(side._manager)
+    return side
 
 
 def answers(side: SchedulerSide, *keys: bytes, name: str = "request") -> list[str]:

@@ -47,6 +47,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvferry.client import shared_empty
 from kvferry.client.vllm import KVFerryConnector, compat
 from support.vllm_engine import ONE_ALLOCATION
+from support.vllm_stand_ins import wait_connected
 
 TOKENS = 16
 WINDOW = 40
@@ -54,6 +55,10 @@ SPECS = {
     "full": FullAttentionSpec(TOKENS, num_kv_heads=1, head_size=2, dtype=torch.int8),
     "window": SlidingWindowSpec(
         TOKENS, num_kv_heads=1, head_size=2, dtype=torch.int8, sliding_window=WINDOW
+    ),
+    # Of another precision: vLLM sets new blocks to zero then.
+    "half window": SlidingWindowSpec(
+        TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float16, sliding_window=WINDOW
     ),
 }
 # Bytes per token: K and V, of two bytes each.
@@ -102,12 +107,16 @@ class EngineCore:
         self._cache = shared_empty((blocks, TOKENS, WIDTH), torch.int8, "cpu")
         layer = self._cache.view(blocks, 1, TOKENS, WIDTH) if ONE_ALLOCATION else self._cache
         self.worker.register_kv_caches(dict.fromkeys(groups, layer))
-        self._windows = [WINDOW if group == "window" else 1 << 30 for group in groups]
+        wait_connected(self.scheduler.connector.connector_scheduler.manager._manager)
+        wait_connected(self.worker.connector_worker.worker._client)
+        self._windows = [WINDOW if "window" in group else 1 << 30 for group in groups]
         self._overlaps = overlaps
         # The scheduler's output and the model's output of steps that have run.
         self._ran: list[tuple[Any, ModelRunnerOutput]] = []
         self._numbers = iter(range(1 << 30))
         self.wrong: list[str] = []
+        # Whether vLLM sets new blocks to zero, and how many it has.
+        self.zeroes, self.zeroed = caches.needs_kv_cache_zeroing, 0
         # For each finished request, the number of tokens found in a cache.
         self.finished: dict[str, int] = {}
         self._found: dict[str, int] = {}
@@ -144,6 +153,10 @@ class EngineCore:
     def step(self) -> None:
         output = self.scheduler.schedule()
         metadata, worker = output.kv_connector_metadata, self.worker
+        # As model runner v2, which does it before it calls the connector; v1 does it after.
+        for block in output.new_block_ids_to_zero or ():
+            self._cache[block] = 0
+            self.zeroed += 1
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
         if not ONE_ALLOCATION:  # before 0.29

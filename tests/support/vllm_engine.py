@@ -26,7 +26,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.client import shared_empty
 from kvferry.client.vllm import KVFerryConnector, compat
-from support.vllm_stand_ins import vllm_config
+from support.vllm_stand_ins import vllm_config, wait_connected
 
 LAYERS = "layer.0", "layer.1"
 TOKENS, HEADS, WIDTH = 16, 1, 8
@@ -80,6 +80,8 @@ class VLLMConnectorEngine:
         self.scheduler = KVFerryConnector(self.config, KVConnectorRole.SCHEDULER, self.caches)
         self.worker = KVFerryConnector(self.config, KVConnectorRole.WORKER, self.caches)
         self.worker.register_kv_caches(self.kv)
+        wait_connected(self.scheduler.connector_scheduler.manager._manager)
+        wait_connected(self.worker.connector_worker.worker._client)
         # Blocks of failed loads, before 0.30.
         self.errors: set[int] = set()
         # Requests whose loads failed, from 0.30 on.

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
-from kvferry.client import Fingerprint, TransferResult, shared_empty
+from kvferry.client import Fingerprint, LocalDaemon, TransferResult, shared_empty
 from kvferry.client.vllm.engine_config import EngineConfig
 from kvferry.client.vllm.worker import WorkerSide
 
 PAGE = 4096
 BLOCKS = 16
 KEY_BYTES = 8
+# Seconds until a daemon that was just started has connected a client, on a busy machine.
+CONNECT_TIMEOUT = 60.0
 
 
 def engine_config_at(directory: Path | str, **options: Any) -> EngineConfig:
@@ -39,6 +41,19 @@ def kv_caches() -> Any:
         tensors=[SimpleNamespace(tensor=tensor, page_size_bytes=PAGE)],
         group_data_refs=[[SimpleNamespace(tensor_idx=0, page_size_bytes=PAGE)]],
     )
+
+
+def open_worker(daemon: LocalDaemon, caches: Any = None, **options: Any) -> WorkerSide:
+    """A worker's side that is connected. options: of WorkerSide."""
+    caches = kv_caches() if caches is None else caches
+    worker = WorkerSide(engine_config_at(daemon.directory), caches, **options)
+    wait_connected(worker._client)
+    return worker
+
+
+def wait_connected(client: Any) -> None:
+    """client: OffloadClient or OffloadingManager. An engine does not wait for so long."""
+    client.wait_connected(CONNECT_TIMEOUT)
 
 
 def gpu_blocks(*ids: int) -> Any:

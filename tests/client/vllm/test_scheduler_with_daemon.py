@@ -15,15 +15,12 @@ from kvferry.client.vllm.worker import WorkerSide
 from kvferry.testing.plugin import StartKvferryd
 from support.pool_files import pool_files
 from support.scheduler_helpers import A, B, C, answers, open_side, until
-from support.vllm_stand_ins import engine_config_at, finished, gpu_blocks, kv_caches, request
+from support.vllm_stand_ins import finished, gpu_blocks, kv_caches, open_worker, request
 
 
 def test_store_look_up_load_reset(start_kvferryd: StartKvferryd) -> None:
     daemon = start_kvferryd()
-    side, worker = (
-        open_side(daemon, events=True),
-        WorkerSide(engine_config_at(daemon.directory), kv_caches()),
-    )
+    side, worker = open_side(daemon, events=True), open_worker(daemon)
     output = side.prepare_store([A, B], request())
     worker.store(1, gpu_blocks(1, 2), output.store_spec)
     assert finished(worker, 1)[1].success
@@ -47,7 +44,7 @@ def test_a_daemon_killed_while_loads_are_pending(
     start_kvferryd: StartKvferryd, tmp_path: Path
 ) -> None:
     daemon = start_kvferryd(runtime_dir=tmp_path / "run")
-    side, worker = open_side(daemon), WorkerSide(engine_config_at(daemon.directory), kv_caches())
+    side, worker = open_side(daemon), open_worker(daemon)
     store(side, worker, 1, A)
     until(lambda: answers(side, A) == ["hit"], side)
     daemon.process.send_signal(signal.SIGSTOP)  # the daemon completes no job
@@ -89,7 +86,7 @@ def test_a_block_that_the_scrub_found_corrupt_is_a_miss_and_can_be_stored_again(
     daemon = start_kvferryd(integrity_scrub_rate="1GiB")
     caches = kv_caches()
     (tensor,) = (one.tensor for one in caches.tensors)
-    side, worker = open_side(daemon), WorkerSide(engine_config_at(daemon.directory), caches)
+    side, worker = open_side(daemon), open_worker(daemon, caches)
     tensor[1] = 7
     assert store(side, worker, 1, A)
     until(lambda: answers(side, A) == ["hit"], side)

@@ -18,7 +18,13 @@ from kvferry.client.vllm.scheduler import KeysSpec
 from kvferry.client.vllm.worker import WorkerSide
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
-from support.vllm_stand_ins import engine_config_at, finished, gpu_blocks, kv_caches
+from support.vllm_stand_ins import (
+    engine_config_at,
+    finished,
+    gpu_blocks,
+    kv_caches,
+    open_worker,
+)
 
 A, B, C = b"a" * 8, b"b" * 8, b"c" * 8
 
@@ -27,9 +33,7 @@ Start: TypeAlias = Callable[[LocalDaemon], WorkerSide]
 
 @pytest.fixture
 def start_worker() -> Start:
-    return lambda daemon: WorkerSide(
-        engine_config_at(daemon.directory), kv_caches(), wait_timeout=0.5
-    )
+    return lambda daemon: open_worker(daemon, wait_timeout=0.5)
 
 
 def is_connected(worker: WorkerSide) -> bool:
@@ -45,7 +49,7 @@ def ended(worker: WorkerSide, count: int) -> dict[int, bool]:
 def test_what_was_stored_is_loaded(start_kvferryd: StartKvferryd) -> None:
     caches = kv_caches()
     tensor = caches.tensors[0].tensor
-    worker = WorkerSide(engine_config_at(start_kvferryd().directory), caches)
+    worker = open_worker(start_kvferryd(), caches)
     tensor[1], tensor[2] = 1, 2
     worker.store(1, gpu_blocks(1, 2), KeysSpec((A, B)))
     assert ended(worker, 1) == {1: True}
@@ -189,6 +193,19 @@ def test_without_a_daemon_every_job_fails(tmp_path: Path) -> None:
     worker.load(1, KeysSpec((A,)), gpu_blocks(3))
     worker.wait({1})
     assert ended(worker, 1) == {1: False}
+    worker.shutdown()
+
+
+def test_blocks_are_set_to_zero_and_then_copied(tmp_path: Path) -> None:
+    caches = kv_caches()
+    (tensor,) = (one.tensor for one in caches.tensors)
+    tensor[:] = 7
+    tensor[5] = 5
+    worker = WorkerSide(engine_config_at(tmp_path / "nowhere"), caches)
+    worker.write_blocks([1, 2], [])
+    worker.write_blocks([3, 4], [(5, 4)])
+    worker.write_blocks([], [(4, 6)])
+    assert tensor[:8, 0].tolist() == [7, 0, 0, 0, 5, 5, 5, 7]
     worker.shutdown()
 
 

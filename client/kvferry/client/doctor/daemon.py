@@ -26,7 +26,7 @@ from kvferry.proto.specs import (
     TensorLayout,
     TensorRef,
 )
-from kvferry.proto.version import installed_version
+from kvferry.proto.version import kvferry_version
 
 ENGINE = "kvferry-doctor"
 PAGE = 4096
@@ -180,7 +180,7 @@ def _restart_advice(pid: int | None) -> str:
 def version(context: CheckContext) -> Iterator[Finding]:
     if context.client is None:
         return
-    daemon, ours = context.client.daemon, installed_version("kvferry")
+    daemon, ours = context.client.daemon, kvferry_version()
     if daemon.protocol != PROTOCOL:
         age = "newer" if daemon.protocol > PROTOCOL else "older"
         yield fail(
@@ -190,7 +190,7 @@ def version(context: CheckContext) -> Iterator[Finding]:
         )
         context.close()
         context.client = None
-    elif ours is not None and daemon.version != ours:
+    elif daemon.version != ours:
         found = f"the daemon has {daemon.version}, this client {ours}; both use protocol {PROTOCOL}"
         yield warn("version", found, "install the same version on both sides")
     else:

@@ -10,14 +10,13 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
-from importlib import metadata
 from typing import Any
 
 import msgspec
 
 from kvferry.daemon.tiers.base import HostMemory
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.version import installed_version
 
 OLDEST = "0.3.13"
 # Names under which the library is published, for different versions of CUDA and for none.
@@ -206,11 +205,8 @@ def _installed_version() -> str:
 
 def _installed() -> dict[str, str]:
     """The builds that are installed, and their versions."""
-    versions = {}
-    for name in DISTRIBUTIONS:
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
+    found = ((name, installed_version(name)) for name in DISTRIBUTIONS)
+    return {name: version for name, version in found if version is not None}
 
 
 def _own_address(master: str) -> str:
