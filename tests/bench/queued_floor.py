@@ -57,7 +57,11 @@ SAME, SECOND, PROCESS = "the same thread", "a second thread", "a second process"
 STAGED = {"staged": staged.MAX_GRID, "staged by 264": 264, "staged by 132": 132}
 # Fragments of a chunk, and how many chunks are in flight.
 WHAT = {"contiguous": (1, 3), "batches of 16": (16, 3), f"batches of {LARGE}": (LARGE, 2)}
-CASES = [(what, who, 0) for what in (*WHAT, *STAGED) for who in (SAME, SECOND, PROCESS)]
+CASES = [
+    (what, storing_thread, 0)
+    for what in (*WHAT, *STAGED)
+    for storing_thread in (SAME, SECOND, PROCESS)
+]
 CASES += [("batches of 16", SECOND, microseconds) for microseconds in (25, 50, 100, 200)]
 
 
@@ -69,9 +73,9 @@ def main() -> None:
     parser.add_argument("--trips", type=int, default=100, help="loads in a round (default: 100)")
     options = parser.parse_args()
     print(f"{'us':15}{'by':24}{'idle p50':>9}{'p99':>7}{'stores p50':>12}{'p99':>7}{'x':>6}")
-    for what, who, computes in CASES:
-        loader = Process(what, who, computes)
-        storer = Process(what, SAME, computes) if who == PROCESS else loader
+    for what, storing_thread, computes in CASES:
+        loader = Process(what, storing_thread, computes)
+        storer = Process(what, SAME, computes) if storing_thread == PROCESS else loader
         idle, beside = list[float](), list[float]()
         for _ in range(options.rounds):
             idle += loader.trips(options.trips)
@@ -80,7 +84,7 @@ def main() -> None:
             storer.ask(REST)
         numbers = [1e6 * float(np.quantile(s, q)) for s in (idle, beside) for q in (0.5, 0.99)]
         columns = "{:9.0f}{:7.0f}{:12.0f}{:7.0f}".format(*numbers)
-        by = f"{who}, {computes} us" if computes else who
+        by = f"{storing_thread}, {computes} us" if computes else storing_thread
         print(f"{what:15}{by:24}{columns}{numbers[3] / numbers[1]:6.2f}", flush=True)
         for process in {loader, storer}:
             process.close()
@@ -89,9 +93,16 @@ def main() -> None:
 class Process:
     """A process that loads, and stores between STORE and REST."""
 
-    def __init__(self, what: str, who: str, computes: int) -> None:
+    def __init__(self, what: str, storing_thread: str, computes: int) -> None:
         self._socket, child_end = socket.socketpair()
-        command = [sys.executable, __file__, str(child_end.fileno()), what, who, str(computes)]
+        command = [
+            sys.executable,
+            __file__,
+            str(child_end.fileno()),
+            what,
+            storing_thread,
+            str(computes),
+        ]
         self._process = subprocess.Popen(command, pass_fds=[child_end.fileno()])
         child_end.close()
         self.ask(LOAD)
@@ -122,7 +133,7 @@ class Process:
         self._process.wait()
 
 
-def serve(descriptor: int, what: str, who: str, computes: int) -> None:
+def serve(descriptor: int, what: str, storing_thread: str, computes: int) -> None:
     connection, cuda = socket.socket(fileno=descriptor), driver()
     context = cuda.retain_context(0)
     if what in STAGED:
@@ -131,7 +142,7 @@ def serve(descriptor: int, what: str, who: str, computes: int) -> None:
     else:
         loop = DirectLoop(cuda, *WHAT[what])
     stores = QueuedStores(cuda, loop, computes / 1e6)
-    if second := who == SECOND:
+    if second := storing_thread == SECOND:
         threading.Thread(target=stores.run, args=(context,), daemon=True).start()
     while True:
         if stores.is_running and not second:
@@ -265,7 +276,7 @@ class StagedLoop(DirectLoop):
 
 if __name__ == "__main__":
     if len(sys.argv) == 5 and sys.argv[1].isdecimal():
-        descriptor, what, who, computes = sys.argv[1:]
-        serve(int(descriptor), what, who, int(computes))
+        descriptor, what, storing_thread, computes = sys.argv[1:]
+        serve(int(descriptor), what, storing_thread, int(computes))
     else:
         main()

@@ -51,18 +51,18 @@ def start_engine(*daemons: GpuDaemon, **options: Any) -> VLLM:
 
 def check_same(
     what: str,
-    one: list[dict[str, Any]],
-    other: list[dict[str, Any]],
+    first: list[dict[str, Any]],
+    second: list[dict[str, Any]],
     *,
     wanted: bool = True,
     **figures: Any,
 ) -> None:
     """Check that answers to the same prompts have equal KV caches, or with wanted=False differ."""
-    nats = sorted(answer_distance(a, b) for a, b in zip(one, other, strict=True))
+    nats = sorted(answer_distance(a, b) for a, b in zip(first, second, strict=True))
     same = sum(each <= TIE for each in nats)
-    middle, farthest = round(nats[len(nats) // 2], 3), round(nats[-1], 3)
+    median, largest = round(nats[len(nats) // 2], 3), round(nats[-1], 3)
     fine = (same == len(nats)) is wanted
-    check(what, fine, same=f"{same} of {len(nats)}", nats=f"{middle} to {farthest}", **figures)
+    check(what, fine, same=f"{same} of {len(nats)}", nats=f"{median} to {largest}", **figures)
 
 
 def hits(outputs: list[dict[str, Any]]) -> list[int]:
@@ -70,38 +70,38 @@ def hits(outputs: list[dict[str, Any]]) -> list[int]:
 
 
 def restart(daemon: GpuDaemon) -> None:
-    asked = make_prompts(4, 1, TOKENS)
+    prompts = make_prompts(4, 1, TOKENS)
     first = start_engine(daemon)
-    before = first.generate(asked)
+    before = first.generate(prompts)
     first.settle()
     first.kill()
     with start_engine(daemon) as second:
-        after = second.generate(asked)
+        after = second.generate(prompts)
     cached = hits(after)
     check("an engine killed and started again hits", min(cached) >= TOKENS - 64, cached=cached)
-    check_same("and says the same", before, after)
+    check_same("and has the same outputs", before, after)
 
 
 def share(daemon: GpuDaemon) -> None:
-    asked = make_prompts(4, 2, TOKENS)
+    prompts = make_prompts(4, 2, TOKENS)
     with start_engine(daemon) as first:
-        before = first.generate(asked)
+        before = first.generate(prompts)
         first.settle()
         with start_engine(daemon) as second:
-            after = second.generate(asked)
+            after = second.generate(prompts)
     cached = hits(after)
-    check("a second engine hits what the first stored", min(cached) >= TOKENS - 64, cached=cached)
-    check_same("and says the same", before, after)
+    check("a second engine hits the blocks of the first", min(cached) >= TOKENS - 64, cached=cached)
+    check_same("and has the same outputs", before, after)
 
 
 def daemon_killed(daemon: GpuDaemon) -> None:
-    asked = make_prompts(256, 3, TOKENS, shared=TOKENS // 2)
+    prompts = make_prompts(256, 3, TOKENS, shared=TOKENS // 2)
     tokens = 64
     with start_engine(daemon, max_num_seqs=16) as running:
-        before = running.generate(asked, tokens)
+        before = running.generate(prompts, tokens)
         running.settle()
         running.forget()
-        running.send(do="generate", prompts=asked, tokens=tokens)
+        running.send(do="generate", prompts=prompts, tokens=tokens)
         time.sleep(0.4)
         daemon.kill()
         began = time.monotonic()
@@ -110,10 +110,10 @@ def daemon_killed(daemon: GpuDaemon) -> None:
         check("the daemon is killed under load", seconds > 0.5, seconds_left=round(seconds, 1))
         check(
             "no request fails or hangs",
-            [len(output["tokens"]) for output in during] == [tokens] * len(asked),
-            found_before=f"{sum(map(bool, hits(during)))} of {len(asked)}",
+            [len(output["tokens"]) for output in during] == [tokens] * len(prompts),
+            found_before=f"{sum(map(bool, hits(during)))} of {len(prompts)}",
         )
-        check_same("outputs stay right", before, during)
+        check_same("outputs are the same", before, during)
         daemon.start()
         cached = wait_hits(running)
         check("offloading is back with the daemon", min(cached) >= TOKENS - 64, cached=cached)
@@ -133,38 +133,38 @@ def wait_hits(running: VLLM) -> list[int]:
 
 def same_outputs(daemon: GpuDaemon) -> None:
     """A small KV cache: requests are preempted, and their prefixes are loaded from the host."""
-    asked = make_prompts(40, 5, 1024, shared=512) + make_prompts(40, 6, 3000)
-    asked = [asked[i % len(asked)] for i in range(240)]
+    prompts = make_prompts(40, 5, 1024, shared=512) + make_prompts(40, 6, 3000)
+    prompts = [prompts[i % len(prompts)] for i in range(240)]
     tight: dict[str, Any] = {"max_num_seqs": 24, "num_gpu_blocks_override": 3072}
     with VLLM("none", **ENGINE, **tight) as plain:
-        expected = plain.generate(asked)
+        expected = plain.generate(prompts)
     with start_engine(daemon, **tight) as running:
-        found = running.generate(asked[:120])
+        found = running.generate(prompts[:120])
         running.settle()
         running.forget()
-        found += running.generate(asked[120:])
+        found += running.generate(prompts[120:])
     check_same("outputs with offloading", expected, found, cached=sum(hits(found)))
 
 
 def resets(daemon: GpuDaemon) -> None:
     """The caches of host and GPU are reset between requests, once and then ten times in a row."""
-    asked = make_prompts(16, 7, TOKENS)
+    prompts = make_prompts(16, 7, TOKENS)
     with start_engine(daemon) as running:
-        before = running.generate(asked)
+        before = running.generate(prompts)
         running.settle()
         done = running.forget(connector=True)
-        after = running.generate(asked)
-        check("after a reset nothing is found", done and max(hits(after)) == 0, cached=hits(after))
+        after = running.generate(prompts)
+        check("after a reset no block is found", done and max(hits(after)) == 0, cached=hits(after))
         check_same("and outputs are the same", before, after)
-        often = [answer for _ in range(10) for answer in reset_and_ask(running, asked)]
-        check_same("ten resets right behind the stores", before * 10, often)
+        often = [answer for _ in range(10) for answer in reset_and_ask(running, prompts)]
+        check_same("ten resets right after the stores", before * 10, often)
         cached = wait_hits(running)
         check("then it stores and hits again", min(cached) >= TOKENS - 64, cached=cached)
 
 
-def reset_and_ask(running: VLLM, asked: list[list[int]]) -> list[dict[str, Any]]:
+def reset_and_ask(running: VLLM, prompts: list[list[int]]) -> list[dict[str, Any]]:
     running.forget(connector=True)
-    return running.generate(asked)
+    return running.generate(prompts)
 
 
 def aborted(daemon: GpuDaemon) -> None:
@@ -173,24 +173,26 @@ def aborted(daemon: GpuDaemon) -> None:
     At most 16 of the 64 requests run at a time. Then conversations continue after a request that
     ended at the last token of a block.
     """
-    asked = make_prompts(64, 10, TOKENS)
-    talks = make_prompts(16, 11, TOKENS - 16)
+    prompts = make_prompts(64, 10, TOKENS)
+    conversations = make_prompts(16, 11, TOKENS - 16)
     tight: dict[str, Any] = {"max_num_seqs": 16, "num_gpu_blocks_override": 3072}
     with start_engine(daemon, extra={"offload_prompt_only": False}, **tight) as running:
-        before = running.generate(asked)
+        before = running.generate(prompts)
         running.settle()
         for steps in (0, 1, 2, 3, 5, 8, 20):
             running.forget()
-            running.ask(do="abort", prompts=asked, tokens=64, steps=steps)
+            running.ask(do="abort", prompts=prompts, tokens=64, steps=steps)
         running.settle()
         running.forget()
-        after = running.generate(asked)
+        after = running.generate(prompts)
         check_same("64 requests, aborted seven times", before, after, cached=sum(hits(after)))
 
-        answers = running.generate(talks)
+        answers = running.generate(conversations)
         continued = [
             [*ids, *answer["tokens"], *more]
-            for ids, answer, more in zip(talks, answers, make_prompts(16, 12, 64), strict=True)
+            for ids, answer, more in zip(
+                conversations, answers, make_prompts(16, 12, 64), strict=True
+            )
         ]
         running.settle()
         running.forget()
@@ -198,24 +200,24 @@ def aborted(daemon: GpuDaemon) -> None:
         running.forget(connector=True)
         computed = running.generate(continued)
         cached = hits(found)
-        check("conversations go on", min(cached) > max(hits(computed)), cached=cached)
-        check_same("behind a last token at a block's end", computed, found)
+        check("conversations continue", min(cached) > max(hits(computed)), cached=cached)
+        check_same("after a last token at a block's end", computed, found)
 
 
 def multi(daemon: GpuDaemon) -> None:
     """Under vLLM's MultiConnector, also with a daemon that is killed under load."""
-    asked = make_prompts(64, 13, TOKENS)
+    prompts = make_prompts(64, 13, TOKENS)
     extra = {"cpu_bytes_to_use": POOL, "kvferry_dirs": [daemon.directory]}
     inner = dict(CONNECTORS["kvferry"] or {}, kv_role="kv_both", kv_connector_extra_config=extra)
     with VLLM("multi", extra={"connectors": [inner]}, **ENGINE, max_num_seqs=16) as running:
-        before = running.generate(asked)
+        before = running.generate(prompts)
         running.settle()
         running.forget()
-        after = running.generate(asked)
+        after = running.generate(prompts)
         found = sum(hits(after))
-        check_same("under MultiConnector host memory answers", before, after, cached=found)
+        check_same("under MultiConnector host memory hits", before, after, cached=found)
         running.forget()
-        running.send(do="generate", prompts=asked, tokens=16)
+        running.send(do="generate", prompts=prompts, tokens=16)
         time.sleep(0.1)
         daemon.kill()
         during = running.answer()["outputs"]
@@ -227,21 +229,21 @@ def multi(daemon: GpuDaemon) -> None:
 
 def hybrid(daemon: GpuDaemon) -> None:
     """Layers with full and sliding-window attention. The daemon is killed with loads in flight."""
-    asked = make_prompts(32, 14, TOKENS)
+    prompts = make_prompts(32, 14, TOKENS)
     with start_engine(daemon, model=HYBRID, max_num_seqs=16) as running:
-        before = running.generate(asked)
+        before = running.generate(prompts)
         running.settle()
         running.forget()
-        after = running.generate(asked)
+        after = running.generate(prompts)
         cached = hits(after)
         check("a hybrid model hits host memory", min(cached) >= TOKENS - 64, cached=min(cached))
-        check_same("and says the same", before, after)
+        check_same("and has the same outputs", before, after)
         if not recomputes_hybrids():
             print("      this vLLM ends the engine if a load of a hybrid model fails", flush=True)
             return
         running.forget()
         os.kill(daemon.pid, signal.SIGSTOP)
-        running.send(do="generate", prompts=asked, tokens=16)
+        running.send(do="generate", prompts=prompts, tokens=16)
         time.sleep(0.5)
         daemon.kill()
         during = running.answer()["outputs"]
@@ -259,26 +261,26 @@ def recomputes_hybrids() -> bool:
 
 def tampered() -> None:
     """Host memory is changed from outside, which changes outputs until the scrub detects it."""
-    asked = make_prompts(8, 8, TOKENS)
+    prompts = make_prompts(8, 8, TOKENS)
     for scrub_rate in ("0", "16GiB"):
         with GpuDaemon(integrity_scrub_rate=scrub_rate) as daemon, start_engine(daemon) as running:
-            before = running.generate(asked)
+            before = running.generate(prompts)
             running.settle()
             time.sleep(3)  # until the stored blocks are committed
             running.forget()
             changed = tamper(daemon.pid)
             time.sleep(3)  # until the scrub has read all of it
-            after = running.generate(asked)
+            after = running.generate(prompts)
             figures: dict[str, Any] = {"cached": sum(hits(after)), "pages_changed": changed}
             if scrub_rate == "0":
                 what = "with the scrub off a changed block changes outputs"
                 check_same(what, before, after, wanted=False, **figures)
                 continue
-            what = "what the scrub found is computed again, and outputs are right"
+            what = "blocks that the scrub found are computed again, and outputs are the same"
             check_same(what, before, after, **figures)
             running.forget()
-            again = running.generate(asked)
-            check_same("and again right", before, again, cached=hits(again))
+            again = running.generate(prompts)
+            check_same("and the same again", before, again, cached=hits(again))
 
 
 def tamper(pid: int) -> int:
@@ -299,23 +301,23 @@ def overwrite_pages(path: Path, page: int = 64 << 10) -> int:
 
 def tensor_parallel() -> None:
     """Two ranks with a daemon each: outputs, a restart of the engine, and one daemon killed."""
-    asked = make_prompts(8, 9, TOKENS)
-    two: dict[str, Any] = {"tensor_parallel_size": 2}
+    prompts = make_prompts(8, 9, TOKENS)
+    two_ranks: dict[str, Any] = {"tensor_parallel_size": 2}
     with GpuDaemon(0) as first_daemon, GpuDaemon(1) as other:
-        with VLLM("none", **ENGINE, **two) as plain:
-            expected = plain.generate(asked)
-        first = start_engine(first_daemon, other, **two)
-        before = first.generate(asked)
-        check_same("two ranks say what they say without", expected, before)
+        with VLLM("none", **ENGINE, **two_ranks) as plain:
+            expected = plain.generate(prompts)
+        first = start_engine(first_daemon, other, **two_ranks)
+        before = first.generate(prompts)
+        check_same("two ranks have the outputs of an engine without kvferry", expected, before)
         first.settle()
         first.kill()
-        with start_engine(first_daemon, other, **two) as second:
-            after = second.generate(asked)
+        with start_engine(first_daemon, other, **two_ranks) as second:
+            after = second.generate(prompts)
             cached = hits(after)
-            check("killed and started again they hit", min(cached) >= TOKENS - 64, cached=cached)
-            check_same("and say the same", expected, after)
+            check("the restarted engine hits", min(cached) >= TOKENS - 64, cached=cached)
+            check_same("and have the same outputs", expected, after)
             second.forget()
-            second.send(do="generate", prompts=asked * 8, tokens=16)
+            second.send(do="generate", prompts=prompts * 8, tokens=16)
             time.sleep(0.3)
             other.kill()
             during = second.answer()["outputs"]
@@ -327,21 +329,21 @@ def tensor_parallel() -> None:
 
 def mooncake() -> None:
     """Two daemons and a Mooncake Store: the second engine hits the blocks of the first one."""
-    asked = make_prompts(4, 11, TOKENS)
+    prompts = make_prompts(4, 11, TOKENS)
     tier: dict[str, Any] = {"tier_mooncake_write": "write_through", "tier_mooncake_admit_after": 1}
     with MooncakeStore(segment_bytes=POOL) as store:
         tier["tier_mooncake"] = store.address
         with GpuDaemon(**tier) as daemon, GpuDaemon(**tier) as other:
             with start_engine(daemon) as first:
-                before = first.generate(asked)
+                before = first.generate(prompts)
                 first.settle()
                 wait_written(daemon.directory)
             with start_engine(other) as second:
-                after = second.generate(asked)
+                after = second.generate(prompts)
             promoted, cached = tier_of(other.directory).promoted, hits(after)
     fine = min(cached) >= TOKENS - 64 and promoted > 0
-    check("an engine hits what one of another daemon stored", fine, cached=cached, keys=promoted)
-    check_same("and says the same", before, after)
+    check("an engine hits blocks that another daemon stored", fine, cached=cached, keys=promoted)
+    check_same("and has the same outputs", before, after)
 
 
 # Scenarios with one daemon.
