@@ -1,4 +1,4 @@
-"""Devices, and engines on them, for every test here. The plugin is what users get."""
+"""Fixtures of all tests: devices, daemons and engines. The plugin is shipped to users."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ POOL_BYTES = 64 << 20
 settings.register_profile(
     "kvferry", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.load_profile("kvferry")  # the same examples everywhere, however slow a machine is
+settings.load_profile("kvferry")  # the same examples on every machine, also on a slow one
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="the suites of faults in full")
-    parser.addoption("--seed", type=int, help="of the suites of faults; by default a new one")
+    parser.addoption("--long", action="store_true", help="run the long form of tests/faults")
+    parser.addoption("--seed", type=int, help="seed of tests/faults; by default a new one")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,10 +46,11 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def default_signals_for_children() -> Iterator[None]:
-    """Have the processes that tests start heed SIGINT and SIGHUP, also if pytest ignores them.
+    """Give SIGINT and SIGHUP their default action in child processes, also if pytest ignores them.
 
-    A script's background job ignores SIGINT, what runs under nohup SIGHUP, and so would everything
-    they start. A handler that does nothing keeps this process as it was and is not inherited.
+    A background job of a script ignores SIGINT, and a process under nohup ignores SIGHUP. Their
+    children would inherit that. A handler that does nothing also ignores the signal in this
+    process, and is not inherited.
     """
     ignored = [n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_IGN]
     for number in ignored:
@@ -61,26 +62,26 @@ def default_signals_for_children() -> Iterator[None]:
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """Where KV tensors are, as torch names it."""
+    """The device of KV tensors, as torch names it."""
     if request.param == "cuda":
         import torch
 
         if not torch.cuda.is_available():
-            pytest.skip("torch sees no CUDA device here")
+            pytest.skip("torch has no CUDA device on this machine")
         return "cuda:0"
     return str(request.param)
 
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A folder for sockets: below pytest's own, a GPU's UUID would make their paths too long."""
+    """A directory for sockets. With a GPU's UUID, paths below pytest's tmp_path are too long."""
     with tempfile.TemporaryDirectory(prefix="kvferry-") as name:
         yield Path(name)
 
 
 @pytest.fixture(scope="module")
 def daemon(device: str) -> Iterator[LocalDaemon]:
-    """A daemon of the device, for all tests of a file that leave it as it is."""
+    """A daemon of the device, shared by all tests of a file that do not change it."""
     name = "0" if device.startswith("cuda") else device
     with LocalDaemon(name, pool_bytes=POOL_BYTES) as running:
         yield running
@@ -88,15 +89,15 @@ def daemon(device: str) -> Iterator[LocalDaemon]:
 
 
 class WorkerProcesses:
-    """Processes that take seconds to start are used again, unless a test killed them."""
+    """Reuses worker processes, because their start takes seconds. Killed ones are not reused."""
 
     def __init__(self) -> None:
         self._idle: list[WorkerProcess] = []
 
-    def take(self) -> WorkerProcess:
+    def acquire(self) -> WorkerProcess:
         return self._idle.pop() if self._idle else WorkerProcess()
 
-    def give_back(self, process: WorkerProcess) -> None:
+    def release(self, process: WorkerProcess) -> None:
         if process.alive:
             self._idle.append(process)
         else:
@@ -117,14 +118,14 @@ def worker_processes() -> Iterator[WorkerProcesses]:
 @pytest.fixture
 def worker_process(worker_processes: WorkerProcesses) -> Iterator[Callable[[], WorkerProcess]]:
     """worker_process() -> a process without an engine."""
-    with ExitStack() as taken:
+    with ExitStack() as stack:
 
-        def take() -> WorkerProcess:
-            process = worker_processes.take()
-            taken.callback(worker_processes.give_back, process)
+        def acquire() -> WorkerProcess:
+            process = worker_processes.acquire()
+            stack.callback(worker_processes.release, process)
             return process
 
-        yield take
+        yield acquire
 
 
 _numbers = count(1)
@@ -134,17 +135,21 @@ _numbers = count(1)
 def start_engine(
     start_kvferryd: StartKvferryd, worker_process: Callable[[], WorkerProcess]
 ) -> Iterator[StartSmallEngine]:
-    """start_engine(daemon or its directory, **EngineOptions) -> Engine, of a name of its own.
+    """start_engine(daemon or its directory, **EngineOptions) -> SmallEngine, with a unique name.
 
-    Engines are closed before the daemons of the test are.
+    Engines are closed before the daemons of the test.
     """
     with ExitStack() as running:
 
-        def start(where: LocalDaemon | Path, **options: Any) -> SmallEngine:
-            directory = where.directory if isinstance(where, LocalDaemon) else where
+        def start(daemon_or_directory: LocalDaemon | Path, **options: Any) -> SmallEngine:
+            directory = (
+                daemon_or_directory.directory
+                if isinstance(daemon_or_directory, LocalDaemon)
+                else daemon_or_directory
+            )
             kind = "cpu" if directory.name == "cpu" else "cuda:0"
-            named = {"name": f"engine-{next(_numbers)}", "device": kind, "host_bytes": 1 << 20}
-            chosen = EngineOptions(**{**named, **options})
+            defaults = {"name": f"engine-{next(_numbers)}", "device": kind, "host_bytes": 1 << 20}
+            chosen = EngineOptions(**{**defaults, **options})
             return running.enter_context(SmallEngine(directory, worker_process(), chosen))
 
         yield start

@@ -1,11 +1,12 @@
-"""kvferryd with a GPU that is a clock, on any machine: link_time.py's driver.
+"""kvferryd with a simulated GPU that only keeps time, on any machine. Uses link_time.py's driver.
 
     python tests/bench/clock_daemon.py [kvferryd's own options]
 
-Everything is real but what the driver does: it copies nothing, and says when it would be done. Its
-calls take as long as on an H200, and those that give the GIL away there do here. What was stored is
-said to be read back at once, for there is nothing to read. Engines find a device "cpu", whose
-tensors they share. For `queued_alternating.py --device clock`, which needs two idle cores.
+Everything is real except the driver: it copies nothing, and reports a copy as complete when a GPU
+would have completed it. Its calls take as long as on an H200, and release the GIL if they do there.
+Checksums of stored blocks are reported at once, because there are no bytes to read. Engines see a
+device "cpu", whose tensors they share. For `queued_alternating.py --device clock`, which needs two
+idle cores.
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ from kvferry.proto.memory import Allocation, Location
 from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.status import CalibrationPoint, CopyStatus, DeviceInfo
 
+# Seconds of CPU per fragment of a batch.
 FRAGMENT = 0.4e-6
-"""Seconds of CPU that one costs in a batch."""
+# Seconds of the device per kernel, besides the time for its bytes.
 KERNEL = 5e-6
-"""Seconds that the device takes for a kernel before it moves anything."""
+# Device addresses are below, addresses of this process's host memory above.
 HOST = 0x5000 << 32
-"""No address below is one of this process's host memory; none of the device's is above."""
+# Bytes of the longest memset.
 SPAN = 8 << 20
 
 
 class Unlocked:
-    """Spends the CPU's time without the GIL: in memset, of as many bytes as take so long."""
+    """Uses CPU time without the GIL, by a memset of as many bytes as needed."""
 
     def __init__(self) -> None:
         self._libc, self._bytes = ctypes.CDLL(None), ctypes.create_string_buffer(SPAN)
@@ -63,8 +65,11 @@ class Unlocked:
 
 
 class ClockDriver(link_time.TimedDriver):
-    """As that of link_time.py. Kernels take as long as they have to move; a batch is of one size,
-    and those of stores leave the GIL to others."""
+    """The driver of link_time.py, with other times.
+
+    The time of a kernel depends on its bytes. All fragments of a batch have one size. Batches of
+    stores release the GIL.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +108,7 @@ class ClockDriver(link_time.TimedDriver):
 
 
 class ClockEngine(cuda_engine.CudaEngine):
-    """Tensors that engines share are not looked at; those of its own are host memory."""
+    """Does not map shared tensors. Tensors that it allocates are host memory."""
 
     def map_tensors(
         self,

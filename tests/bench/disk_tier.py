@@ -1,10 +1,10 @@
-"""Bandwidth of the disk tier beside fio (or dd) on the same file system, in one run.
+"""Bandwidth of the disk tier compared with fio (or dd) on the same file system, in one run.
 
     python tests/bench/disk_tier.py [--path /tmp] [--blocks 512] [--reps 3] [--threads 1,2,4,8,16]
 
-All use O_DIRECT. fio writes and reads one file with 16 blocks in flight; dd, if there is no fio, by
---dd-processes that each move a part of it. kvferry moves the same bytes through TierClient and the
-tier's process, in batches of 16 blocks. Prints GB/s and the ratios.
+All use O_DIRECT. fio writes and reads one file with 16 blocks in flight. Without fio, dd does so
+with --dd-processes processes, each for a part of the file. kvferry moves the same bytes through
+TierClient and the tier's process, in batches of 16 blocks. Prints GB/s and the ratios.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles, TierSpec
 
 BATCH, AHEAD = 16, 2
-# Of fio.
+# Blocks that fio keeps in flight.
 DEPTH = 16
 CHUNK = 256 << 20
 
@@ -43,13 +43,13 @@ def dd(
     share = blocks // processes
     commands = []
     for number in range(processes):
-        where = [f"bs={block_bytes}", f"count={share}"]
+        operands = [f"bs={block_bytes}", f"count={share}"]
         if write:
-            where += [f"if={source}", f"of={path}", f"seek={number * share}"]
-            where += [f"skip={number * share}", "oflag=direct", "conv=notrunc"]
+            operands += [f"if={source}", f"of={path}", f"seek={number * share}"]
+            operands += [f"skip={number * share}", "oflag=direct", "conv=notrunc"]
         else:
-            where += ["of=/dev/null", f"if={path}", f"skip={number * share}", "iflag=direct"]
-        commands.append(["dd", *where])
+            operands += ["of=/dev/null", f"if={path}", f"skip={number * share}", "iflag=direct"]
+        commands.append(["dd", *operands])
     begin = time.perf_counter()
     running = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]
     assert all(process.wait() == 0 for process in running)
@@ -71,8 +71,8 @@ class Bench:
         in_pool = BATCH * (AHEAD + 1)
         nbytes = -(-in_pool * block_bytes // CHUNK) * CHUNK
         self.pool = MappedFiles("kvferry-bench", nbytes, CHUNK)
-        whole = (ctypes.c_ubyte * nbytes).from_address(self.pool.address)
-        np.ctypeslib.as_array(whole)[:] = np.random.default_rng(1).integers(
+        memory = (ctypes.c_ubyte * nbytes).from_address(self.pool.address)
+        np.ctypeslib.as_array(memory)[:] = np.random.default_rng(1).integers(
             0, 256, nbytes, np.uint8
         )
         self.in_pool = in_pool
@@ -120,7 +120,7 @@ class Bench:
         return self.blocks * self.block_bytes / seconds
 
     async def run(self) -> tuple[float, float, float]:
-        """GB/s of first writes, of reads, and of writes into slots that were written before."""
+        """Bytes per second of first writes, of reads, and of writes into slots written before."""
         files = PoolFiles(self.pool.descriptors, CHUNK, self.pool.nbytes)
         client = TierClient(self.spec, files)
         while not client.is_on:

@@ -1,14 +1,14 @@
-"""How fast scattered fragments cross the link, by how they are enqueued: no daemon, GB/s.
+"""Bandwidth of scattered fragments by how they are enqueued, without a daemon, in GB/s.
 
     python tests/bench/fragments.py
 
-4 GiB of the device and 4 GiB of memory such as the host pool's, fragments at random places of
-both, pieces of 32 MiB, four of them enqueued at a time; 2 GiB by the clock of this process, five
-times over: median, least and most.
+Fragments are at random addresses in 4 GiB of device memory and 4 GiB of memory such as the host
+pool's. Chunks have 32 MiB, and four of them are in flight. 2 GiB are copied five times, by the
+clock of this process: median, least and most.
 
-    batch      a piece is one cuMemcpyBatchAsync (what kvferry does)
-    2 streams  half of a piece each, on two streams
-    singly     a piece is one cuMemcpyAsync a fragment
+    batch      a chunk is one cuMemcpyBatchAsync (as in kvferry)
+    2 streams  two halves of a chunk, on two streams
+    singly     a chunk is one cuMemcpyAsync per fragment
 """
 
 from __future__ import annotations
@@ -75,24 +75,24 @@ class FragmentsFixture:
         """Bytes per second of MOVED bytes in fragments of one size."""
         gpu, host = (self.random.permutation(MEMORY // size)[: MOVED // size] for _ in range(2))
         gpu, host = gpu * size + self.device, host * size + self.host.address
-        sizes, flying = np.full(gpu.size, size), deque[list[Event]]()
+        sizes, in_flight = np.full(gpu.size, size), deque[list[Event]]()
         began, step = time.perf_counter(), PIECE // size
         for start in range(0, gpu.size, step):
             part = slice(start, start + step)
-            flying.append(
+            in_flight.append(
                 enqueue(direction, CopyBatch.from_rows(gpu[part], host[part], sizes[part]))
             )
-            if len(flying) == IN_FLIGHT:
-                self._await(flying.popleft())
-        for ends in flying:
-            self._await(ends)
+            if len(in_flight) == IN_FLIGHT:
+                self._wait(in_flight.popleft())
+        for ends in in_flight:
+            self._wait(ends)
         return MOVED / (time.perf_counter() - began)
 
     def _on(self, stream: int, direction: Direction, piece: CopyBatch) -> Event:
         self.dma.enqueue(direction, piece, stream)
         return self.cuda.record(stream)
 
-    def _await(self, ends: list[Event]) -> None:
+    def _wait(self, ends: list[Event]) -> None:
         while not all(map(self.cuda.reached, ends)):
             pass
 
@@ -102,26 +102,31 @@ def _columns(piece: CopyBatch) -> tuple[Any, Any, Any]:
 
 
 def main() -> None:
-    dock = FragmentsFixture(driver())
-    ways: dict[str, Enqueue] = {
-        "batch": dock.batch,
-        "2 streams": dock.two_streams,
-        "singly": dock.singly,
+    fixture = FragmentsFixture(driver())
+    methods: dict[str, Enqueue] = {
+        "batch": fixture.batch,
+        "2 streams": fixture.two_streams,
+        "singly": fixture.singly,
     }
-    whole = {way: rates(dock, way, PIECE, dock.singly) for way in Direction}
-    print(f"{'':24}" + "".join(f"{way:>24}" for way in Direction))
-    print(f"{'pieces of 32 MiB':24}" + "".join(told(whole[way]) for way in Direction))
+    unsplit = {each: rates(fixture, each, PIECE, fixture.singly) for each in Direction}
+    print(f"{'':24}" + "".join(f"{each:>24}" for each in Direction))
+    print(
+        f"{'whole chunks of 32 MiB':24}"
+        + "".join(format_rates(unsplit[each]) for each in Direction)
+    )
     for size in SIZES:
-        for name, enqueue in ways.items():
-            cells = [told(rates(dock, way, size, enqueue)) for way in Direction]
+        for name, enqueue in methods.items():
+            cells = [format_rates(rates(fixture, each, size, enqueue)) for each in Direction]
             print(f"{size >> 10:>8} KiB  {name:10}" + "".join(cells), flush=True)
 
 
-def rates(dock: FragmentsFixture, way: Direction, size: int, enqueue: Enqueue) -> list[float]:
-    return sorted(dock.speed(way, size, enqueue) / 1e9 for _ in range(ROUNDS))
+def rates(
+    fixture: FragmentsFixture, direction: Direction, size: int, enqueue: Enqueue
+) -> list[float]:
+    return sorted(fixture.speed(direction, size, enqueue) / 1e9 for _ in range(ROUNDS))
 
 
-def told(samples: list[float]) -> str:
+def format_rates(samples: list[float]) -> str:
     return f"{statistics.median(samples):10.1f}   {samples[0]:.1f}..{samples[-1]:.1f}"
 
 

@@ -1,15 +1,14 @@
-"""Hit rates over capacity on a real trace: ours, through client and daemon, against the bounds.
+"""Hit rates over capacity on a real trace, through client and daemon, compared with bounds.
 
     python tests/bench/hit_rates.py TRACE [--clients 4] [--requests N] [--json FILE] [--plot FILE]
 
-TRACE is JSON lines with hash_ids (see support.trace_replay). Each policy is replayed at each
-capacity; every loaded block is compared with what was stored. Beside it
+TRACE is JSON lines with hash_ids (see support.trace_replay). The trace is replayed with each policy
+at each capacity, and every loaded block is compared with the stored one. The bounds:
 
     prefix LRU   a dictionary in use order, whose hits end at a request's first miss
-    MIN          the best possible with so many blocks: of those that could be kept, the block
-                 goes that is needed last (Belady 1966), and one that nobody needs sooner than
-                 what is there is not kept at all
-    unbounded    nothing ever goes
+    MIN          the optimum at this capacity: evict the block whose next use is last, or do not
+                 store the new block if its next use is later (Belady 1966)
+    unbounded    no block is evicted
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Trace = Sequence[Sequence[int]]
 
 
 def prefix_lru(trace: Trace, capacity: int) -> float:
-    """Of all blocks, those hit in a plain LRU; a request's tail goes before its head."""
+    """The fraction of blocks that hit in a plain LRU. A request's tail is evicted first."""
     cache: OrderedDict[int, None] = OrderedDict()
     hits = total = 0
     for blocks in trace:
@@ -54,7 +53,7 @@ def prefix_lru(trace: Trace, capacity: int) -> float:
 
 
 def belady(trace: Trace, capacity: int) -> float:
-    """Of all blocks, the most that any policy can hit, knowing what comes."""
+    """The largest fraction of blocks that any policy can hit, with knowledge of the future."""
     accesses = list(chain.from_iterable(trace))
     following: list[float] = [inf] * len(accesses)
     seen: dict[int, int] = {}
@@ -112,7 +111,7 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.plot:
         _plot(rows, arguments.plot)
     if wrong:
-        sys.exit("a loaded block was not what was stored")
+        sys.exit("a loaded block differs from the stored one")
 
 
 def _row(
@@ -170,7 +169,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=Path, help="JSON lines with hash_ids, plain or .gz")
     parser.add_argument("--clients", type=int, default=4, help="engines at once (default: 4)")
-    parser.add_argument("--requests", type=int, help="only so many of them")
-    parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--plot", type=Path, help="draw them there (needs matplotlib)")
+    parser.add_argument("--requests", type=int, help="only the first N requests")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument(
+        "--plot", type=Path, help="plot the figures into this file (needs matplotlib)"
+    )
     main(parser.parse_args())

@@ -1,15 +1,16 @@
-"""What one job costs in Python, phase by phase: microseconds, p50 and p99.
+"""Python time of one job, phase by phase: microseconds, p50 and p99.
 
     python tests/bench/hot_path.py [jobs, default 300]
 
 submit   in the client: ClientSession.submit
-plan     in the daemon's loop: decode_client_message and Core.handle
-start    in the device worker: from a command taken to CopyEngine.submit called
+plan     in the daemon's event loop: decode_client_message and Core.handle
+start    in the device worker: from receiving the command to the call of CopyEngine.submit
 
-Stores and loads in turn, of one block of 2 MiB and of 2,048 of 4 KiB, ids at random. *awake*: one
-phase after the other. *asleep*: before each its thread sleeps for 1 ms and other memory passes
-through the caches; this is what a job meets that comes alone. Sockets and wake-ups are not in it:
-client, core, and a device worker over the reference engine are all in this process.
+Stores and loads alternate, with one block of 2 MiB and with 2,048 blocks of 4 KiB, in random order.
+*awake*: the phases run one after another. *asleep*: before each phase its thread sleeps for 1 ms
+and other memory replaces the CPU's caches, as for a single job on an idle machine. Sockets and
+wake-ups are not included: the client, the core, and a device worker with the reference engine all
+run in this process.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from kvferry.proto.specs import (
 )
 from kvferry.proto.status import Limits
 
+# Blocks of a job, bytes of a block, blocks to choose from.
 CASES = {"1 block": (1, 2 << 20, 64), "2,048 blocks": (2048, 4096, 8192)}
-"""Blocks in a job, bytes of a block, blocks to choose from."""
 PHASES = ("submit", "plan", "start")
 WARM_UPS, ASLEEP = 20, 1e-3
 OTHERS = np.zeros(4 << 20, dtype=np.uint8)
@@ -59,33 +60,35 @@ def main(jobs: int) -> None:
     print(f"{'us':28}{'awake':>9}{'':9}{'asleep':>9}")
     print(f"{'':28}{'p50':>9}{'p99':>9}{'p50':>9}{'p99':>9}")
     for name, case in CASES.items():
-        dock = HotPathFixture(*case)
-        columns = [np.quantile(dock.run(jobs, asleep), (0.5, 0.99), 0) for asleep in (False, True)]
-        dock.close()
+        fixture = HotPathFixture(*case)
+        columns = [
+            np.quantile(fixture.run(jobs, asleep), (0.5, 0.99), 0) for asleep in (False, True)
+        ]
+        fixture.close()
         for phase, figures in zip(PHASES, np.concatenate(columns).T * 1e6, strict=True):
             print(f"{name:20}{phase:8}" + "".join(f"{figure:9.1f}" for figure in figures))
 
 
 class NoCopyEngine(ReferenceEngine):
-    """Notes when it was given a chunk."""
+    """Records when a chunk is submitted."""
 
-    given = 0.0
+    submitted = 0.0
 
     def submit(self, direction: Direction, mapping: Mapping, run: Extent) -> Any:
-        self.given = clock()
+        self.submitted = clock()
         return super().submit(direction, mapping, run)
 
 
 class StampedWorker(DeviceWorker):
-    """Notes when it took a command."""
+    """Records when it receives a command."""
 
     asleep = False
-    taken = 0.0
+    received = 0.0
 
     def _handle(self, command: Command) -> None:
         if self.asleep:
             sleep()
-        self.taken = clock()
+        self.received = clock()
         super()._handle(command)
 
 
@@ -113,7 +116,7 @@ class HotPathFixture:
         )
         self.worker.post_command(MapCommand(action, (), None))
         self.core.report(self.report())
-        every = np.arange(num_blocks)  # what nobody stored is not loaded
+        every = np.arange(num_blocks)  # blocks must be stored before they can be loaded
         (start,) = self.core.handle(
             SESSION, Submit(0, GPULoadStoreSpec(every), CPULoadStoreSpec(every)), 0.0
         )
@@ -145,7 +148,7 @@ class HotPathFixture:
         assert isinstance(start, StartTransfer)
         self.worker.post_command(start)
         self.core.report(self.report())
-        return submit, plan, self.engine.given - self.worker.taken
+        return submit, plan, self.engine.submitted - self.worker.received
 
     def report(self) -> Report:
         (report,) = self.reports.get()

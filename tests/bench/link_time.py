@@ -1,21 +1,21 @@
-"""What the device worker loses of the link: the CUDA engine over a driver that keeps time.
+"""Link time that the device worker does not use: the CUDA engine with a driver that keeps time.
 
     python tests/bench/link_time.py [--slow 2]
 
-The driver copies nothing: a fragment takes its time on a link of 56.1 GB/s, a kernel 0.13 ms, one
-after the other on their streams, and an event is reached when its time has come. What a job takes
-more than the link does is the worker's and the engine's own: sleeps, Python, room that comes late.
-Client, sockets and loop are not in it, nor what a GPU takes between two fragments.
+The driver copies nothing. A fragment takes its time on a link of 56.1 GB/s, a kernel 0.13 ms, one
+after another on their streams, and an event is reached at its time. The rest of a job's time is
+overhead of the worker and the engine: sleeps, Python, late submissions. The client, sockets, the
+event loop, and a GPU's pauses between fragments are not included.
 
-Beside another process that always has kernels to run, those of staged copies come when that one's
-time on the GPU is over, which it has for SLICE at a time: so it goes on an H200. Who asks too late
-waits for another slice.
+Beside another process that always has kernels to run, the kernels of staged copies run after that
+process's time slice (SLICE), as measured on an H200. A kernel that is submitted too late waits for
+another slice.
 
-    row      milliseconds a job of 1 GiB, eight in a row, two under way: median, least and most
-    once     of one job behind 20 ms of nothing, median
-    beside   as row, beside such a process; and how many turns of the GPU each job took
+    row      milliseconds per job of 1 GiB, eight in a row, two in flight: median, least and most
+    once     of one job after 20 ms of idle time, median
+    beside   as row, beside such a process; and how many time slices of the GPU each job took
 
---slow: what the worker does for a chunk takes so many times as long, as on a slow CPU.
+--slow: the worker's time for a chunk is so many times as long, as on a slow CPU.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLay
 from kvferry.proto.status import CalibrationPoint, CopyStatus
 from support.region_records_model import NO_BLOCKS
 
+# Bytes per second of the link, each way.
 LINK = 56.1e9
+# Seconds from a call until the device begins; seconds of a kernel.
 BEGIN, KERNEL = 6e-6, 130e-6
-"""Seconds from a call until the device begins; of a kernel."""
+# Seconds of CPU that the driver's calls take.
 COPY, BATCH, LAUNCH = 4e-6, 15e-6, 8e-6
-"""Seconds of CPU that the driver's calls take."""
+# Seconds of the other process's time slice; of a switch between processes; and bytes per second
+# that a kernel moves.
 SLICE, SWITCH, BANDWIDTH = 2.13e-3, 0.15e-3, 2e12
-"""Of the GPU's time: as long as another process has it, a turn's beginning and end; and bytes per
-second that a kernel moves."""
 HOST_BLOCK, JOB_BLOCKS, HOST_BLOCKS, TENSORS = 2 << 20, 512, 2048, 64
 ROW, AHEAD, ROUNDS, REST = 8, 2, 9, 0.02
 POOL, TENSOR = 1 << 30, 1 << 42
@@ -68,19 +69,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--slow", type=float, default=1.0, help="times as long (default: 1)")
-    times = parser.parse_args().slow
+    parser.add_argument(
+        "--slow", type=float, default=1.0, help="factor of the worker's time (default: 1)"
+    )
+    factor = parser.parse_args().slow
     for owner, name in ((DeviceWorker, "_submit_head"), (DeviceWorker, "_poll")):
-        setattr(owner, name, slowed(getattr(owner, name), times))
+        setattr(owner, name, slow_down(getattr(owner, name), factor))
     print(f"{'':24}{'link':>6}{'row':>7}{'least..most':>14}{'once':>7}", end="")
     print(f"{'beside':>8}{'least..most':>14}{'turns':>6}")
     for mode, kib in CASES:
-        docks = (
+        fixtures = (
             LinkTimeFixture(mode, kib << 10, TimedDriver),
             LinkTimeFixture(mode, kib << 10, SharedDriver),
         )
         for direction in Direction:
-            alone, beside = ([dock.round(direction) for _ in range(ROUNDS)] for dock in docks)
+            alone, beside = (
+                [fixture.round(direction) for _ in range(ROUNDS)] for fixture in fixtures
+            )
             link = 1e3 * JOB_BLOCKS * HOST_BLOCK / LINK
             name = f"{mode}, {kib} KiB, {direction}"
             print(f"{name:24}{link:6.2f}{spread(r.row for r in alone)}", end="")
@@ -90,29 +95,29 @@ def main() -> None:
 
 
 def spread(numbers: Iterator[float]) -> str:
-    some = [*numbers]
-    return f"{statistics.median(some):7.2f}{f'{min(some):.2f}..{max(some):.2f}':>14}"
+    values = [*numbers]
+    return f"{statistics.median(values):7.2f}{f'{min(values):.2f}..{max(values):.2f}':>14}"
 
 
-def slowed(function: Callable[..., Any], times: float) -> Callable[..., Any]:
+def slow_down(function: Callable[..., Any], factor: float) -> Callable[..., Any]:
     def slow(*arguments: Any) -> Any:
         begin = clock()
         try:
             return function(*arguments)
         finally:
-            spend((times - 1) * (clock() - begin))
+            spend((factor - 1) * (clock() - begin))
 
-    return slow if times > 1 else function
+    return slow if factor > 1 else function
 
 
 class TimedDriver:
-    """Streams, and the link each way, are free from some time on."""
+    """For each stream, and for each direction of the link, keeps the time when it becomes idle."""
 
     version = 13000
 
     def __init__(self) -> None:
+        # Time slices of the GPU that this process used beside another process.
         self.turns = 0
-        """Of the GPU, beside another process."""
         self._numbers = count(1)
         self._streams: dict[int, float] = {}
         self._link = {True: 0.0, False: 0.0}
@@ -191,14 +196,16 @@ class TimedDriver:
 
 
 class SharedDriver(TimedDriver):
-    """As Driver, and another process has a SLICE of the GPU's time between any two turns of ours.
-    What is given to a stream of kernels until a turn is over belongs to it."""
+    """A TimedDriver whose GPU another process uses for SLICE between two time slices of this one.
+
+    Kernels that are launched before the end of a time slice run in it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._kernels: set[int] = set()
-        self._over = 0.0
-        """When the last turn is, or the one that is awaited."""
+        # End of the last time slice, or begin of the next one if kernels wait for it.
+        self._slice_end = 0.0
 
     def record(self, stream: int) -> Event:
         if stream in self._kernels:
@@ -210,19 +217,19 @@ class SharedDriver(TimedDriver):
         self._kernels.add(stream)
         _, _, block_bytes, blocks = struct.unpack_from("QQQI", of[0].arrays[0])
         end = self._begin(stream) + BEGIN + blocks * block_bytes / BANDWIDTH
-        self._streams[stream] = self._over = end
+        self._streams[stream] = self._slice_end = end
 
     def _begin(self, stream: int) -> float:
         ready = max(self._streams[stream], clock())
-        if ready > self._over:
-            slices = max(1, math.ceil((ready - self._over - SWITCH) / SLICE))
-            self._over += SWITCH + slices * SLICE
+        if ready > self._slice_end:
+            slices = max(1, math.ceil((ready - self._slice_end - SWITCH) / SLICE))
+            self._slice_end += SWITCH + slices * SLICE
             self.turns += 1
-        return self._over
+        return self._slice_end
 
 
 class Round(NamedTuple):
-    """Milliseconds of a job in a row and of one alone; turns of the GPU a job."""
+    """Milliseconds of a job in a row and of a single job; time slices of the GPU per job."""
 
     row: float
     once: float
@@ -230,7 +237,7 @@ class Round(NamedTuple):
 
 
 class LinkTimeFixture:
-    """A device worker over such an engine, and plans of jobs for it."""
+    """A device worker with such an engine, and plans of jobs for it."""
 
     def __init__(self, mode: str, page: int, driver: Callable[[], TimedDriver]) -> None:
         always = 0 if mode == "direct" else 1 << 40
@@ -268,17 +275,17 @@ class LinkTimeFixture:
         return Round(1e3 * row, 1e3 * self._seconds(plans[-1:], 1), turns / ROW)
 
     def _seconds(self, plans: list[CopyPlan], ahead: int) -> float:
-        waiting, under_way, begin = iter(plans), 0, clock()
+        waiting, in_flight, begin = iter(plans), 0, clock()
         for plan in (*plans[:ahead],):
             next(waiting)
             self._start(plan)
-            under_way += 1
-        while under_way:
+            in_flight += 1
+        while in_flight:
             for _ in self._ends():
-                under_way -= 1
+                in_flight -= 1
                 if (plan := next(waiting, cast(Any, None))) is not None:
                     self._start(plan)
-                    under_way += 1
+                    in_flight += 1
         return clock() - begin
 
     def _start(self, plan: CopyPlan) -> None:

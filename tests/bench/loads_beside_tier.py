@@ -1,10 +1,10 @@
-"""Latency of loads from the pool while a disk tier reads and writes, beside one that is idle.
+"""Latency of loads from the pool while a disk tier reads and writes, and while it is idle.
 
     python tests/bench/loads_beside_tier.py [--device 0] [--path /tmp] [--reps 5] [--seconds 4]
 
-One session loads 16 blocks of 2 MiB at a time from the pool. Another, in a namespace of its own,
-keeps the tier busy: it stores blocks, which are written, and has evicted ones promoted, which are
-read. Idle and busy phases alternate. Prints milliseconds.
+One session loads 16 blocks of 2 MiB at a time from the pool. Another session, in a namespace of its
+own, keeps the tier busy: it stores blocks, which the tier writes, and requests evicted ones, which
+the tier reads. Idle and busy phases alternate. Prints milliseconds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def keys(numbers: Sequence[int]) -> tuple[bytes, ...]:
 
 
 class Engine:
-    """A session in a namespace of its own, with as many GPU blocks as one job moves."""
+    """A session in a namespace of its own, with the GPU blocks of one job."""
 
     def __init__(self, daemon: LocalDaemon, name: str, device: str, host: int) -> None:
         with ExitStack() as stack:
@@ -81,7 +81,7 @@ class Engine:
 
 
 class BusyTier:
-    """Keeps the tier reading and writing while it is entered."""
+    """A context in which the tier reads and writes all the time."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._numbers = engine, count(0, LOADED)

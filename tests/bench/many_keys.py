@@ -1,4 +1,4 @@
-"""Stalls and start with a million keys: how long one step holds up the event loop.
+"""Stalls and start with a million keys: how long one step blocks the event loop.
 
     python tests/bench/many_keys.py core                 # no daemon; --keys N, --policy NAME
     python tests/bench/many_keys.py mirror               # a client's mirror
@@ -7,17 +7,17 @@
 
 core    A full namespace evicts: each round touches 250 resident keys, stores 250 new ones and takes
         the key events, as the core does for two messages. The longest of these steps is the stall.
-        Rounds go on until every key was replaced three times, so that all tables are rebuilt.
+        The rounds replace every key three times, so that all tables are rebuilt.
 mirror  The events of such rounds are applied to a mirror; then a snapshot in parts.
 daemon  A client stores 10,000 keys per second for a minute into a full pool (64-byte blocks). Two
-        other processes measure meanwhile: round trips of a status request, 1 ms apart, and the
-        longest poll of a client with a mirror. A third client then opens the namespace and gets a
-        snapshot. Last, the daemon is killed and started again with the kept pool: seconds to READY.
-        With a tier, evicted keys are written to disk meanwhile (8 KiB each), and a further process
-        searches the tier for 250 of them at a time, and has what is found promoted.
+        other processes measure meanwhile: round trips of a status request, 1 ms apart, and polls of
+        a client with a mirror. A third client then opens the namespace and receives a snapshot.
+        Last, the daemon is killed and started again with the kept pool: seconds to READY. With a
+        tier, evicted keys are written to disk meanwhile (8 KiB each), and another process searches
+        the tier for 250 of them at a time, which promotes the found ones.
 
-Figures are milliseconds unless they say seconds. On a busy machine the round trips contain waiting
-for a CPU: compare them with those without stores, which come first.
+Figures are milliseconds unless the unit is seconds. On a busy machine the round trips include the
+wait for a CPU: compare them with the round trips without stores, which are measured first.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ PAGE, BATCH, KEY_BYTES = 64, 250, 36
 # Keys stored per second by the daemon part, and for how long.
 RATE, SECONDS = 10_000, 60.0
 FINGERPRINT = Fingerprint("bench", PAGE, key_bytes=KEY_BYTES)
-# Blocks of the engine: so many keys fill the pool with one store.
+# Blocks of the engine, and keys per store while the pool is filled.
 FILL = 1 << 14
 LAYOUT = KVLayout((TensorLayout(FILL, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
 
 
 def keys_from(start: int, count: int) -> tuple[bytes, ...]:
-    """Keys as block hashes are: random bytes, always the same for a number."""
+    """Keys with random bytes, like block hashes, and always the same for a number."""
     words = (np.arange(start, start + count, dtype=np.uint64)[:, None] + 1) * np.array(
         [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64
     )
@@ -111,8 +111,8 @@ def bench_core(count: int, policy: str) -> None:
     for at in range(0, 4 * count, BATCH):
         keys = keys_from(at, BATCH)
         lowest = max(0, at - count)
-        some = random.integers(lowest, max(at, 1), 5)
-        touched = [key for start in some.tolist() for key in keys_from(start, BATCH // 5)]
+        starts = random.integers(lowest, max(at, 1), 5)
+        touched = [key for start in starts.tolist() for key in keys_from(start, BATCH // 5)]
         begin = time.perf_counter()
         cache.touch(touched)
         middle = time.perf_counter()
@@ -152,8 +152,8 @@ def bench_mirror(count: int) -> None:
     mirror.apply_message(Snapshot(0, 0, False, (), True, 1))
     for number, at in enumerate(range(0, 4 * count, BATCH), 1):
         keys = keys_from(at, BATCH)
-        gone = keys_from(at - count, BATCH) if at >= count else ()
-        removed = (KeyEvent(EventKind.REMOVED, gone),) if gone else ()
+        evicted = keys_from(at - count, BATCH) if at >= count else ()
+        removed = (KeyEvent(EventKind.REMOVED, evicted),) if evicted else ()
         events = (*removed, KeyEvent(EventKind.PENDING, keys), KeyEvent(EventKind.STORED, keys))
         message = KeyEvents(number, events, 1)
         steps.append(timed(partial(mirror.apply_message, message)))
@@ -161,7 +161,7 @@ def bench_mirror(count: int) -> None:
     probes = keys_from(4 * count - BATCH, BATCH)
     show(f"mirror: {BATCH} lookups", [timed(lambda: [*map(mirror.lookup, probes)])])
     sequence = mirror.sequence + 2
-    mirror.apply_message(KeyEvents(sequence, (), 1))  # one is missing
+    mirror.apply_message(KeyEvents(sequence, (), 1))  # a number is missing
     parts = [
         Snapshot(sequence, part, False, keys_from(at, 1 << 13), at + (1 << 13) >= count, 1)
         for part, at in enumerate(range(0, count, 1 << 13))
@@ -176,13 +176,13 @@ def bench_mirror(count: int) -> None:
 
 def bench_daemon(count: int, policy: str, tier: str) -> None:
     with ExitStack() as stack:
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-")))
-        disk = {"tier_disk": place / "tier", "tier_disk_size": tier} if tier else {}
-        command = kvferryd_command(place, "cpu", count * PAGE, **disk)
-        log = place / "log"
-        manager = stack.enter_context(ServiceManager(command, place / "notify", log=log))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-")))
+        disk = {"tier_disk": directory / "tier", "tier_disk_size": tier} if tier else {}
+        command = kvferryd_command(directory, "cpu", count * PAGE, **disk)
+        log = directory / "log"
+        manager = stack.enter_context(ServiceManager(command, directory / "notify", log=log))
         manager.start()
-        (socket,) = place.glob("*/kvferry.sock")
+        (socket,) = directory.glob("*/kvferry.sock")
         writer = stack.enter_context(OffloadClient(socket.parent, engine="writer"))
         blocks = writer.open_namespace(FINGERPRINT, eviction_policy=policy, mirror=False).num_blocks
         writer.allocate_kv_caches(LAYOUT)
@@ -259,14 +259,14 @@ def join_once(directory: Path, policy: str) -> None:
 
 
 class MeasuringProcess:
-    """A process that measures while it is told to."""
+    """A process that measures between `begin` and `end`."""
 
     def __init__(
         self, stack: ExitStack, measure: Callable[..., None], directory: Path, policy: str
     ) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        process = context.Process(target=measure, args=(theirs, directory, policy), daemon=True)
+        self._pipe, child_end = context.Pipe()
+        process = context.Process(target=measure, args=(child_end, directory, policy), daemon=True)
         process.start()
         stack.callback(process.kill)
         self._pipe.recv()

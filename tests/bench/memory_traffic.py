@@ -1,17 +1,17 @@
-"""What the traffic of device memory takes, without a daemon: an engine's time, and the link's.
+"""Effect of device-memory traffic on an engine and on the link, without a daemon.
 
     python tests/bench/memory_traffic.py [--link]
 
-Staged copies cross the link into a buffer and from there into their places, or the other way. Here
-one process does as much with plain torch, in pieces of 64 MiB, beside the bench's busy engine:
-over the link only; over the link and then once more on the device, which is the traffic of a
-staged copy, each piece behind the one before it; and the copy on the device alone. Under
-CUDA MPS (nvidia-cuda-mps-control -d, started before), the GPU runs both processes at once, so that
-time slices are no part of the result.
+Staged copies move bytes over the link into a buffer and from there into the tensors, or the other
+way. Here one process does the same with plain torch, in chunks of 64 MiB, beside the bench's busy
+engine: over the link only; over the link and then once more on the device, which is the traffic of
+a staged copy, each chunk after the previous one; and the copy on the device alone. Under CUDA MPS
+(nvidia-cuda-mps-control -d, started before), the GPU runs both processes at once, so that the
+result does not include time slices.
 
-With --link no engine is there: 1 GiB crosses the link in pieces of 32 MiB, alone, and while behind
-each sixth piece a kernel gathers as much on the device, rows of 32 KiB in random order, as turns of
-staged copies do.
+With --link there is no engine: 1 GiB is copied over the link in chunks of 32 MiB, first alone. Then
+after each sixth chunk a kernel gathers the same number of bytes on the device, rows of 32 KiB in
+random order, as staged copies do.
 """
 
 from __future__ import annotations
@@ -50,42 +50,42 @@ def beside_engines() -> None:
                 )
 
 
-def link() -> None:
+def measure_link() -> None:
     host = torch.ones(GIB, dtype=torch.int8, pin_memory=True)
     buffer, source, gathered = (torch.ones(GIB, dtype=torch.int8, device="cuda") for _ in range(3))
     order = torch.randperm(GIB // LINK_PIECES * TURN // ROW, device="cuda")
     rows, into = source.view(-1, ROW), gathered.view(-1, ROW)[: order.numel()]
     print(f"{'GB/s over the link':24}{'alone':>8}{'beside':>8}{'x':>7}   of it min..max")
-    for way, dst, src in (("store", host, buffer), ("load", buffer, host)):
+    for direction, dst, src in (("store", host, buffer), ("load", buffer, host)):
         pieces = list(zip(dst.chunk(LINK_PIECES), src.chunk(LINK_PIECES), strict=True))
         alone, beside = [], []
         for _ in range(ROUNDS):
-            alone.append(crossing(pieces, lambda: None))
-            beside.append(crossing(pieces, lambda: torch.index_select(rows, 0, order, out=into)))
+            alone.append(time_copies(pieces, lambda: None))
+            beside.append(time_copies(pieces, lambda: torch.index_select(rows, 0, order, out=into)))
         parts = sorted(a / b for a, b in zip(alone, beside, strict=True))
         rates = [GIB / statistics.median(times) / 1e6 for times in (alone, beside)]
         print(
-            f"{way:24}{rates[0]:8.1f}{rates[1]:8.1f}{statistics.median(parts):7.3f}"
+            f"{direction:24}{rates[0]:8.1f}{rates[1]:8.1f}{statistics.median(parts):7.3f}"
             f"   {parts[0]:.3f}..{parts[-1]:.3f}",
             flush=True,
         )
 
 
-def crossing(pieces: list[tuple[torch.Tensor, torch.Tensor]], turn: Copy) -> float:
-    """Milliseconds that the pieces take, with a turn behind each sixth of them."""
+def time_copies(pieces: list[tuple[torch.Tensor, torch.Tensor]], kernel: Copy) -> float:
+    """Milliseconds of the copies, with a kernel after each sixth of them."""
     cuda: Any = torch.cuda
-    across, behind = cuda.Stream(), cuda.Stream()
+    copy_stream, kernel_stream = cuda.Stream(), cuda.Stream()
     begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
     cuda.synchronize()
-    begin.record(across)
+    begin.record(copy_stream)
     for number, (dst, src) in enumerate(pieces, 1):
-        with cuda.stream(across):
+        with cuda.stream(copy_stream):
             dst.copy_(src, non_blocking=True)
         if number % TURN == 0:
-            behind.wait_stream(across)
-            with cuda.stream(behind):
-                turn()
-    end.record(across)
+            kernel_stream.wait_stream(copy_stream)
+            with cuda.stream(kernel_stream):
+                kernel()
+    end.record(copy_stream)
     cuda.synchronize()
     return float(begin.elapsed_time(end))
 
@@ -93,15 +93,15 @@ def crossing(pieces: list[tuple[torch.Tensor, torch.Tensor]], turn: Copy) -> flo
 def movers() -> dict[str, BenchMover]:
     host = torch.ones(GIB, dtype=torch.int8, pin_memory=True)
     buffer, tensors = (torch.ones(GIB, dtype=torch.int8, device="cuda") for _ in range(2))
-    pieces = list(zip(*(whole.chunk(PIECES) for whole in (host, buffer, tensors)), strict=True))
-    ways: dict[str, list[Copy]] = {
+    pieces = list(zip(*(tensor.chunk(PIECES) for tensor in (host, buffer, tensors)), strict=True))
+    sequences: dict[str, list[Copy]] = {
         "load, the link": [copies((b, h)) for h, b, _ in pieces],
         "load, the link and the device": [copies((b, h), (t, b)) for h, b, t in pieces],
         "store, the link": [copies((h, b)) for h, b, _ in pieces],
         "store, the device and the link": [copies((b, t), (h, b)) for h, b, t in pieces],
         "the device": [copies((t, b)) for _, b, t in pieces],
     }
-    return {name: StreamMover(ways[name], GIB // PIECES) for name in ways}
+    return {name: StreamMover(sequences[name], GIB // PIECES) for name in sequences}
 
 
 def copies(*pairs: tuple[torch.Tensor, torch.Tensor]) -> Copy:
@@ -117,4 +117,4 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--link", action="store_true", help="without an engine")
-    link() if parser.parse_args().link else beside_engines()
+    measure_link() if parser.parse_args().link else beside_engines()

@@ -1,12 +1,13 @@
-"""Bandwidth of the Mooncake tier beside a bare loop of the same library calls, in one run.
+"""Bandwidth of the Mooncake tier compared with a bare loop of the same library calls, in one run.
 
     python tests/bench/mooncake_tier.py [--block-bytes 2097152] [--blocks 128] [--rounds 5]
         [--threads 2,4,8] [--call-bytes 16777216]
 
 A master and a store process run on this machine. The bare loop is a process with the priority of
-the tier's: its threads put and get objects of a block and a trailer, by the calls of the tier, with
-as many per call. kvferry moves as many bytes through TierClient and the tier's process. Both take
-turns, and who begins alternates. Prints GB/s and the ratios.
+the tier's process: its threads put and get objects of a block and a trailer, with the same calls
+and the same number of objects per call. kvferry moves the same bytes through TierClient and the
+tier's process. Both alternate in each round, and the order changes from round to round. Prints GB/s
+and the ratios.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ class Setup:
     call_bytes: int
 
     def make_pool(self) -> MappedFiles:
-        """A pool with room for all blocks, full of random bytes."""
+        """A pool for all blocks, filled with random bytes."""
         nbytes = -(-self.blocks * self.block_bytes // CHUNK) * CHUNK
         pool = MappedFiles("kvferry-bench", nbytes, CHUNK)
-        whole = np.ctypeslib.as_array((ctypes.c_ubyte * nbytes).from_address(pool.address))
-        whole[:] = np.random.default_rng(1).integers(0, 256, nbytes, np.uint8)
+        memory = np.ctypeslib.as_array((ctypes.c_ubyte * nbytes).from_address(pool.address))
+        memory[:] = np.random.default_rng(1).integers(0, 256, nbytes, np.uint8)
         return pool
 
 
@@ -61,7 +62,7 @@ class Setup:
 
 
 def serve_bare_loop(setup: Setup, peer: Connection) -> None:
-    """Run each round that the peer asks for, and send it the seconds of the puts and the gets."""
+    """Run each round that the peer requests, and send it the seconds of the puts and the gets."""
     os.nice(NICER)
     pool = setup.make_pool()
     store = StoreClient(MooncakeOptions(setup.master), pool)
@@ -69,7 +70,7 @@ def serve_bare_loop(setup: Setup, peer: Connection) -> None:
     per_call = max(1, setup.call_bytes // setup.block_bytes)
     with ThreadPoolExecutor(setup.threads) as threads:
 
-        def move(round_number: int, call: Any, good: int) -> float:
+        def move(round_number: int, call: Any, expected: int) -> float:
             def move_part(first: int) -> None:
                 numbers = range(first, min(first + per_call, setup.blocks))
                 names = [f"bare/{round_number}/{n}" for n in numbers]
@@ -78,7 +79,7 @@ def serve_bare_loop(setup: Setup, peer: Connection) -> None:
                     for n in numbers
                 ]
                 codes = call(names, addresses, [[setup.block_bytes, TRAILER_BYTES]] * len(names))
-                assert set(codes) == {good}, set(codes)
+                assert set(codes) == {expected}, set(codes)
 
             begin = time.perf_counter()
             list(threads.map(move_part, range(0, setup.blocks, per_call)))
@@ -175,10 +176,10 @@ async def compare(setup: Setup, rounds: int) -> list[list[float]]:
         rows = []
         for number in range(rounds + 1):
             if number % 2:
-                theirs, ours = await run_bare(number), await tier.round(number)
+                bare_seconds, ours = await run_bare(number), await tier.round(number)
             else:
-                ours, theirs = await tier.round(number), await run_bare(number)
-            rows.append([*theirs, *ours])
+                ours, bare_seconds = await tier.round(number), await run_bare(number)
+            rows.append([*bare_seconds, *ours])
         return rows[1:]  # the first warms connections and memory
     finally:
         peer.send(None)

@@ -1,9 +1,9 @@
-"""What planning a transfer costs the daemon: BlockLayout.resolve, in microseconds.
+"""Time of the daemon to plan a transfer: BlockLayout.resolve, in microseconds.
 
     python tests/bench/planning.py [GPU blocks, default 10000]
 
-A job of so many GPU blocks in random order, checked and turned into places in the host pool; for
-one page a block, and for 64 tensors with 8 GPU blocks in a host block. p50, p99, max of ROUNDS.
+The GPU blocks of a job, in random order, are checked and resolved to offsets in the host pool: with
+one page per block, and with 64 tensors and 8 GPU blocks per host block. p50, p99, max of ROUNDS.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLay
 
 ROUNDS, WARM_UPS = 500, 20
 PAGE = 4096
+# (tensors, GPU blocks in a host block)
 SHAPES = ((1, 1), (64, 8))
-"""(tensors, GPU blocks in a host block)"""
 
 
 def main(blocks: int) -> None:

@@ -1,24 +1,24 @@
-"""One block loaded while stores are queued, by several trees of kvferry in turns.
+"""Latency of loading one block while stores are queued, for several source trees of kvferry.
 
     python tests/bench/queued_alternating.py --device 0 before=../before after=.
     python tests/bench/queued_alternating.py --device clock before=../before after=.
 
 QUEUED_JOBS stores have half of the GPU blocks each and are submitted again when they complete, so
-that as many are always queued. The block that is loaded has 2 MiB; it is timed from submit to
-result, idle and with the stores queued. A load that is sent right behind a store waits until that
-is planned, as any message waits for the one before it; those are reported separately.
+that their number is constant. The loaded block has 2 MiB. It is timed from submit to result, idle
+and with the stores queued. A load that is sent right after a store waits until the store is
+planned, as any message waits for the previous one. These loads are reported separately.
 
 Two runs differ by more than most changes do. So each tree (a checkout, or a `git archive` of one)
-has its own daemon and engine, all of them exist at once, and each moves a few blocks at a time
-while the others are idle. Name a tree twice to see the noise.
+has its own daemon and engine, all of them run at the same time, and each moves a few blocks at a
+time while the others are idle. Name a tree twice to see the noise.
 
-A GPU that is a clock (clock_daemon.py) is had on any machine with two cores to spare. There a
-tree's Python, its threads and sockets are compared, not what a GPU makes of it; and what gives the
-GIL away still keeps one of few cores.
+A GPU that only keeps time (clock_daemon.py) works on any machine with two idle cores. It compares
+the Python code, threads and sockets of the trees, not the work of a GPU. Code that releases the GIL
+still uses one of the few cores.
 
-    us       of a tree's loads: median, 90th, 95th and 99th percentile, idle; the same behind stores
-    x        the 99th percentile by that of the idle ones; of ten rounds at a time least and most
-    submit   us, median of loads that were sent right behind a store; they are not among the others
+    us       loads of a tree: median, 90th, 95th and 99th percentile, idle; the same with stores
+    x        the 99th percentile over that of the idle ones; least and most of groups of ten rounds
+    submit   us, median of loads that are sent right after a store, which the others do not include
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from kvferry.client.cli.bench.engine import BenchEngine
 
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
-# Rounds of which a 99th percentile is taken, for its range.
-SOME = 10
-# Bytes of a page, and the copy mode: beside other daemons a calibration would be wrong.
+# Rounds per group, for the range of the 99th percentile.
+GROUP = 10
+# Bytes of a page, and the copy mode. A calibration beside other daemons would be wrong.
 CASES = ((2 << 20, "direct"), (32 << 10, "staged"))
 QUEUED_JOBS = 8
 WARM_UPS = 20
@@ -59,14 +59,14 @@ def main() -> None:
     parser.add_argument("trees", nargs="*", metavar="NAME=TREE", help="trees to compare")
     parser.add_argument("--device", default="0", help="a GPU, cpu, or clock")
     parser.add_argument("--gib", type=float, default=0.5, help="GiB of one of eight stores")
-    parser.add_argument("--rounds", type=int, default=30, help="turns that each tree has")
-    parser.add_argument("--trips", type=int, default=200, help="loads in a turn, of either kind")
+    parser.add_argument("--rounds", type=int, default=30, help="rounds of each tree")
+    parser.add_argument("--trips", type=int, default=200, help="loads of each kind in a round")
     parser.add_argument("--work", nargs=2, metavar=("PAGE", "MODE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         work(options.device, options.gib, int(options.work[0]), options.work[1])
     elif not options.trees:
-        parser.error("give a tree at least, as NAME=TREE")
+        parser.error("give at least one tree, as NAME=TREE")
     for page_bytes, mode in () if options.work else CASES:
         compare(options, page_bytes, mode)
 
@@ -89,7 +89,7 @@ def compare(options: argparse.Namespace, page_bytes: int, mode: str) -> None:
 
 
 class TreeWorker:
-    """A tree, as a process of its own; its daemon is a child of that."""
+    """The process of a tree. Its daemon is a child of that process."""
 
     def __init__(
         self, name: str, tree: Path, options: argparse.Namespace, page_bytes: int, mode: str
@@ -125,12 +125,12 @@ class TreeWorker:
 
     def show(self) -> None:
         idle, behind = ([np.array(turn) * 1e6 for turn in self._seen[k]] for k in self._seen)
-        some = range(0, len(idle), SOME)
-        times = [_times(idle[at : at + SOME], behind[at : at + SOME]) for at in some]
+        starts = range(0, len(idle), GROUP)
+        times = [_ratio(idle[at : at + GROUP], behind[at : at + GROUP]) for at in starts]
         cells = [f"{us:7.0f}" for turns in (idle, behind) for us in _quantiles(turns)]
         print(
             f"{self._name:12}" + "".join(cells),
-            f"   {_times(idle, behind):5.2f}  {min(times):.2f}..{max(times):.2f}",
+            f"   {_ratio(idle, behind):5.2f}  {min(times):.2f}..{max(times):.2f}",
             f"{1e6 * float(np.median(self._after_submit)):7.0f}",
         )
 
@@ -143,17 +143,17 @@ def _quantiles(turns: list[Any]) -> list[float]:
     return [float(us) for us in np.quantile(np.concatenate(turns), QUANTILES)]
 
 
-def _times(idle: list[Any], behind: list[Any]) -> float:
+def _ratio(idle: list[Any], behind: list[Any]) -> float:
     return _quantiles(behind)[-1] / _quantiles(idle)[-1]
 
 
 def work(device: str, gib: float, page_bytes: int, mode: str) -> None:
-    """Do what standard input says; this process has one tree on its path."""
+    """Run the commands from standard input. This process has one tree on its path."""
     from kvferry.client.cli.bench.engine import BenchEngine, Shape
     from kvferry.client.cli.bench.plan import Plan
     from kvferry.client.cli.bench.rig import open_rig
 
-    if device == "clock":  # there are few cores: yield while polling
+    if device == "clock":  # there are few cores, so polling must yield
         cast(Any, BenchEngine).fetch_results = _yielding(BenchEngine.fetch_results)
     answers, sys.stdout = sys.stdout, sys.stderr
     plan = Plan(device, None, int(gib * (1 << 30)), None, 1, False)
@@ -176,8 +176,7 @@ def work(device: str, gib: float, page_bytes: int, mode: str) -> None:
 
 
 class QueuedLoads:
-    """Round trips of one block: from the last part of the host blocks to the second half of the
-    GPU blocks."""
+    """Loads of one block, from the last part of the host blocks to the last half of the GPU's."""
 
     def __init__(self, engine: BenchEngine) -> None:
         self._engine, self._random = engine, np.random.default_rng(4)
@@ -194,9 +193,9 @@ class QueuedLoads:
         return [self._trip(self._spec()) for _ in range(times + WARM_UPS)][WARM_UPS:]
 
     def trips_behind(self, times: int) -> tuple[list[float], list[float]]:
-        """Seconds of loads that were not sent right behind a store, and of those that were.
+        """Seconds of loads that were not sent right after a store, and of those that were.
 
-        If all were, all are in the first list.
+        If all were sent right after a store, all are in the first list.
         """
         others, after_submit = list[float](), list[float]()
         self.trips(0)
@@ -265,7 +264,7 @@ def _daemon(device: str, pool_bytes: int, mode: str) -> Any:
             self.command[1:3] = [str(Path(__file__).with_name("clock_daemon.py"))]
             super()._start(timeout)
 
-    # It stores no bytes, so there are none to be checked
+    # This daemon stores no bytes, so there is nothing to check.
     unchecked: dict[str, Any] = {"health_every_seconds": 3600, "integrity_scrub_rate": "0"}
     return ClockDaemon("cpu", pool_bytes=pool_bytes, copy_mode=mode, **unchecked)
 

@@ -1,25 +1,25 @@
-"""One block loaded while stores go on, without a daemon: the floor of queued_alternating.py.
+"""Latency of loading one block beside stores without a daemon: the bound of queued_alternating.py.
 
     python tests/bench/queued_floor.py [--rounds 20] [--trips 100]
 
-A bare process in Python is woken by a byte, loads 2 MiB from pinned memory, polls until that is
-done, and answers. Meanwhile pieces are stored:
+A bare Python process receives a byte, loads 2 MiB from pinned memory, polls until that is done, and
+replies. Meanwhile chunks are stored:
 
-    contiguous      32 MiB each, one copy; three under way
-    batches of 16   32 MiB each, fragments of 2 MiB in one driver call, put together beforehand
-    batches of 62   124 MiB each, two under way
-    staged          as these, but in pages of 32 KiB, which a kernel gathers before; and so is the
-                    block that is loaded: a kernel scatters it behind its copy
-    staged by 264   so many blocks of threads gather, two a multiprocessor of an H200; or one
+    contiguous      32 MiB each, one copy; three in flight
+    batches of 16   32 MiB each, fragments of 2 MiB in one driver call, prepared before
+    batches of 62   124 MiB each, two in flight
+    staged          the same in pages of 32 KiB, which a kernel gathers before the copy. The loaded
+                    block also has such pages: a kernel scatters it after its copy.
+    staged by 264   the kernel has 264 thread blocks, two per multiprocessor of an H200; or 132
 
-Those who store look every 0.2 ms whether there is something to do. They are the thread that loads,
-a second thread, or a second process, which has a CUDA context of its own.
+The thread that stores checks every 0.2 ms whether it can enqueue a chunk. It is the thread that
+loads, a second thread, or a thread of a second process, which has a CUDA context of its own.
 
-A daemon has more to do for each piece than to enqueue it. So at last a second thread computes for
-some microseconds in Python besides, and shows what that alone costs a load.
+A daemon does more for each chunk than to enqueue it. So in the last cases a second thread also
+computes for some microseconds in Python, which shows the effect of that alone on a load.
 
-    us   of a load: median and 99th percentile, with nothing else to do, and while stores go on,
-         in turns; x: the 99th percentile by that with nothing else
+    us   of a load: median and 99th percentile, idle and beside stores, alternating;
+         x: the 99th percentile over that of the idle loads
 """
 
 from __future__ import annotations
@@ -46,18 +46,22 @@ from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 
 BLOCK, PIECE, ROOM, GIB = 2 << 20, 32 << 20, 64 << 20, 1 << 30
 PAGE, PAGES, BLOCKS = 32 << 10, 64, 512
+# Bytes of the staging buffer; blocks of a large chunk.
 STAGING, LARGE = 256 << 20, 62
-"""Bytes of the staging buffer; blocks of a large piece."""
 ONE_BLOCK = np.array([BLOCKS - 1])
-LOOKS, APART, WARM_UPS = 2e-4, 3e-5, 10
-"""Seconds between two looks at the stores, and between two loads; loads that do not count."""
+# Seconds between two checks of the stores, and between two loads; loads that do not count.
+STORE_INTERVAL, LOAD_INTERVAL, WARM_UPS = 2e-4, 3e-5, 10
 LOAD, STORE, REST, ANSWER = b"l", b"s", b"r", b"!"
 SAME, SECOND, PROCESS = "the same thread", "a second thread", "a second process"
+# Most thread blocks of a kernel.
 STAGED = {"staged": staged.MAX_GRID, "staged by 264": 264, "staged by 132": 132}
-"""Blocks of a kernel, at most."""
+# Fragments of a chunk, and how many chunks are in flight.
 WHAT = {"contiguous": (1, 3), "batches of 16": (16, 3), f"batches of {LARGE}": (LARGE, 2)}
-"""Fragments of a piece, and how many pieces are under way."""
-CASES = [(what, who, 0) for what in (*WHAT, *STAGED) for who in (SAME, SECOND, PROCESS)]
+CASES = [
+    (what, storing_thread, 0)
+    for what in (*WHAT, *STAGED)
+    for storing_thread in (SAME, SECOND, PROCESS)
+]
 CASES += [("batches of 16", SECOND, microseconds) for microseconds in (25, 50, 100, 200)]
 
 
@@ -65,13 +69,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each kind (default: 20)")
-    parser.add_argument("--trips", type=int, default=100, help="loads in a turn (default: 100)")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of each kind (default: 20)")
+    parser.add_argument("--trips", type=int, default=100, help="loads in a round (default: 100)")
     options = parser.parse_args()
     print(f"{'us':15}{'by':24}{'idle p50':>9}{'p99':>7}{'stores p50':>12}{'p99':>7}{'x':>6}")
-    for what, who, computes in CASES:
-        loader = Process(what, who, computes)
-        storer = Process(what, SAME, computes) if who == PROCESS else loader
+    for what, storing_thread, computes in CASES:
+        loader = Process(what, storing_thread, computes)
+        storer = Process(what, SAME, computes) if storing_thread == PROCESS else loader
         idle, beside = list[float](), list[float]()
         for _ in range(options.rounds):
             idle += loader.trips(options.trips)
@@ -80,20 +84,27 @@ def main() -> None:
             storer.ask(REST)
         numbers = [1e6 * float(np.quantile(s, q)) for s in (idle, beside) for q in (0.5, 0.99)]
         columns = "{:9.0f}{:7.0f}{:12.0f}{:7.0f}".format(*numbers)
-        by = f"{who}, {computes} us" if computes else who
+        by = f"{storing_thread}, {computes} us" if computes else storing_thread
         print(f"{what:15}{by:24}{columns}{numbers[3] / numbers[1]:6.2f}", flush=True)
         for process in {loader, storer}:
             process.close()
 
 
 class Process:
-    """One that loads, and stores as well where it is told to."""
+    """A process that loads, and stores between STORE and REST."""
 
-    def __init__(self, what: str, who: str, computes: int) -> None:
-        self._socket, there = socket.socketpair()
-        command = [sys.executable, __file__, str(there.fileno()), what, who, str(computes)]
-        self._process = subprocess.Popen(command, pass_fds=[there.fileno()])
-        there.close()
+    def __init__(self, what: str, storing_thread: str, computes: int) -> None:
+        self._socket, child_end = socket.socketpair()
+        command = [
+            sys.executable,
+            __file__,
+            str(child_end.fileno()),
+            what,
+            storing_thread,
+            str(computes),
+        ]
+        self._process = subprocess.Popen(command, pass_fds=[child_end.fileno()])
+        child_end.close()
         self.ask(LOAD)
         self._socket.setblocking(False)
 
@@ -113,7 +124,7 @@ class Process:
             self.ask(LOAD)
             end = time.perf_counter()
             seconds.append(end - begin)
-            while time.perf_counter() < end + APART:
+            while time.perf_counter() < end + LOAD_INTERVAL:
                 pass
         return seconds[WARM_UPS:]
 
@@ -122,66 +133,68 @@ class Process:
         self._process.wait()
 
 
-def serve(descriptor: int, what: str, who: str, computes: int) -> None:
-    there, cuda = socket.socket(fileno=descriptor), driver()
+def serve(descriptor: int, what: str, storing_thread: str, computes: int) -> None:
+    connection, cuda = socket.socket(fileno=descriptor), driver()
     context = cuda.retain_context(0)
     if what in STAGED:
         staged.MAX_GRID = STAGED[what]
-        desk: DirectLoop = StagedLoop(cuda)
+        loop: DirectLoop = StagedLoop(cuda)
     else:
-        desk = DirectLoop(cuda, *WHAT[what])
-    stores = QueuedStores(cuda, desk, computes / 1e6)
-    if second := who == SECOND:
-        threading.Thread(target=stores.keep_going, args=(context,), daemon=True).start()
+        loop = DirectLoop(cuda, *WHAT[what])
+    stores = QueuedStores(cuda, loop, computes / 1e6)
+    if second := storing_thread == SECOND:
+        threading.Thread(target=stores.run, args=(context,), daemon=True).start()
     while True:
-        if stores.going and not second:
-            stores.go_on()
-            if not select.select([there], [], [], LOOKS)[0]:
+        if stores.is_running and not second:
+            stores.enqueue_stores()
+            if not select.select([connection], [], [], STORE_INTERVAL)[0]:
                 continue
-        match there.recv(1):
+        match connection.recv(1):
             case b"":
-                stores.going = False
+                stores.is_running = False
                 return cuda.call("cuCtxSynchronize")
             case byte if byte == LOAD:
-                end = desk.load()
+                end = loop.load()
                 while not cuda.reached(end):
                     pass
             case byte:
-                stores.going = byte == STORE
-        there.send(ANSWER)
+                stores.is_running = byte == STORE
+        connection.send(ANSWER)
 
 
 class QueuedStores:
-    """Pieces of a desk, round and round. computes: seconds in Python for each, besides."""
+    """Stores the chunks of a loop, again and again. computes: seconds of Python for each chunk."""
 
-    def __init__(self, cuda: Driver, desk: DirectLoop, computes: float) -> None:
-        self.going = False
-        self._cuda, self._desk, self._computes = cuda, desk, computes
+    def __init__(self, cuda: Driver, loop: DirectLoop, computes: float) -> None:
+        self.is_running = False
+        self._cuda, self._loop, self._computes = cuda, loop, computes
         self._ends: deque[Event] = deque()
 
-    def go_on(self) -> None:
+    def enqueue_stores(self) -> None:
         while self._ends and self._cuda.reached(self._ends[0]):
             self._ends.popleft()
-        while len(self._ends) < self._desk.under_way:
-            self._ends.append(self._desk.store())
+        while len(self._ends) < self._loop.in_flight:
+            self._ends.append(self._loop.store())
             until = time.perf_counter() + self._computes
             while time.perf_counter() < until:
                 pass
 
-    def keep_going(self, context: int) -> None:
+    def run(self, context: int) -> None:
         self._cuda.call("cuCtxSetCurrent", context)
         while True:
-            if self.going:
-                self.go_on()
-            time.sleep(LOOKS)
+            if self.is_running:
+                self.enqueue_stores()
+            time.sleep(STORE_INTERVAL)
 
 
 class DirectLoop:
-    """One GiB of the device and one of pinned memory, and what goes between them: pieces of some
-    fragments to store, and blocks to load. All that Python can put together is ready."""
+    """One GiB of device memory and one GiB of pinned memory: chunks to store, and blocks to load.
 
-    def __init__(self, cuda: Driver, fragments: int, under_way: int) -> None:
-        self.under_way = under_way
+    All batches are prepared in the constructor.
+    """
+
+    def __init__(self, cuda: Driver, fragments: int, in_flight: int) -> None:
+        self.in_flight = in_flight
         self._cuda = cuda
         self._host, self._device = cuda.allocate_host(GIB), cuda.allocate(GIB)
         self._dma = Dma(cuda, self._host, 1 << 40)
@@ -196,7 +209,7 @@ class DirectLoop:
         self._from, self._to = cuda.allocate_host(ROOM), cuda.allocate(ROOM)
 
     def store(self) -> Event:
-        """Enqueue the next piece; its end."""
+        """Enqueue the next chunk. Returns the event of its end."""
         self._dma.enqueue(Direction.STORE, self._batches[0], self._store)
         self._batches.rotate(-1)
         return self._cuda.record(self._store)
@@ -216,7 +229,7 @@ class DirectLoop:
 
 
 class StagedLoop(DirectLoop):
-    """As Desk, with a staging buffer: two large pieces fit in, and a block that is loaded."""
+    """A DirectLoop with a staging buffer for two large chunks and a block that is loaded."""
 
     def __init__(self, cuda: Driver) -> None:
         self._buffer = cuda.allocate(STAGING)
@@ -231,8 +244,8 @@ class StagedLoop(DirectLoop):
         self._gathers, self._scatters = Kernels(cuda), Kernels(cuda)  # for a thread each
         self._gather, self._scatter = cuda.create_stream(), cuda.create_stream(urgent=True)
         self._pieces = deque(enumerate(self._gpu_blocks))
+        # Ends of the last two chunks. A kernel may gather into the buffer of a chunk after its end.
         self._ends: deque[Event] = deque(maxlen=2)
-        """Of the last two pieces: before one is in the pool nothing is gathered into its place."""
 
     def store(self) -> Event:
         cuda, (number, blocks) = self._cuda, self._pieces[0]
@@ -255,7 +268,7 @@ class StagedLoop(DirectLoop):
         return cuda.record(self._scatter)
 
     def _make_batches(self) -> list[CopyBatch]:
-        """From the buffer, where piece by piece takes turns between its two halves."""
+        """Copies from the staging buffer. Successive chunks alternate between its two halves."""
         sources = self._buffer + np.arange(2 * LARGE).reshape(2, -1) * BLOCK
         hosts = enumerate(self._host_blocks)
         return [self._piece(sources[number % 2], host) for number, host in hosts]
@@ -263,7 +276,7 @@ class StagedLoop(DirectLoop):
 
 if __name__ == "__main__":
     if len(sys.argv) == 5 and sys.argv[1].isdecimal():
-        descriptor, what, who, computes = sys.argv[1:]
-        serve(int(descriptor), what, who, int(computes))
+        descriptor, what, storing_thread, computes = sys.argv[1:]
+        serve(int(descriptor), what, storing_thread, int(computes))
     else:
         main()

@@ -1,14 +1,14 @@
-"""What residency costs: lookups, offers, and the way of an event, in microseconds.
+"""Time of residency operations: lookups, offers, and the latency of an event, in microseconds.
 
     python tests/bench/residency.py [keys, default 1000000]
 
-lookup          against a mirror of so many keys, through a client of a real daemon; of a key that
-                is there, and of one that is not; by the client, and by an OffloadingManager
-prepare_store   of 256 new keys in the core, in a full cache of so many: 256 go for it
-event           a client stores a block; from the moment it sees the result until another
-                client's mirror says HIT, that polls, with nothing else going on
+lookup          in a mirror of so many keys, by a client of a real daemon: a key that is resident,
+                and one that is absent; through the client, and through an OffloadingManager
+prepare_store   of 256 new keys in the core, in a full cache of so many keys: it evicts 256
+event           a client stores a block: from the moment when it receives the result until the
+                mirror of another client, which polls, has a HIT. The machine is idle otherwise.
 
-p50, p99, max of the rounds given; a call that is timed alone has the timer's own 0.1 us in it.
+p50, p99, max of the rounds. A call that is timed alone includes the timer's own 0.1 us.
 """
 
 from __future__ import annotations
@@ -78,19 +78,19 @@ def _event(writer: OffloadClient, reader: OffloadClient, number: int) -> float:
 
 
 def _lookups(client: OffloadClient, keys: int) -> None:
-    """The mirror is filled with news as the daemon would send them."""
+    """Fill the mirror with key events as the daemon sends them, and time lookups."""
     mirror = client.namespace.mirror
     every = [_key(number) for number in range(keys)]
     for at in range(0, keys, 1 << 16):
         event = KeyEvent(EventKind.STORED, tuple(every[at : at + (1 << 16)]))
         mirror.apply_message(KeyEvents(mirror.sequence + 1, (event,)))
     random = np.random.default_rng(0)
-    there = [every[i] for i in random.integers(keys, size=LOOKUPS)]
+    resident = [every[i] for i in random.integers(keys, size=LOOKUPS)]
     absent = [_key(keys + int(i)) for i in random.integers(keys, size=LOOKUPS)]
     manager = OffloadingManager(client)
     for name, lookup in (("client", client.lookup), ("manager", manager.lookup)):
-        for what, some in (("there", there), ("absent", absent)):
-            _show(f"{name}.lookup, {what}", _each(lookup, some))
+        for what, looked_up in (("resident", resident), ("absent", absent)):
+            _show(f"{name}.lookup, {what}", _each(lookup, looked_up))
 
 
 def _each(call: Callable[[bytes], object], keys: Sequence[bytes]) -> list[float]:

@@ -2,14 +2,15 @@
 
     python tests/bench/startup.py --device 0 --pool-gib 64 --starts 3
 
-Each start is timed until the socket exists, a client is connected, and the first store of one block
-has completed, connecting and registering the engine included, and until the whole pool is
-registered. Then a fresh process allocates as much pinned memory in one call (cudaHostAlloc; on the
-CPU it touches as much memory). A virtual machine gets its own memory when it is touched for the
-first time, so another process touches as much before all of them.
+Each start is timed until the socket exists, until a client is connected, until the first store of
+one block has completed (connecting and registering the engine included), and until the whole pool
+is registered. Then a new process allocates the same amount of pinned memory in one call
+(cudaHostAlloc; on the CPU it touches the memory). A virtual machine receives its own memory at the
+first touch, so before all measurements another process touches the same amount.
 
-Device memory is the difference of what the driver reports as free, without the staging buffer that
-the daemon declares; it is compared with a fresh process that has only created a CUDA context.
+Device memory is the difference of the free memory that the driver reports. The staging buffer that
+the daemon declares is shown separately. A new process that has only created a CUDA context is the
+comparison.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def bare_process(mode: str, device: torch.device, nbytes: int) -> float:
-    """Seconds that a fresh process measured; for "context", device memory in bytes."""
+    """Seconds that a new process measured; for "context", its device memory in bytes."""
     command = [sys.executable, __file__, "--bare", mode, str(device.index or 0), str(nbytes)]
     free = free_bytes(device)
     with subprocess.Popen(
@@ -120,7 +121,7 @@ def bare_process(mode: str, device: torch.device, nbytes: int) -> float:
 
 
 def run_bare(mode: str, ordinal: int, nbytes: int) -> None:
-    """Do one thing, print its seconds, and wait for the end of standard input."""
+    """Run one mode, print its seconds, and wait for the end of standard input."""
     if mode != "touch":
         driver().retain_context(ordinal)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The CUDA driver where it is not as it should be: who asks for it is told what to change."""
+"""An unusable CUDA driver is refused, and the error states what to change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.daemon.engine.cuda import engine
 from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
 from kvferry.proto.errors import Code, Refused
 
-WORDS = b"no CUDA-capable device is detected"
+ERROR_TEXT = b"no CUDA-capable device is detected"
 
 
 @dataclass
@@ -24,8 +24,8 @@ class Library:
     version: int = 13000
     init: int = 0
     missing: str = ""
+    # The thread's current context. The context of device n is 100 + n.
     current: int | None = None
-    """The thread's context; that of a device is 100 and its number."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         if name == self.missing:
@@ -41,7 +41,7 @@ class Library:
             if name == "cuCtxSetCurrent":
                 self.current = arguments[0].value
             if name == "cuGetErrorString":
-                arguments[1]._obj.value = WORDS
+                arguments[1]._obj.value = ERROR_TEXT
             return self.init if name == "cuInit" else 0
 
         return function
@@ -49,10 +49,10 @@ class Library:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
-    one = Library()
-    for way in ("CDLL", "PyDLL"):
-        monkeypatch.setattr(ctypes, way, lambda name: one)
-    return one
+    library = Library()
+    for loader in ("CDLL", "PyDLL"):
+        monkeypatch.setattr(ctypes, loader, lambda name: library)
+    return library
 
 
 def test_a_driver_that_is_too_old(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,8 +63,8 @@ def test_a_driver_that_is_too_old(library: Library, monkeypatch: pytest.MonkeyPa
     assert (refused.value.code, refused.value.value) == (Code.NO_DEVICE, "CUDA 12.4")
 
 
-def test_a_driver_that_is_older_still(library: Library) -> None:
-    """It lacks calls that every driver of ours has."""
+def test_a_driver_without_a_required_call(library: Library) -> None:
+    """Every supported driver has the call."""
     library.missing = "cuStreamWriteValue64_v2"
     with pytest.raises(Refused, match=r"install 570 or newer") as refused:
         Driver()
@@ -80,15 +80,15 @@ def test_a_driver_that_cannot_start(library: Library) -> None:
     assert (refused.value.code, refused.value.value) == (Code.NO_DEVICE, failure)
 
 
-@pytest.mark.parametrize(("before", "behind"), [(100, 100), (7, 7), (None, 101)])
+@pytest.mark.parametrize(("before", "after"), [(100, 100), (7, 7), (None, 101)])
 def test_a_current_context_is_restored(
-    library: Library, before: int | None, behind: int | None
+    library: Library, before: int | None, after: int | None
 ) -> None:
     """A process with several GPUs has the same current device as before."""
     library.current = before
     with Driver().visiting(1) as context:
         assert library.current == context == 101
-    assert library.current == behind
+    assert library.current == after
     with pytest.raises(ZeroDivisionError), Driver().visiting(1):
         raise ZeroDivisionError
-    assert library.current == behind
+    assert library.current == after

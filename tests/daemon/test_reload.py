@@ -64,7 +64,7 @@ def test_a_daemon_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
 def test_a_reload_is_announced_and_ends(manager: ServiceManager, config_file: Path) -> None:
     log = reload(manager, config_file, '[log]\nlevel = "info"\n')
     assert "configuration reloaded" in log
-    kinds = [name for message in manager.said for name in message]
+    kinds = [name for message in manager.messages for name in message]
     phases = [name for name in kinds if name in ("READY", "RELOADING", "MONOTONIC_USEC")]
     assert phases == ["READY", "RELOADING", "MONOTONIC_USEC", "READY"]
     assert len(set(manager.values("STATUS")[1:])) == 1

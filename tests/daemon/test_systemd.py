@@ -59,7 +59,7 @@ def test_the_sequence_of_notifications(run: Run) -> None:
         "supervisor.status('one\\ntwo'); supervisor.keep_alive(); supervisor.reloading();"
         "supervisor.stopping()"
     )
-    first, second, third, fourth, last = manager.said
+    first, second, third, fourth, last = manager.messages
     assert first == {"STATUS": "one two"}
     assert second == {"WATCHDOG": "1"}
     assert third.keys() == {"RELOADING", "MONOTONIC_USEC"}
@@ -251,7 +251,7 @@ def test_the_watchdog_timeout_is_read(run: Run) -> None:
 def test_a_process_without_keep_alive_is_killed(run: Run) -> None:
     manager = run("", watchdog=0.5)
     assert manager.wait_dead() == -9
-    assert manager.starved == 1
+    assert manager.watchdog_kills == 1
 
 
 def test_a_process_with_keep_alive_is_not_killed(run: Run) -> None:
@@ -264,7 +264,7 @@ def test_a_process_with_keep_alive_is_not_killed(run: Run) -> None:
     )
     manager.wait_for("STATUS", "over")
     assert manager.process.poll() is None
-    assert not manager.starved
+    assert not manager.watchdog_kills
 
 
 def test_notifications_for_another_process_are_ignored() -> None:

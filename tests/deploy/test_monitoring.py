@@ -1,4 +1,4 @@
-"""The dashboard and the alerts name metrics that there are, and labels that these have."""
+"""The dashboard and the alerts use metrics and labels that the daemon exports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def daemon_status(
     engines: tuple[proto_status.EngineStatus, ...],
     errors: dict[str, int],
 ) -> proto_status.DaemonStatus:
-    """Of a daemon with a tier, and a session of each engine."""
+    """The status of a daemon with a tier, and with a session of each engine."""
     device, pool = proto_status.DeviceInfo("cpu", "cpu", "host"), proto_status.PoolStatus(1, 1, 1)
     sessions, totals = len(engines), proto_status.Totals()
     return proto_status.DaemonStatus(
@@ -34,18 +34,18 @@ def daemon_status(
 
 
 def metrics() -> dict[str, set[str]]:
-    """The labels of every sample that a daemon which does everything shows."""
-    whose = proto_status.Fingerprint("model", 4096)
-    space = proto_status.NamespaceStatus("name", whose, "lru", ("e",), *[1] * 13)
+    """The labels of every sample of a daemon that uses all features."""
+    fingerprint = proto_status.Fingerprint("model", 4096)
+    space = proto_status.NamespaceStatus("name", fingerprint, "lru", ("e",), *[1] * 13)
     engine = proto_status.EngineStatus("e", True, 1, 1, 1)
     health = proto_status.HealthStatus(False, ("why",), 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
     status = daemon_status(health, (engine,), {"busy": 1})
-    shown = Metrics()
+    exported = Metrics()
     result = JobResult(1, Direction.STORE, Outcome.DONE, 1, 1.0)
-    shown.jobs.count_job("cpu", result, TransferCompleted(1, Outcome.DONE, 1.0))
-    shown.update(status, (space,))
+    exported.jobs.count_job("cpu", result, TransferCompleted(1, Outcome.DONE, 1.0))
+    exported.update(status, (space,))
     found: dict[str, set[str]] = {}
-    for family in shown.registry.collect():
+    for family in exported.registry.collect():
         if not family.name.startswith("kvferry_"):
             continue
         assert family.documentation.endswith(".")
@@ -55,35 +55,35 @@ def metrics() -> dict[str, set[str]]:
 
 
 def test_series_of_alerts_exist_from_the_start() -> None:
-    """The first sample of a series is no growth: a first failure would be told to nobody."""
+    """The first sample of a series is no increase, so the first failure would raise no alert."""
     status = daemon_status(proto_status.HealthStatus(True), (), {})
-    shown = Metrics()
-    shown.update(status, ())
-    samples = [s for family in shown.registry.collect() for s in family.samples]
+    exported = Metrics()
+    exported.update(status, ())
+    samples = [s for family in exported.registry.collect() for s in family.samples]
     alerts = (DEPLOY / "alerts.yml").read_text()
-    asked = re.findall(r'(kvferry_\w+)\{(\w+)="(\w+)"\}', alerts)
-    assert len(asked) >= 4
-    for name, label, value in asked:
+    queried = re.findall(r'(kvferry_\w+)\{(\w+)="(\w+)"\}', alerts)
+    assert len(queried) >= 4
+    for name, label, value in queried:
         assert any((s.name, s.labels.get(label)) == (name, value) for s in samples), (name, value)
 
 
 def test_errors_that_are_counted_from_the_start_have_an_alert() -> None:
-    """They are counted for it."""
+    """Only the alerts need these counters from the start."""
     alerts = (DEPLOY / "alerts.yml").read_text()
     for code in EXPECTED:
         assert f'kvferry_errors_total{{code="{code}"}}' in alerts
 
 
 def dashboard() -> dict[str, Any]:
-    read: dict[str, Any] = json.loads((DEPLOY / "grafana.json").read_text())
-    return read
+    decoded: dict[str, Any] = json.loads((DEPLOY / "grafana.json").read_text())
+    return decoded
 
 
 def expressions() -> list[str]:
-    shown = [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
+    panels = [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
     alerts = re.findall(r"(?m)^ +expr: (.+)$", (DEPLOY / "alerts.yml").read_text())
     assert len(alerts) == (DEPLOY / "alerts.yml").read_text().count("- alert:")
-    return shown + alerts
+    return panels + alerts
 
 
 @pytest.mark.parametrize("expression", expressions())
@@ -101,16 +101,16 @@ def test_metrics_in_rules_and_dashboards_exist(expression: str) -> None:
         assert wanted <= set.union(*(known[name] for name in names))
 
 
-def test_everything_is_shown() -> None:
-    """What a daemon counts is on the dashboard, but what other panels are made of."""
-    shown = set(re.findall(r"\bkvferry_\w+", " ".join(expressions())))
-    shown |= {re.sub(r"_bucket$", end, name) for name in shown for end in ("_count", "_sum")}
-    left = metrics().keys() - shown
-    assert left == {"kvferry_uptime_seconds", "kvferry_probe_age_seconds"}
+def test_every_metric_is_used() -> None:
+    """Only two metrics are neither on the dashboard nor in the alerts."""
+    used = set(re.findall(r"\bkvferry_\w+", " ".join(expressions())))
+    used |= {re.sub(r"_bucket$", end, name) for name in used for end in ("_count", "_sum")}
+    unused = metrics().keys() - used
+    assert unused == {"kvferry_uptime_seconds", "kvferry_probe_age_seconds"}
 
 
 def test_panels_do_not_overlap() -> None:
-    taken: set[tuple[int, int]] = set()
+    used_cells: set[tuple[int, int]] = set()
     for panel in dashboard()["panels"]:
         at = panel["gridPos"]
         assert at["x"] + at["w"] <= 24
@@ -119,5 +119,5 @@ def test_panels_do_not_overlap() -> None:
             for x in range(at["x"], at["x"] + at["w"])
             for y in range(at["y"], at["y"] + at["h"])
         }
-        assert not taken & cells, panel["title"]
-        taken |= cells
+        assert not used_cells & cells, panel["title"]
+        used_cells |= cells

@@ -151,7 +151,7 @@ def manage(tmp_path: Path) -> Iterator[Callable[..., ServiceManager]]:
 
 
 def count_messages(manager: ServiceManager, name: str) -> int:
-    return sum(name in message for message in tuple(manager.said))
+    return sum(name in message for message in tuple(manager.messages))
 
 
 def test_the_watchdog_kills_a_daemon_that_hangs(
@@ -160,6 +160,6 @@ def test_the_watchdog_kills_a_daemon_that_hangs(
     manager = manage(watchdog=2.0)
     manager.wait_for("READY")
     until(lambda: count_messages(manager, "WATCHDOG") >= 3)
-    assert manager.starved == 0
+    assert manager.watchdog_kills == 0
     os.kill(manager.process.pid, signal.SIGSTOP)
-    until(lambda: manager.starved == 1, 20)
+    until(lambda: manager.watchdog_kills == 1, 20)

@@ -1,13 +1,13 @@
-"""What a Mooncake Store gives and costs inside vLLM: two engines, a daemon each, and one store.
+"""Benefit and cost of a Mooncake Store with vLLM: two engines, a daemon each, and one store.
 
     python tests/gpu/mooncake_figures.py shared,dead [--reps 5] [--json FILE]
 
-shared  time to first token of a prompt that engine A has stored, asked of engine B: from the store,
-        then from the pool of B's daemon, beside computing one
-dead    new prompts in a row, and at once, while the store's processes stand still; beside an engine
-        whose daemon has no tier
+shared  time to first token of a prompt that engine A has stored and engine B loads: from the store,
+        then from the pool of B's daemon, compared with computing a prompt
+dead    new prompts in a row, and at once, while the store's processes are stopped (SIGSTOP),
+        compared with an engine whose daemon has no tier
 
-All run on this machine: the engines on one GPU, the store in host memory, over TCP.
+All processes run on this machine: the engines on one GPU, the store in host memory, over TCP.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ POOL_GIB, STORE_GIB = 10, 64
 
 @dataclass
 class SharingEngines:
-    """engines, daemons: of A and B. new: seeds of prompts that nobody has seen."""
+    """engines, daemons: of A and B. new: seeds of prompts that no engine has computed."""
 
     store: MooncakeStore
     daemons: list[GpuDaemon]
@@ -59,7 +59,7 @@ def main() -> None:
     if unknown := set(what) - FIGURES.keys():
         parser.error(f"unknown figures: {', '.join(sorted(unknown))}; choose from {[*FIGURES]}")
     record: Record = {}
-    with started(chosen.kv_heads) as cluster:
+    with start_engines(chosen.kv_heads) as cluster:
         for name in what:
             rows = FIGURES[name](cluster, chosen.reps)
             columns = [key for key in rows[0] if key != "connector"]
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 @contextmanager
-def started(kv_heads: int) -> Iterator[SharingEngines]:
+def start_engines(kv_heads: int) -> Iterator[SharingEngines]:
     part = kv_heads / 8
     with ExitStack() as running:
         store = running.enter_context(MooncakeStore(segment_bytes=int(part * STORE_GIB * 2**30)))
@@ -130,20 +130,20 @@ def shared(cluster: SharingEngines, reps: int) -> list[Record]:
 
 
 def dead(cluster: SharingEngines, reps: int) -> list[Record]:
-    """A's daemon gets no tier; B's has the one that does not answer."""
+    """A's daemon has no tier. The tier of B's daemon does not reply."""
     cluster.daemons[0].restart()
     cluster.store.pause_master()
     cluster.store.pause_store()
 
-    def one(engine: VLLM) -> Record:
+    def measure(engine: VLLM) -> Record:
         in_a_row = ask_in_a_row(engine, next(cluster.new), TOKENS)
         return {"cold_ms": in_a_row, "tokens_s": ask_at_once(engine, next(cluster.new))}
 
     engines = dict(zip(("none", "mooncake"), cluster.engines, strict=True))
-    for engine in engines.values():  # A's connects again
+    for engine in engines.values():  # A's engine reconnects
         engine.settle()
     try:
-        return alternate(engines, "dead", reps, one)
+        return alternate(engines, "dead", reps, measure)
     finally:
         cluster.store.resume_store()
         cluster.store.resume_master()

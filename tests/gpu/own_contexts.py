@@ -1,7 +1,7 @@
-"""What is done on a GPU leaves the thread's own context current.
+"""kvferry's calls on a GPU restore the thread's current context.
 
-Not collected by itself: test_contexts.py runs this file in a process of its own. The fixture
-destroys its context, and torch keeps blocks that it allocated there for later use.
+pytest does not collect this file: test_contexts.py runs it in a process of its own, because the
+fixture destroys its context, and torch keeps blocks that it allocated there for later use.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from support.raw_client import one_tensor
 pytestmark = pytest.mark.gpu
 
 
-def current() -> int | None:
+def current_context() -> int | None:
     context = c_void_p()
     driver().call("cuCtxGetCurrent", byref(context))
     return context.value
 
 
 @pytest.fixture
-def our_own() -> Iterator[int | None]:
-    """A context that no library of ours made, as that of another device would be."""
-    before, made = current(), c_void_p()
+def own_context() -> Iterator[int | None]:
+    """A current context that neither kvferry nor torch has created, like that of another device."""
+    before, created = current_context(), c_void_p()
     create, destroy = (driver().optional(name) for name in ("cuCtxCreate_v2", "cuCtxDestroy_v2"))
-    assert create(byref(made), 0, 0) == 0
-    yield made.value
-    assert destroy(made) == 0
+    assert create(byref(created), 0, 0) == 0
+    yield created.value
+    assert destroy(created) == 0
     driver().call("cuCtxSetCurrent", c_void_p(before))
 
 
-def test_a_timeline(our_own: int | None) -> None:
+def test_a_timeline(own_context: int | None) -> None:
     timeline = Timeline.create("cuda")
-    assert current() == our_own
+    assert current_context() == own_context
     timeline.close()
-    assert current() == our_own
+    assert current_context() == own_context
 
 
-def test_tensors(our_own: int | None) -> None:
+def test_tensors(own_context: int | None) -> None:
     with LocalDaemon("0", pool_bytes=64 << 20) as daemon:
         with OffloadClient(daemon.directory, engine="shared") as client:
             layers = {"layer": shared_empty((8, 4096), device="cuda")}
-            before = current()
+            before = current_context()
             client.register_kv_caches(layers, num_blocks=8, host_bytes=1 << 20)
-            assert current() == before
-        driver().call("cuCtxSetCurrent", c_void_p(our_own))
+            assert current_context() == before
+        driver().call("cuCtxSetCurrent", c_void_p(own_context))
         with OffloadClient(daemon.directory, engine="allocated") as client:
             allocated = client.allocate_kv_caches(one_tensor(), host_bytes=1 << 20)
-            assert current() == our_own
+            assert current_context() == own_context
             del allocated

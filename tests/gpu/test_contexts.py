@@ -1,4 +1,4 @@
-"""Runs own_contexts.py in a process of its own, so torch here allocates in no context that goes."""
+"""Runs own_contexts.py in a process of its own, because it destroys a context torch may use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
 
 
-def test_contexts_stay_current() -> None:
+def test_the_current_context_is_restored() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     path = Path(__file__).with_name("own_contexts.py")
     done = subprocess.run([*command, path], capture_output=True, text=True, timeout=180)

@@ -1,4 +1,4 @@
-"""What is dropped leaves nothing behind, also where a GPU has yet to write to it."""
+"""A dropped timeline leaves no descriptor and no mapping, even if a GPU still writes to it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvferry.client import Timeline
 pytestmark = pytest.mark.gpu
 
 
-def pages() -> int:
+def count_pages() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:kvferry-timeline")
 
 
-def test_a_timeline_that_is_dropped_while_its_stream_is_at_work() -> None:
-    """The stream has yet to write to its page, and whatever lies there next is another page."""
+def test_a_timeline_dropped_while_its_stream_runs() -> None:
+    """The stream still has to write to the page, so the page must not be unmapped before that."""
     stream = torch.cuda.current_stream()
-    Timeline.create("cuda").close()  # whatever the driver opens, it has opened
-    descriptors, mapped = len(os.listdir("/proc/self/fd")), pages()
+    Timeline.create("cuda").close()  # the driver has opened all its files now
+    descriptors, mapped = len(os.listdir("/proc/self/fd")), count_pages()
     for _ in range(10):
         timeline: Timeline | None = Timeline.create("cuda")
         assert timeline is not None
@@ -30,7 +30,7 @@ def test_a_timeline_that_is_dropped_while_its_stream_is_at_work() -> None:
         timeline.signal(stream, 1)
         timeline = None
         gc.collect()
-        assert (len(os.listdir("/proc/self/fd")), pages()) == (descriptors, mapped)
+        assert (len(os.listdir("/proc/self/fd")), count_pages()) == (descriptors, mapped)
     last = Timeline.create("cuda")
     last.signal(stream, 1)
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Memory that cannot be shared is refused where it is registered, with the setting to change."""
+"""Memory that cannot be shared is refused, and the error names the setting to change."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def daemon() -> Iterator[LocalDaemon]:
         yield daemon
 
 
-def test_expandable_segments_are_refused_by_name(daemon: LocalDaemon) -> None:
+def test_expandable_segments_are_refused(daemon: LocalDaemon) -> None:
     setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     done = subprocess.run(
         [sys.executable, "-c", ENGINE, daemon.directory],
@@ -52,7 +52,7 @@ def test_expandable_segments_are_refused_by_name(daemon: LocalDaemon) -> None:
     assert "allocate_kv_caches" in done.stdout
 
 
-def test_host_tensors_are_not_for_a_gpu_s_daemon(daemon: LocalDaemon) -> None:
+def test_a_daemon_of_a_gpu_refuses_host_tensors(daemon: LocalDaemon) -> None:
     with OffloadClient(daemon.directory, engine="cpu") as client:
         with pytest.raises(Refused) as refused:
             client.register_kv_caches({"layer": shared_empty((8, 4096))}, num_blocks=8)
@@ -70,8 +70,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_dead_engine_s_device_memory_is_free_again(daemon: LocalDaemon) -> None:
-    """The mapping closes within a second of SIGKILL, so the driver gives the 16 GiB back."""
+def test_the_device_memory_of_a_dead_engine_is_freed(daemon: LocalDaemon) -> None:
+    """The daemon unmaps within a second of SIGKILL, so the driver frees the memory."""
     torch.zeros(1, device="cuda")
     before = torch.cuda.mem_get_info()[0]
     done = subprocess.run([sys.executable, "-c", DYING_ENGINE, daemon.directory], timeout=60)

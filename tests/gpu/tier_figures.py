@@ -1,18 +1,17 @@
-"""What a tier below the host pool gives and costs inside vLLM, beside kvferry without a tier.
+"""Benefit and cost of a disk tier with vLLM, compared with kvferry without a tier.
 
     python tests/gpu/tier_figures.py disk,cold,dead [--path DIR] [--reps 5] [--json FILE]
 
-disk   time to first token of a prompt that is on disk only, beside computing it, and beside a hit
-       in host memory. Its goal: bytes over the rate of fio or dd, plus the hit in host memory.
-cold   prompts without reuse, one behind the other, while a tier writes all of them
+disk   time to first token of a prompt that is on disk only, compared with computing it and with a
+       hit in host memory. The goal: bytes over the rate of fio or dd, plus the hit in host memory.
+cold   prompts without reuse, one after another, while a tier writes all of them
 many   32 prompts without reuse at once, 64 tokens each
-dead   prompts that are on disk, and prompts that are not, while the tier's process never answers
+dead   prompts that are on disk, and prompts that are not, while the tier's process never replies
 slow   the same while the tier reads 50 MB/s
 
-Two engines and their daemons stand side by side on one GPU and take turns: `none` has no tier,
-`disk` has one. More prompts than the host pool holds are stored first, and asked for in turn, so
-the next one has always been evicted. --alone starts no engine without a tier: the one with a tier
-computes, too.
+Two engines and their daemons run on one GPU and alternate: `none` has no tier, `disk` has one. More
+prompts than the host pool can keep are stored first, and requested in order, so the next one has
+always been evicted. --alone starts no engine without a tier: the other one also computes.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ from support.vllm_models import LARGE, kv_bytes
 from support.vllm_process import VLLM, GpuDaemon, make_prompts
 
 TOKENS = 16384
-# The pool holds fewer of these prompts than are on disk, and a quarter of it holds one.
+# The pool can keep fewer of these prompts than are on disk. A quarter of it can keep one.
 POOL_GIB, ON_DISK, DISK_GIB = 10, 6, 30
-# Of blocks that fio and dd read.
+# Blocks that fio and dd read: bytes, and how many are in flight.
 BLOCK_BYTES, DEPTH = 2 << 20, 16
 SLOW_RATE = 50e6
 NAMES = "none", "disk"
@@ -60,7 +59,7 @@ NAMES = "none", "disk"
 
 @dataclass
 class TierEngines:
-    """engines, daemons: by name. new: seeds of prompts that nobody has seen."""
+    """engines, daemons: by name. new: seeds of prompts that no engine has computed."""
 
     root: Path
     model: Record
@@ -93,7 +92,7 @@ def main() -> None:
         print_figures("rates", **record)
         model = LARGE | {"num_key_value_heads": chosen.kv_heads}
         names = NAMES[1:] if chosen.alone else NAMES
-        with started(root, chosen.write, model, names) as bench:
+        with start_engines(root, chosen.write, model, names) as bench:
             for name in what:
                 rows = FIGURES[name](bench, chosen.reps, record)
                 columns = [key for key in rows[0] if key != "connector"]
@@ -135,8 +134,10 @@ def raw_read_rate(root: Path) -> tuple[str, float]:
 
 
 @contextmanager
-def started(root: Path, write: str, model: Record, names: Sequence[str]) -> Iterator[TierEngines]:
-    """Both daemons and engines; the prompts of `stored` are on disk."""
+def start_engines(
+    root: Path, write: str, model: Record, names: Sequence[str]
+) -> Iterator[TierEngines]:
+    """Start both daemons and engines, and write the prompts of `stored` to disk."""
     tier = {
         "tier_disk": root / "tier",
         "tier_disk_size": f"{DISK_GIB}GiB",
@@ -205,17 +206,17 @@ def disk(bench: TierEngines, reps: int, record: Record) -> list[Record]:
 
 
 def cold(bench: TierEngines, reps: int, _: Record) -> list[Record]:
-    def one(engine: VLLM) -> Record:
+    def measure(engine: VLLM) -> Record:
         return {"cold_ms": ask_in_a_row(engine, next(bench.new), TOKENS)}
 
-    return alternate(bench.engines, "cold", reps, one)
+    return alternate(bench.engines, "cold", reps, measure)
 
 
 def many(bench: TierEngines, reps: int, _: Record) -> list[Record]:
-    def one(engine: VLLM) -> Record:
+    def measure(engine: VLLM) -> Record:
         return {"tokens_s": ask_at_once(engine, next(bench.new))}
 
-    return alternate(bench.engines, "many", reps, one)
+    return alternate(bench.engines, "many", reps, measure)
 
 
 def dead(bench: TierEngines, reps: int, _: Record) -> list[Record]:
@@ -233,25 +234,25 @@ def slow(bench: TierEngines, reps: int, _: Record) -> list[Record]:
 
 
 def known_and_new(bench: TierEngines, what: str, reps: int) -> list[Record]:
-    """Prompts that are on disk, and have been evicted from the pool, and prompts that are new."""
+    """Prompts that are on disk and no longer in the pool, and new prompts."""
     turns = count()
     for engine in bench.engines.values():
         for _ in range(ON_DISK):
             engine.timed(make_prompts(1, next(bench.new), TOKENS))
 
-    def one(engine: VLLM) -> Record:
+    def measure(engine: VLLM) -> Record:
         stored = bench.stored[next(turns) // len(bench.engines) % ON_DISK]
         engine.forget()
         known, cached = engine.timed([stored])
         new, _ = engine.timed(make_prompts(1, next(bench.new), TOKENS))
         return {"known_ms": 1e3 * known, "new_ms": 1e3 * new, "cached": cached}
 
-    return alternate(bench.engines, what, reps, one)
+    return alternate(bench.engines, what, reps, measure)
 
 
 @contextmanager
 def stopped_tier(daemon: int) -> Iterator[None]:
-    """Every process of a tier that the daemon starts stands still."""
+    """Stop (SIGSTOP) every tier process that the daemon starts, until the end."""
     ended = threading.Event()
 
     def stop() -> None:

@@ -1,26 +1,26 @@
-"""What kvferry costs and gives inside vLLM, beside vLLM's own connector and none.
+"""Cost and benefit of kvferry with vLLM, compared with vLLM's own connector and with none.
 
     python tests/gpu/vllm_figures.py ttft,cold,chat [--connectors none,vllm,kvferry] [--json FILE]
 
 ttft        time to first token of 16,384 tokens in host memory, Llama-3.1-8B's shape
 small       the same of 65,536 tokens in small pages: one KV head
 busy        the same of 16,384 tokens while 8 other requests decode
-cold        time to first token of 16,384 tokens that are nowhere, stored meanwhile
+cold        time to first token of 16,384 tokens that are in no cache, and are stored meanwhile
 throughput  64 requests at once whose prompts are in host memory, alone and with a shared half
-chat        conversations that together exceed the GPU's cache: later rounds load what earlier
-            rounds stored, while they store themselves
+chat        conversations that together exceed the GPU's cache: later rounds load the blocks of
+            earlier rounds, while they store their own
 itl         milliseconds between tokens of streams that decode, beside requests whose prompts are
             stored, and beside requests whose prompts are loaded
 
-Engines of all connectors stand side by side and take turns, so that what changes with the hour
-changes for all; figures of one model share the engines. --apart starts them one after the other,
-for a GPU of 80 GB. A connector `kvferry@DIR` is the kvferry of another source tree, client and
-daemon, which compares two versions in one run. Where PegaFlow is installed beside vLLM,
-`--connectors none,vllm,pegaflow,kvferry` measures it, too; `ideal` copies nothing and takes the
-link's time for it (support.vllm_ideal). Newer versions of vLLM's own connector keep their host tier
-in /dev/shm, and do not start without room for --host-gib there. The floor of a host hit is the
-GPU-hit time of the same engine plus the bytes over the link, both of the same run: of_floor over
-GPU hits in a row, of_rested over those that are asked for after a rest, as host hits are.
+Engines of all connectors run at the same time and alternate, so that slow changes of the machine
+affect all of them. Figures of one model share the engines. --apart starts the engines one after
+another, for a GPU of 80 GB. A connector `kvferry@DIR` is the kvferry of another source tree, client
+and daemon, which compares two versions in one run. If PegaFlow is installed beside vLLM,
+`--connectors none,vllm,pegaflow,kvferry` measures it, too. `ideal` copies nothing and waits for the
+link's time (support.vllm_ideal). Newer versions of vLLM's own connector keep their host tier in
+/dev/shm, and do not start if it has less than --host-gib. The lower bound of a host hit is the
+GPU-hit time of the same engine plus the bytes over the link, both of the same run: of_floor is
+relative to GPU hits in a row, of_rested to GPU hits after a rest, as host hits are.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from support.vllm_process import (
 )
 from support.vllm_served import Prompts
 
-# GPU hits of one prompt. They vary more than all else here, and the floor is their median.
+# GPU hits of one prompt. They vary more than the other figures, and the bound uses their median.
 GPU_HITS = 5
-# Seconds that an engine is idle before a host hit. GPU hits right after another find the CPU awake
-# and its caches warm, so they are measured after such a rest, too.
+# Seconds that an engine is idle before a host hit. After another GPU hit the CPU is awake and its
+# caches are warm, so GPU hits are measured after such a rest, too.
 REST = 0.3
 SMALL_PAGES = LARGE | {"num_key_value_heads": 1}
 
 
 @dataclass(frozen=True)
 class Figure:
-    """prepare(options, record) returns what measures one round: (connector, engine, round) -> row.
+    """prepare(options, record) returns a function (connector, engine, round) -> row of one round.
 
-    columns: of a row, those that are summed up. tokens: of a prompt.
+    columns: those of a row that are summarized. tokens: of a prompt.
     """
 
     prepare: Callable[[Any, Record], Callable[[str, VLLM, int], Record]]
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def by_model(names: list[str]) -> Iterator[list[str]]:
-    """Figures that share their engines, in the order asked for."""
+    """Groups of figures that share their engines, in the order of `names`."""
     left = names
     while left:
         model = FIGURES[left[0]].model
@@ -102,9 +102,9 @@ def by_model(names: list[str]) -> Iterator[list[str]]:
 
 
 def measure(chosen: Any, record: Record, wanted: list[str]) -> None:
-    """Measure figures of one model; their rows and summaries go into `record`.
+    """Measure figures of one model. Adds their rows and summaries to `record`.
 
-    Two rounds before are not recorded: every path is compiled and taken once.
+    The first two rounds are not recorded, because every path is compiled and run once in them.
     """
     connectors = chosen.connectors.split(",")
     figures = {name: FIGURES[name] for name in wanted}
@@ -112,13 +112,13 @@ def measure(chosen: Any, record: Record, wanted: list[str]) -> None:
     longest = max(chosen.tokens or figure.tokens for figure in figures.values())
     options = {"max_model_len": longest + 1024, "max_num_seqs": 64}
     model = figures[wanted[0]].model
-    for some in [[name] for name in connectors] if chosen.apart else [connectors]:
-        with engines(chosen, some, model, **options) as started:
+    for together in [[name] for name in connectors] if chosen.apart else [connectors]:
+        with engines(chosen, together, model, **options) as started:
             for name, figure in figures.items():
-                one = figure.prepare(chosen, record)
+                measure_round = figure.prepare(chosen, record)
                 for number in range(-2, min(chosen.reps, figure.most_reps)):
                     for connector, engine in started.items():
-                        row = one(connector, engine, number)
+                        row = measure_round(connector, engine, number)
                         print_figures(f"{name} {connector}", round=number, **row)
                         if number >= 0:
                             rows[name].append({"connector": connector, **row})
@@ -135,7 +135,7 @@ def measure(chosen: Any, record: Record, wanted: list[str]) -> None:
 
 @contextmanager
 def engines(chosen: Any, names: list[str], model: Record, **options: Any) -> Iterator[Any]:
-    """Engines of these connectors, all started, over a daemon where one of them is kvferry's."""
+    """Start engines with these connectors, and a daemon for each connector of kvferry."""
     share = chosen.utilization or (0.6 if len(names) == 1 else 0.9 / len(names))
     host = chosen.host_gib << 30
     with ExitStack() as running:
@@ -157,9 +157,9 @@ def engines(chosen: Any, names: list[str], model: Record, **options: Any) -> Ite
                 server = running.enter_context(PegaFlow(pool=f"{chosen.host_gib}gb"))
                 extras[name] = {"pegaflow.port": server.port}
         started = {}
-        for name in names:  # one by one: vLLM measures what memory is free
+        for name in names:  # one after another, because vLLM measures the free memory
             connector, _, tree = name.partition("@")
-            made = VLLM(
+            created = VLLM(
                 connector,
                 model=model,
                 extra=extras.get(name),
@@ -167,7 +167,7 @@ def engines(chosen: Any, names: list[str], model: Record, **options: Any) -> Ite
                 gpu_memory_utilization=share,
                 **options,
             )
-            started[name] = running.enter_context(made)
+            started[name] = running.enter_context(created)
             print_figures("started", engine=name)
         yield started
 
@@ -176,10 +176,10 @@ def engines(chosen: Any, names: list[str], model: Record, **options: Any) -> Ite
 
 
 def host_hits(chosen: Any, record: Record, model: Record, tokens: int) -> Any:
-    """Cold, from host memory, and from the GPU's own cache; each prompt is new."""
+    """Prompts that are computed, then loaded from host memory, then in the GPU's own cache."""
     moved = kv_bytes(model, tokens) / record["link_gbs"] / 1e6
 
-    def one(name: str, engine: VLLM, number: int) -> Record:
+    def measure_round(name: str, engine: VLLM, number: int) -> Record:
         prompt = make_prompts(1, 100 + number, tokens)
         cold, _ = engine.timed(prompt)
         engine.settle()
@@ -195,11 +195,11 @@ def host_hits(chosen: Any, record: Record, model: Record, tokens: int) -> Any:
             "reset": done,
         }
 
-    return one
+    return measure_round
 
 
 def gpu_hit(engine: VLLM, prompt: Prompts, rest: float = 0.0) -> float:
-    """Seconds of a prompt that the GPU has, each time after a rest."""
+    """Median seconds of a prompt that is in the GPU's cache, each time after a rest."""
     seconds = []
     for _ in range(GPU_HITS):
         time.sleep(rest)
@@ -216,10 +216,10 @@ def small(chosen: Any, record: Record) -> Any:
 
 
 def busy(chosen: Any, _: Record) -> Any:
-    """From host memory, and from the GPU's own cache, while 8 streams decode."""
+    """Prompts in host memory, and in the GPU's own cache, while 8 streams decode."""
     tokens = chosen.tokens or 16384
 
-    def one(_: str, engine: VLLM, number: int) -> Record:
+    def measure_round(_: str, engine: VLLM, number: int) -> Record:
         (prompt,) = prompts = make_prompts(1, 1700 + number, tokens)
         engine.generate(prompts, 1)
         engine.settle()
@@ -236,80 +236,88 @@ def busy(chosen: Any, _: Record) -> Any:
             "streams": min(host["streams"], gpu["streams"]),
         }
 
-    return one
+    return measure_round
 
 
 def cold(chosen: Any, _: Record) -> Any:
-    """Prompts one behind the other: the stores of each run beside the next one's prefill."""
+    """Prompts one after another: the stores of each run beside the next one's prefill."""
     tokens = chosen.tokens or 16384
 
-    def one(_: str, engine: VLLM, number: int) -> Record:
+    def measure_round(_: str, engine: VLLM, number: int) -> Record:
         prompts = make_prompts(3, 300 + number, tokens)
         times = [1e3 * engine.timed([prompt])[0] for prompt in prompts]
         engine.settle()
         return {"cold_ms": statistics.median(times[1:]), "first_ms": times[0]}
 
-    return one
+    return measure_round
 
 
 # Many at once
 
 
 def throughput(chosen: Any, _: Record) -> Any:
-    """64 requests at once, 64 tokens said each, prompts in host memory (computed where there is no
-    host tier). Tokens a second count prompts and what is said."""
-    tokens, said, count = chosen.tokens or 2048, 64, 64
+    """64 requests at once, with 64 generated tokens each and prompts in host memory.
+
+    Without a host tier the prompts are computed. Tokens per second include prompts and generated
+    tokens.
+    """
+    tokens, generated, count = chosen.tokens or 2048, 64, 64
     sets = {
         "alone": make_prompts(count, 500, tokens),
         "shared": make_prompts(count, 501, tokens, shared=tokens // 2),
     }
 
-    def one(_: str, engine: VLLM, number: int) -> Record:
+    def measure_round(_: str, engine: VLLM, number: int) -> Record:
         row: Record = {}
         for kind, prompts in sets.items():
             if number == -2:
                 engine.generate(prompts, 1)
             engine.settle()
             engine.forget()
-            seconds, cached = engine.timed(prompts, said)
-            row[f"{kind}_tokens_s"] = count * (tokens + said) / seconds
+            seconds, cached = engine.timed(prompts, generated)
+            row[f"{kind}_tokens_s"] = count * (tokens + generated) / seconds
             row[f"{kind}_cached"] = cached / (count * tokens)
         return row
 
-    return one
+    return measure_round
 
 
 def chat(chosen: Any, _: Record) -> Any:
-    """Conversations of four rounds, asked all at once each round. Before every round the GPU's
-    cache is emptied by what a larger crowd would do: its blocks are reused by other prompts."""
-    step, conversations, rounds, said = chosen.tokens or 2048, 16, 4, 32
+    """Conversations of four rounds, all at once in each round.
 
-    def one(_: str, engine: VLLM, number: int) -> Record:
-        whole = make_prompts(conversations, 1500 + number, rounds * step)
+    Before every round the GPU's cache is emptied, as if other prompts had reused its blocks.
+    """
+    step, conversations, rounds, generated = chosen.tokens or 2048, 16, 4, 32
+
+    def measure_round(_: str, engine: VLLM, number: int) -> Record:
+        prompts = make_prompts(conversations, 1500 + number, rounds * step)
         seconds: list[float] = []
         cached = 0
         for turn in range(1, rounds + 1):
-            took, found = engine.timed([ids[: turn * step] for ids in whole], said)
-            seconds.append(took)
+            elapsed, found = engine.timed([ids[: turn * step] for ids in prompts], generated)
+            seconds.append(elapsed)
             cached += found
             engine.forget()
         engine.settle()
         later = conversations * step * sum(range(1, rounds))
         return {"first_s": seconds[0], "later_s": sum(seconds[1:]), "cached": cached / later}
 
-    return one
+    return measure_round
 
 
 # Between tokens
 
 
 def itl(chosen: Any, _: Record) -> Any:
-    """16 streams of 400 tokens. Beside them, one each 12 steps, 24 prompts that are new (stored
-    where there is a host tier), and then 24 that are in a cache: the host's, or the GPU's own."""
+    """16 streams of 400 tokens, and beside them one more prompt every 12 steps.
+
+    First 24 new prompts, which are stored if there is a host tier. Then 24 prompts that are in a
+    cache: the host's, or the GPU's own.
+    """
     tokens, streams, count, every = chosen.tokens or 2048, 16, 24, 12
     known = make_prompts(count, 700, tokens)
 
-    def one(name: str, engine: VLLM, number: int) -> Record:
+    def measure_round(name: str, engine: VLLM, number: int) -> Record:
         asked = make_prompts(streams, 720 + number, 256)
         new = make_prompts(count, 800 + number, tokens)
         engine.generate(known, 1)
@@ -325,7 +333,7 @@ def itl(chosen: Any, _: Record) -> Any:
             row |= {f"{kind}_{name}": value for name, value in quantiles(gaps["gaps"]).items()}
         return row
 
-    return one
+    return measure_round
 
 
 def decode(engine: VLLM, asked: Prompts, others: Prompts, every: int) -> Any:

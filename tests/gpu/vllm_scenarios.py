@@ -1,11 +1,11 @@
-"""Real vLLM engines over a real daemon: restarted, shared with, left alone, tampered with.
+"""Real vLLM engines with a real daemon: restarts, sharing, failures, changed host memory.
 
     python tests/gpu/vllm_scenarios.py [scenario...] [--json FILE]
 
 restart, share, same-outputs, daemon-killed, resets, aborted, multi, hybrid, tampered: on one GPU,
-in this order where none is named. Run only where they are named: mooncake, which needs its wheel,
-and tensor-parallel, which needs two GPUs.
-Prints a line a finding, and ends with status 1 where one is not as it must be.
+in this order if none is named. Two scenarios run only if they are named: mooncake, which needs its
+wheel, and tensor-parallel, which needs two GPUs.
+Prints a line per finding. Exits with status 1 if one is wrong.
 """
 
 from __future__ import annotations
@@ -31,77 +31,77 @@ from support.vllm_process import CONNECTORS, VLLM, GpuDaemon, make_prompts
 
 TOKENS = 2048
 POOL = 4 << 30
+# The size of the KV cache is fixed, so no engine measures free memory while another starts or ends.
 ENGINE: dict[str, Any] = {"kv_cache_memory_bytes": 8 << 30, "sensitive": True}
-"""The KV cache's size is said: no engine measures what is free while another comes or goes."""
 findings: list[dict[str, Any]] = []
 
 
 def check(what: str, fine: bool, **figures: Any) -> None:
-    said = ", ".join(f"{name} {value}" for name, value in figures.items())
-    print(f"{'ok   ' if fine else 'WRONG'} {what}: {said}", flush=True)
+    text = ", ".join(f"{name} {value}" for name, value in figures.items())
+    print(f"{'ok   ' if fine else 'WRONG'} {what}: {text}", flush=True)
     findings.append({"what": what, "fine": fine, **figures})
 
 
-def over(*daemons: GpuDaemon, **options: Any) -> VLLM:
-    """An engine over these daemons, one a rank."""
-    folders = [daemon.directory for daemon in daemons]
-    extra = {"cpu_bytes_to_use": POOL * len(folders), "kvferry_dirs": folders}
+def start_engine(*daemons: GpuDaemon, **options: Any) -> VLLM:
+    """Start an engine with these daemons, one per rank."""
+    directories = [daemon.directory for daemon in daemons]
+    extra = {"cpu_bytes_to_use": POOL * len(directories), "kvferry_dirs": directories}
     return VLLM(extra=extra | options.pop("extra", {}), **ENGINE, **options)
 
 
 def check_same(
     what: str,
-    one: list[dict[str, Any]],
-    other: list[dict[str, Any]],
+    first: list[dict[str, Any]],
+    second: list[dict[str, Any]],
     *,
     wanted: bool = True,
     **figures: Any,
 ) -> None:
-    """Answers to the same prompts come from the same KV cache; or not, where that is wanted."""
-    nats = sorted(answer_distance(a, b) for a, b in zip(one, other, strict=True))
+    """Check that answers to the same prompts have equal KV caches, or with wanted=False differ."""
+    nats = sorted(answer_distance(a, b) for a, b in zip(first, second, strict=True))
     same = sum(each <= TIE for each in nats)
-    middle, farthest = round(nats[len(nats) // 2], 3), round(nats[-1], 3)
+    median, largest = round(nats[len(nats) // 2], 3), round(nats[-1], 3)
     fine = (same == len(nats)) is wanted
-    check(what, fine, same=f"{same} of {len(nats)}", nats=f"{middle} to {farthest}", **figures)
+    check(what, fine, same=f"{same} of {len(nats)}", nats=f"{median} to {largest}", **figures)
 
 
 def hits(outputs: list[dict[str, Any]]) -> list[int]:
-    return [one["cached"] for one in outputs]
+    return [output["cached"] for output in outputs]
 
 
 def restart(daemon: GpuDaemon) -> None:
-    asked = make_prompts(4, 1, TOKENS)
-    first = over(daemon)
-    before = first.generate(asked)
+    prompts = make_prompts(4, 1, TOKENS)
+    first = start_engine(daemon)
+    before = first.generate(prompts)
     first.settle()
     first.kill()
-    with over(daemon) as second:
-        after = second.generate(asked)
+    with start_engine(daemon) as second:
+        after = second.generate(prompts)
     cached = hits(after)
     check("an engine killed and started again hits", min(cached) >= TOKENS - 64, cached=cached)
-    check_same("and says the same", before, after)
+    check_same("and has the same outputs", before, after)
 
 
 def share(daemon: GpuDaemon) -> None:
-    asked = make_prompts(4, 2, TOKENS)
-    with over(daemon) as first:
-        before = first.generate(asked)
+    prompts = make_prompts(4, 2, TOKENS)
+    with start_engine(daemon) as first:
+        before = first.generate(prompts)
         first.settle()
-        with over(daemon) as second:
-            after = second.generate(asked)
+        with start_engine(daemon) as second:
+            after = second.generate(prompts)
     cached = hits(after)
-    check("a second engine hits what the first stored", min(cached) >= TOKENS - 64, cached=cached)
-    check_same("and says the same", before, after)
+    check("a second engine hits the blocks of the first", min(cached) >= TOKENS - 64, cached=cached)
+    check_same("and has the same outputs", before, after)
 
 
 def daemon_killed(daemon: GpuDaemon) -> None:
-    asked = make_prompts(256, 3, TOKENS, shared=TOKENS // 2)
+    prompts = make_prompts(256, 3, TOKENS, shared=TOKENS // 2)
     tokens = 64
-    with over(daemon, max_num_seqs=16) as running:
-        before = running.generate(asked, tokens)
+    with start_engine(daemon, max_num_seqs=16) as running:
+        before = running.generate(prompts, tokens)
         running.settle()
         running.forget()
-        running.send(do="generate", prompts=asked, tokens=tokens)
+        running.send(do="generate", prompts=prompts, tokens=tokens)
         time.sleep(0.4)
         daemon.kill()
         began = time.monotonic()
@@ -110,17 +110,17 @@ def daemon_killed(daemon: GpuDaemon) -> None:
         check("the daemon is killed under load", seconds > 0.5, seconds_left=round(seconds, 1))
         check(
             "no request fails or hangs",
-            [len(one["tokens"]) for one in during] == [tokens] * len(asked),
-            found_before=f"{sum(map(bool, hits(during)))} of {len(asked)}",
+            [len(output["tokens"]) for output in during] == [tokens] * len(prompts),
+            found_before=f"{sum(map(bool, hits(during)))} of {len(prompts)}",
         )
-        check_same("outputs stay right", before, during)
+        check_same("outputs are the same", before, during)
         daemon.start()
-        cached = hits_come_back(running)
+        cached = wait_hits(running)
         check("offloading is back with the daemon", min(cached) >= TOKENS - 64, cached=cached)
 
 
-def hits_come_back(running: VLLM) -> list[int]:
-    """What new prompts hit in the end, stored and asked for again until they do."""
+def wait_hits(running: VLLM) -> list[int]:
+    """Store and request new prompts until they are hits, or for 30 s. Returns the cached tokens."""
     new = make_prompts(8, 4, TOKENS)
     deadline, cached = time.monotonic() + 30, [0]
     while min(cached) < TOKENS - 64 and time.monotonic() < deadline:
@@ -132,161 +132,164 @@ def hits_come_back(running: VLLM) -> list[int]:
 
 
 def same_outputs(daemon: GpuDaemon) -> None:
-    """A small KV cache: requests are preempted, and their prefixes come from the host."""
-    asked = make_prompts(40, 5, 1024, shared=512) + make_prompts(40, 6, 3000)
-    asked = [asked[i % len(asked)] for i in range(240)]
+    """A small KV cache: requests are preempted, and their prefixes are loaded from the host."""
+    prompts = make_prompts(40, 5, 1024, shared=512) + make_prompts(40, 6, 3000)
+    prompts = [prompts[i % len(prompts)] for i in range(240)]
     tight: dict[str, Any] = {"max_num_seqs": 24, "num_gpu_blocks_override": 3072}
     with VLLM("none", **ENGINE, **tight) as plain:
-        expected = plain.generate(asked)
-    with over(daemon, **tight) as running:
-        found = running.generate(asked[:120])
+        expected = plain.generate(prompts)
+    with start_engine(daemon, **tight) as running:
+        found = running.generate(prompts[:120])
         running.settle()
         running.forget()
-        found += running.generate(asked[120:])
+        found += running.generate(prompts[120:])
     check_same("outputs with offloading", expected, found, cached=sum(hits(found)))
 
 
 def resets(daemon: GpuDaemon) -> None:
-    """The host's cache is emptied with the GPU's, between requests and again and again."""
-    asked = make_prompts(16, 7, TOKENS)
-    with over(daemon) as running:
-        before = running.generate(asked)
+    """The caches of host and GPU are reset between requests, once and then ten times in a row."""
+    prompts = make_prompts(16, 7, TOKENS)
+    with start_engine(daemon) as running:
+        before = running.generate(prompts)
         running.settle()
         done = running.forget(connector=True)
-        after = running.generate(asked)
-        check("after a reset nothing is found", done and max(hits(after)) == 0, cached=hits(after))
+        after = running.generate(prompts)
+        check("after a reset no block is found", done and max(hits(after)) == 0, cached=hits(after))
         check_same("and outputs are the same", before, after)
-        often = [answer for _ in range(10) for answer in reset_and_ask(running, asked)]
-        check_same("ten resets right behind the stores", before * 10, often)
-        cached = hits_come_back(running)
+        often = [answer for _ in range(10) for answer in reset_and_ask(running, prompts)]
+        check_same("ten resets right after the stores", before * 10, often)
+        cached = wait_hits(running)
         check("then it stores and hits again", min(cached) >= TOKENS - 64, cached=cached)
 
 
-def reset_and_ask(running: VLLM, asked: list[list[int]]) -> list[dict[str, Any]]:
+def reset_and_ask(running: VLLM, prompts: list[list[int]]) -> list[dict[str, Any]]:
     running.forget(connector=True)
-    return running.generate(asked)
+    return running.generate(prompts)
 
 
 def aborted(daemon: GpuDaemon) -> None:
-    """Requests are aborted as they wait, load, prefill and decode; and end at a block's last token.
+    """Requests are aborted while they wait, load, prefill and decode.
 
-    Of those 64 at most 16 run at a time.
+    At most 16 of the 64 requests run at a time. Then conversations continue after a request that
+    ended at the last token of a block.
     """
-    asked = make_prompts(64, 10, TOKENS)
-    talks = make_prompts(16, 11, TOKENS - 16)
+    prompts = make_prompts(64, 10, TOKENS)
+    conversations = make_prompts(16, 11, TOKENS - 16)
     tight: dict[str, Any] = {"max_num_seqs": 16, "num_gpu_blocks_override": 3072}
-    with over(daemon, extra={"offload_prompt_only": False}, **tight) as running:
-        before = running.generate(asked)
+    with start_engine(daemon, extra={"offload_prompt_only": False}, **tight) as running:
+        before = running.generate(prompts)
         running.settle()
         for steps in (0, 1, 2, 3, 5, 8, 20):
             running.forget()
-            running.ask(do="abort", prompts=asked, tokens=64, steps=steps)
+            running.ask(do="abort", prompts=prompts, tokens=64, steps=steps)
         running.settle()
         running.forget()
-        after = running.generate(asked)
+        after = running.generate(prompts)
         check_same("64 requests, aborted seven times", before, after, cached=sum(hits(after)))
 
-        said = running.generate(talks)
-        goes_on = [
-            [*ids, *one["tokens"], *more]
-            for ids, one, more in zip(talks, said, make_prompts(16, 12, 64), strict=True)
+        answers = running.generate(conversations)
+        continued = [
+            [*ids, *answer["tokens"], *more]
+            for ids, answer, more in zip(
+                conversations, answers, make_prompts(16, 12, 64), strict=True
+            )
         ]
         running.settle()
         running.forget()
-        found = running.generate(goes_on)
+        found = running.generate(continued)
         running.forget(connector=True)
-        computed = running.generate(goes_on)
+        computed = running.generate(continued)
         cached = hits(found)
-        check("conversations go on", min(cached) > max(hits(computed)), cached=cached)
-        check_same("behind a last token at a block's end", computed, found)
+        check("conversations continue", min(cached) > max(hits(computed)), cached=cached)
+        check_same("after a last token at a block's end", computed, found)
 
 
 def multi(daemon: GpuDaemon) -> None:
-    """Under vLLM's MultiConnector; the daemon is killed under load there, too."""
-    asked = make_prompts(64, 13, TOKENS)
+    """Under vLLM's MultiConnector, also with a daemon that is killed under load."""
+    prompts = make_prompts(64, 13, TOKENS)
     extra = {"cpu_bytes_to_use": POOL, "kvferry_dirs": [daemon.directory]}
     inner = dict(CONNECTORS["kvferry"] or {}, kv_role="kv_both", kv_connector_extra_config=extra)
     with VLLM("multi", extra={"connectors": [inner]}, **ENGINE, max_num_seqs=16) as running:
-        before = running.generate(asked)
+        before = running.generate(prompts)
         running.settle()
         running.forget()
-        after = running.generate(asked)
+        after = running.generate(prompts)
         found = sum(hits(after))
-        check_same("under MultiConnector host memory answers", before, after, cached=found)
+        check_same("under MultiConnector host memory hits", before, after, cached=found)
         running.forget()
-        running.send(do="generate", prompts=asked, tokens=16)
+        running.send(do="generate", prompts=prompts, tokens=16)
         time.sleep(0.1)
         daemon.kill()
         during = running.answer()["outputs"]
         check_same("and the daemon is killed", before, during, found_before=sum(hits(during)))
         daemon.start()
-        cached = hits_come_back(running)
+        cached = wait_hits(running)
         check("offloading is back with the daemon", min(cached) >= TOKENS - 64, cached=cached)
 
 
 def hybrid(daemon: GpuDaemon) -> None:
-    """Layers of full and of sliding-window attention; the daemon is killed with loads in flight."""
-    asked = make_prompts(32, 14, TOKENS)
-    with over(daemon, model=HYBRID, max_num_seqs=16) as running:
-        before = running.generate(asked)
+    """Layers with full and sliding-window attention. The daemon is killed with loads in flight."""
+    prompts = make_prompts(32, 14, TOKENS)
+    with start_engine(daemon, model=HYBRID, max_num_seqs=16) as running:
+        before = running.generate(prompts)
         running.settle()
         running.forget()
-        after = running.generate(asked)
+        after = running.generate(prompts)
         cached = hits(after)
         check("a hybrid model hits host memory", min(cached) >= TOKENS - 64, cached=min(cached))
-        check_same("and says the same", before, after)
+        check_same("and has the same outputs", before, after)
         if not recomputes_hybrids():
             print("      this vLLM ends the engine if a load of a hybrid model fails", flush=True)
             return
         running.forget()
         os.kill(daemon.pid, signal.SIGSTOP)
-        running.send(do="generate", prompts=asked, tokens=16)
+        running.send(do="generate", prompts=prompts, tokens=16)
         time.sleep(0.5)
         daemon.kill()
         during = running.answer()["outputs"]
         check_same("the daemon is killed during loads", before, during, cached=sum(hits(during)))
         daemon.start()
-        cached = hits_come_back(running)
+        cached = wait_hits(running)
         check("offloading is back with the daemon", min(cached) >= TOKENS - 64, cached=cached)
 
 
 def recomputes_hybrids() -> bool:
-    """From vLLM 0.30 on."""
+    """Whether this vLLM recomputes failed loads of hybrid models: from 0.30 on."""
     major, minor, *_ = (installed_version("vllm") or "0.0").split(".")
     return (int(major), int(minor)) >= (0, 30)
 
 
 def tampered() -> None:
-    """Host memory is changed behind the daemon's back, which changes outputs until it is found."""
-    asked = make_prompts(8, 8, TOKENS)
+    """Host memory is changed from outside, which changes outputs until the scrub detects it."""
+    prompts = make_prompts(8, 8, TOKENS)
     for scrub_rate in ("0", "16GiB"):
-        with GpuDaemon(integrity_scrub_rate=scrub_rate) as daemon, over(daemon) as running:
-            before = running.generate(asked)
+        with GpuDaemon(integrity_scrub_rate=scrub_rate) as daemon, start_engine(daemon) as running:
+            before = running.generate(prompts)
             running.settle()
-            time.sleep(3)  # until what was stored is committed
+            time.sleep(3)  # until the stored blocks are committed
             running.forget()
             changed = tamper(daemon.pid)
             time.sleep(3)  # until the scrub has read all of it
-            after = running.generate(asked)
+            after = running.generate(prompts)
             figures: dict[str, Any] = {"cached": sum(hits(after)), "pages_changed": changed}
             if scrub_rate == "0":
                 what = "with the scrub off a changed block changes outputs"
                 check_same(what, before, after, wanted=False, **figures)
                 continue
-            what = "what the scrub found is computed again, and outputs are right"
+            what = "blocks that the scrub found are computed again, and outputs are the same"
             check_same(what, before, after, **figures)
             running.forget()
-            again = running.generate(asked)
-            check_same("and again right", before, again, cached=hits(again))
+            again = running.generate(prompts)
+            check_same("and the same again", before, again, cached=hits(again))
 
 
 def tamper(pid: int) -> int:
-    """Overwrite every page that is not all zeros of the pool of a process with noise; how many."""
-    return sum(map(scribble, pool_files(pid)))
+    """Overwrite every used page of a daemon's pool with noise. Returns how many."""
+    return sum(map(overwrite_pages, pool_files(pid)))
 
 
-def scribble(path: Path, page: int = 64 << 10) -> int:
-    """Not the first pages, which may be the daemon's own."""
+def overwrite_pages(path: Path, page: int = 64 << 10) -> int:
+    """Skips pages that begin with zeros, and the first pages, which the daemon may use itself."""
     changed = 0
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         for at in range(16 * page, len(memory), page):
@@ -297,52 +300,53 @@ def scribble(path: Path, page: int = 64 << 10) -> int:
 
 
 def tensor_parallel() -> None:
-    """Two ranks, a daemon each: kept over a restart, right, and with one daemon killed."""
-    asked = make_prompts(8, 9, TOKENS)
-    two: dict[str, Any] = {"tensor_parallel_size": 2}
-    with GpuDaemon(0) as one, GpuDaemon(1) as other:
-        with VLLM("none", **ENGINE, **two) as plain:
-            expected = plain.generate(asked)
-        first = over(one, other, **two)
-        before = first.generate(asked)
-        check_same("two ranks say what they say without", expected, before)
+    """Two ranks with a daemon each: outputs, a restart of the engine, and one daemon killed."""
+    prompts = make_prompts(8, 9, TOKENS)
+    two_ranks: dict[str, Any] = {"tensor_parallel_size": 2}
+    with GpuDaemon(0) as first_daemon, GpuDaemon(1) as other:
+        with VLLM("none", **ENGINE, **two_ranks) as plain:
+            expected = plain.generate(prompts)
+        first = start_engine(first_daemon, other, **two_ranks)
+        before = first.generate(prompts)
+        check_same("two ranks have the outputs of an engine without kvferry", expected, before)
         first.settle()
         first.kill()
-        with over(one, other, **two) as second:
-            after = second.generate(asked)
+        with start_engine(first_daemon, other, **two_ranks) as second:
+            after = second.generate(prompts)
             cached = hits(after)
-            check("killed and started again they hit", min(cached) >= TOKENS - 64, cached=cached)
-            check_same("and say the same", expected, after)
+            check("the restarted engine hits", min(cached) >= TOKENS - 64, cached=cached)
+            check_same("and have the same outputs", expected, after)
             second.forget()
-            second.send(do="generate", prompts=asked * 8, tokens=16)
+            second.send(do="generate", prompts=prompts * 8, tokens=16)
             time.sleep(0.3)
             other.kill()
             during = second.answer()["outputs"]
             check_same("the daemon of one rank is killed", expected * 8, during)
             other.start()
-            cached = hits_come_back(second)
+            cached = wait_hits(second)
             check("offloading is back with it", min(cached) >= TOKENS - 64, cached=cached)
 
 
 def mooncake() -> None:
-    """A daemon each, and a Mooncake Store: the second engine hits what the first one stored."""
-    asked = make_prompts(4, 11, TOKENS)
+    """Two daemons and a Mooncake Store: the second engine hits the blocks of the first one."""
+    prompts = make_prompts(4, 11, TOKENS)
     tier: dict[str, Any] = {"tier_mooncake_write": "write_through", "tier_mooncake_admit_after": 1}
     with MooncakeStore(segment_bytes=POOL) as store:
         tier["tier_mooncake"] = store.address
-        with GpuDaemon(**tier) as one, GpuDaemon(**tier) as other:
-            with over(one) as first:
-                before = first.generate(asked)
+        with GpuDaemon(**tier) as daemon, GpuDaemon(**tier) as other:
+            with start_engine(daemon) as first:
+                before = first.generate(prompts)
                 first.settle()
-                wait_written(one.directory)
-            with over(other) as second:
-                after = second.generate(asked)
+                wait_written(daemon.directory)
+            with start_engine(other) as second:
+                after = second.generate(prompts)
             promoted, cached = tier_of(other.directory).promoted, hits(after)
     fine = min(cached) >= TOKENS - 64 and promoted > 0
-    check("an engine hits what one of another daemon stored", fine, cached=cached, keys=promoted)
-    check_same("and says the same", before, after)
+    check("an engine hits blocks that another daemon stored", fine, cached=cached, keys=promoted)
+    check_same("and has the same outputs", before, after)
 
 
+# Scenarios with one daemon.
 SHARED: dict[str, Callable[[GpuDaemon], None]] = {
     "restart": restart,
     "share": share,
@@ -353,13 +357,12 @@ SHARED: dict[str, Callable[[GpuDaemon], None]] = {
     "multi": multi,
     "hybrid": hybrid,
 }
-"""Over one daemon."""
+# Scenarios that start their daemons.
 OWN: dict[str, Callable[[], None]] = {
     "tampered": tampered,
     "mooncake": mooncake,
     "tensor-parallel": tensor_parallel,
 }
-"""With daemons of their own."""
 
 
 def main() -> None:

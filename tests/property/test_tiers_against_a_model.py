@@ -49,7 +49,7 @@ from support.namespaces_fixture import (
 from support.tiers_model import (
     FINGERPRINTS,
     KEYS,
-    ROOM,
+    REGION_BYTES,
     Commit,
     Content,
     Job,
@@ -120,7 +120,7 @@ class TiersMachine(TiersModel, RuleBasedStateMachine):
     def connect(self, session: str) -> None:
         self.fixture.open_sessions(session)
         message = wire.OpenNamespace(
-            7, FINGERPRINTS[session], ROOM, self.draw_from(["lru", "arc"]), 1
+            7, FINGERPRINTS[session], REGION_BYTES, self.draw_from(["lru", "arc"]), 1
         )
         replies = self.perform(self.send(session, message))
         if replies and isinstance(replies[0], wire.Opened):
@@ -152,7 +152,7 @@ class TiersMachine(TiersModel, RuleBasedStateMachine):
             self.disconnect(OTHER_ENGINE)
             return
         self.fixture.open_sessions(OTHER_ENGINE)
-        if not self.register(OTHER_ENGINE, ROOM):
+        if not self.register(OTHER_ENGINE, REGION_BYTES):
             self.disconnect(OTHER_ENGINE)
             return
         spec = GPULoadStoreSpec(range(8)), CPULoadStoreSpec(range(8))

@@ -20,9 +20,9 @@ from support.worker_fixture import (
     FakeChunk,
     StubEngine,
     WorkerFixture,
-    run_out,
+    finish_all,
     serials,
-    taken,
+    take_submitted,
 )
 
 block_lists = st.lists(st.integers(0, 5), max_size=4, unique=True)
@@ -44,7 +44,7 @@ def test_every_transfer_ends_once_and_in_order(
     history: list[tuple[Any, ...]], budget: ChunkBudget, max_chunks: int, unmapped: bool
 ) -> None:
     stub = StubEngine()
-    stub.chunk, stub.most = budget, max_chunks
+    stub.chunk, stub.max_in_flight = budget, max_chunks
     fixture = WorkerFixture(stub)
     fixture.map()
     plans: dict[int, tuple[Direction, list[int]]] = {}
@@ -66,9 +66,11 @@ def test_every_transfer_ends_once_and_in_order(
     stub.refusals.clear()
     if unmapped:
         fixture.worker.post_command(UnmapTensors(1))
-    ended += [report for report in run_out(fixture, stub) if isinstance(report, TransferCompleted)]
+    ended += [
+        report for report in finish_all(fixture, stub) if isinstance(report, TransferCompleted)
+    ]
     fixture.close()
-    chunks = taken(stub)
+    chunks = take_submitted(stub)
     assert sorted(serials(ended)) == sorted(plans)
     assert len(stub.closed) == unmapped
     for direction in Direction:

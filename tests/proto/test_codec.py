@@ -1,4 +1,4 @@
-"""Whatever bytes arrive, a decoder returns a message or raises Refused."""
+"""For any bytes, a decoder returns a message or raises Refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def client_decoder(
     return Decoder(wire.ClientMessage, codec.LARGE_MESSAGES, most_bytes, other_bytes)
 
 
-def refusal(decode: Decoder[Any], data: bytes) -> str:
+def refusal_of(decode: Decoder[Any], data: bytes) -> str:
     with pytest.raises(Refused) as caught:
         decode(data)
     return caught.value.code
@@ -79,20 +79,20 @@ GPU, CPU = ["gpu", ids(1, 2)], ["cpu", ids(3)]
 @pytest.mark.parametrize("name", GOLDEN)
 def test_a_message_cut_short_anywhere_is_refused(name: str) -> None:
     data, decode = GOLDEN[name], decoder_of(name)
-    assert {refusal(decode, data[:n]) for n in range(len(data))} == {Code.BAD_MESSAGE}
+    assert {refusal_of(decode, data[:n]) for n in range(len(data))} == {Code.BAD_MESSAGE}
 
 
 @pytest.mark.parametrize("tail", [b"\x00", b"\xc0", b"\x90"])
 @pytest.mark.parametrize("name", GOLDEN)
-def test_bytes_behind_a_message_are_refused(name: str, tail: bytes) -> None:
-    assert refusal(decoder_of(name), GOLDEN[name] + tail) == Code.BAD_MESSAGE
+def test_bytes_after_a_message_are_refused(name: str, tail: bytes) -> None:
+    assert refusal_of(decoder_of(name), GOLDEN[name] + tail) == Code.BAD_MESSAGE
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_a_field_too_many_is_refused(name: str) -> None:
+def test_an_additional_field_is_refused(name: str) -> None:
     data = GOLDEN[name]
     longer = bytes([data[0] + 1]) + data[1:] + b"\xc0"  # every message is a fixarray
-    assert refusal(decoder_of(name), longer) == Code.BAD_MESSAGE
+    assert refusal_of(decoder_of(name), longer) == Code.BAD_MESSAGE
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_field_too_many_is_refused(name: str) -> None:
         b"{}",
         pack(),
         pack("submission", 1, GPU, CPU, 0),
-        pack("welcome", 1),  # the daemon's
+        pack("welcome", 1),  # a message of the daemon
         pack("Submit", 1, GPU, CPU, 0),
         pack(1, 2, 3),
         pack(None),
@@ -143,16 +143,16 @@ def test_a_field_too_many_is_refused(name: str) -> None:
         pack("hello", 1, 1, b"client", "engine"),
         pack("hello", 1, 1, "c" * 257, "engine"),
         pack("hello", 1, 1, "client", "e" * 257),
-        b"\x95\xa5hello\x01\x01\xa2\xff\xfe\xa1e",  # no UTF-8
+        b"\x95\xa5hello\x01\x01\xa2\xff\xfe\xa1e",  # invalid UTF-8
         pack("goodbye", "r" * 257),
     ],
 )
 def test_invalid_client_messages_are_refused(data: bytes) -> None:
-    assert refusal(codec.decode_client_message, data) == Code.BAD_MESSAGE
+    assert refusal_of(codec.decode_client_message, data) == Code.BAD_MESSAGE
 
 
 @pytest.mark.parametrize(
-    ("kind", "payload", "said"),
+    ("kind", "payload", "message"),
     [
         (5, b"12345", "extension type 5 is unknown"),
         (-1, b"\0\0\0\0", "block_ids|\\$\\[2\\]|Expected"),  # msgpack's own timestamp
@@ -165,11 +165,11 @@ def test_invalid_client_messages_are_refused(data: bytes) -> None:
     ],
     ids=lambda value: str(len(value)) if isinstance(value, bytes) else None,
 )
-def test_an_extension_that_holds_no_block_ids_is_refused(
-    kind: int, payload: bytes, said: str
+def test_an_extension_without_valid_block_ids_is_refused(
+    kind: int, payload: bytes, message: str
 ) -> None:
     data = pack("submit", 1, ["gpu", msgspec.msgpack.Ext(kind, payload)], CPU)
-    with pytest.raises(Refused, match=said) as caught:
+    with pytest.raises(Refused, match=message) as caught:
         codec.decode_client_message(data)
     assert caught.value.code == Code.BAD_MESSAGE
 
@@ -177,14 +177,14 @@ def test_an_extension_that_holds_no_block_ids_is_refused(
 BLOCK_IDS_FOLLOW = b"\x94\xa6submit\x01\x92\xa3gpu"
 
 
-@pytest.mark.parametrize("what", [b"\x90", b"\x01", b"\xa1a", b"\xc0"])
-def test_objects_in_place_of_block_ids_are_not_built(what: bytes) -> None:
-    """Thirty MiB of empty arrays took gigabytes, and seconds, before they were no block ids."""
+@pytest.mark.parametrize("item", [b"\x90", b"\x01", b"\xa1a", b"\xc0"])
+def test_objects_in_place_of_block_ids_are_not_built(item: bytes) -> None:
+    """Else decoding 30 MiB of empty arrays would take gigabytes of memory, and seconds."""
     count = 1 << 16
-    data = BLOCK_IDS_FOLLOW + b"\xdd" + struct.pack(">I", count) + count * what
+    data = BLOCK_IDS_FOLLOW + b"\xdd" + struct.pack(">I", count) + count * item
     tracemalloc.start()
     try:
-        assert refusal(codec.decode_client_message, data) == Code.BAD_MESSAGE
+        assert refusal_of(codec.decode_client_message, data) == Code.BAD_MESSAGE
         assert tracemalloc.get_traced_memory()[1] < count
     finally:
         tracemalloc.stop()
@@ -193,8 +193,8 @@ def test_objects_in_place_of_block_ids_are_not_built(what: bytes) -> None:
 @pytest.mark.parametrize("level", [b"\x91", b"\x81\xc0", b"\x81\x91", b"\xdd\0\0\0\1", b"\x92\xc0"])
 @pytest.mark.parametrize("head", [b"", BLOCK_IDS_FOLLOW, b"\x92\xa6cancel", b"\x92\xa5error"])
 @pytest.mark.parametrize("decode", DECODERS.values(), ids=list(DECODERS))
-def test_nesting_without_end_is_refused(decode: Decoder[Any], head: bytes, level: bytes) -> None:
-    assert refusal(decode, head + 100_000 * level + b"\xc0") == Code.BAD_MESSAGE
+def test_deep_nesting_is_refused(decode: Decoder[Any], head: bytes, level: bytes) -> None:
+    assert refusal_of(decode, head + 100_000 * level + b"\xc0") == Code.BAD_MESSAGE
 
 
 @pytest.mark.parametrize("claim", [b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"])
@@ -218,9 +218,11 @@ def test_nesting_without_end_is_refused(decode: Decoder[Any], head: bytes, level
         b"\x92\xa7deposit",
     ],
 )
-def test_lengths_that_are_not_there_are_refused(head: bytes, claim: bytes, length: bytes) -> None:
+def test_lengths_beyond_the_end_of_the_message_are_refused(
+    head: bytes, claim: bytes, length: bytes
+) -> None:
     for decode in DECODERS.values():
-        assert refusal(decode, head + claim + length + b"\x08\0\0\0") == Code.BAD_MESSAGE
+        assert refusal_of(decode, head + claim + length + b"\x08\0\0\0") == Code.BAD_MESSAGE
 
 
 @pytest.mark.parametrize(
@@ -244,11 +246,11 @@ def test_lengths_that_are_not_there_are_refused(head: bytes, claim: bytes, lengt
         (lambda n: ("goodbye", "r" * n), 256),
     ],
 )
-def test_counts_reach_their_limit_and_no_further(
+def test_counts_above_their_limit_are_refused(
     fields: Callable[[int], tuple[Any, ...]], count: int
 ) -> None:
     codec.decode_client_message(pack(*fields(count)))
-    assert refusal(codec.decode_client_message, pack(*fields(count + 1))) == Code.BAD_MESSAGE
+    assert refusal_of(codec.decode_client_message, pack(*fields(count + 1))) == Code.BAD_MESSAGE
 
 
 @pytest.mark.parametrize(
@@ -270,20 +272,20 @@ def test_counts_reach_their_limit_and_no_further(
     ],
 )
 def test_empty_and_zero_fields_are_refused(fields: tuple[Any, ...]) -> None:
-    assert refusal(codec.decode_client_message, pack(*fields)) == Code.BAD_MESSAGE
+    assert refusal_of(codec.decode_client_message, pack(*fields)) == Code.BAD_MESSAGE
 
 
 @pytest.mark.parametrize("token", ["", "t" * 65])
 def test_a_session_token_has_1_to_64_characters(token: str) -> None:
-    assert refusal(codec.decode_descriptor_request, pack("deposit", token)) == Code.BAD_MESSAGE
+    assert refusal_of(codec.decode_descriptor_request, pack("deposit", token)) == Code.BAD_MESSAGE
 
 
-# Too large
+# Large messages
 
 
-def test_no_larger_message_is_encoded() -> None:
-    many = 70_000
-    frame_bytes = len(encode(wire.Goodbye("x" * many))) - many
+def test_a_message_above_the_limit_is_not_encoded() -> None:
+    length = 70_000
+    frame_bytes = len(encode(wire.Goodbye("x" * length))) - length
     reason = "x" * (MAX_MESSAGE_BYTES - frame_bytes)
     assert len(encode(wire.Goodbye(reason))) == MAX_MESSAGE_BYTES
     with pytest.raises(Refused) as caught:
@@ -296,57 +298,57 @@ def test_a_decoder_refuses_a_message_above_its_limit() -> None:
     message = wire.Cancel(tuple(range(50)))
     data = encode(message)
     assert client_decoder(most_bytes=len(data))(data) == message
-    assert refusal(client_decoder(most_bytes=len(data) - 1), data) == Code.MESSAGE_TOO_LARGE
+    assert refusal_of(client_decoder(most_bytes=len(data) - 1), data) == Code.MESSAGE_TOO_LARGE
 
 
 @pytest.mark.parametrize("name", [name for name in GOLDEN if name.startswith("client/")])
 def test_a_message_without_many_ids_or_keys_has_a_lower_limit(name: str) -> None:
-    """So that nothing large is decoded where nothing large can be meant."""
+    """So the daemon does not decode a large message of a kind that is always small."""
     data = GOLDEN[name]
-    below = client_decoder(other_bytes=len(data) - 1)
+    decode_below = client_decoder(other_bytes=len(data) - 1)
     if data[2 : 2 + (data[1] & 31)] in codec.LARGE_MESSAGES:
-        assert below(data)
+        assert decode_below(data)
     else:
-        assert refusal(below, data) == Code.MESSAGE_TOO_LARGE
+        assert refusal_of(decode_below, data) == Code.MESSAGE_TOO_LARGE
     assert client_decoder(other_bytes=len(data))(data)
 
 
-def test_a_tag_of_another_form_makes_no_message_larger() -> None:
-    """A tag that is not the short string of our encoder is of no kind that may be large."""
+def test_a_tag_of_another_form_does_not_raise_the_limit() -> None:
+    """The higher limit applies only to tags in the encoder's own form, a short string."""
     data = b"\x92\xd9\x06cancel\x91\x01"
     assert codec.decode_client_message(data) == wire.Cancel((1,))
-    assert refusal(client_decoder(other_bytes=len(data) - 1), data) == Code.MESSAGE_TOO_LARGE
+    assert refusal_of(client_decoder(other_bytes=len(data) - 1), data) == Code.MESSAGE_TOO_LARGE
 
 
 def test_the_largest_layout_fits_into_a_message() -> None:
-    """Each tensor in an allocation of its own, shared by CUDA IPC, all numbers long."""
+    """Each tensor has an allocation of its own, shared by CUDA IPC. All numbers are long."""
     size, groups = 1 << 40, MAX_REFS // 64
     uuid = "GPU-" + "0" * 36
     refs = [TensorRef(MAX_TENSORS - 1, size)] * 64
-    most = wire.RegisterKVCaches(
+    largest = wire.RegisterKVCaches(
         1,
         KVLayout((TensorLayout(size, size, size),) * MAX_TENSORS, (tuple(refs),) * groups),
         (CudaAllocation(uuid, bytes(64), size),) * MAX_TENSORS,
         (Location(MAX_TENSORS - 1, size),) * MAX_TENSORS,
     )
-    assert codec.decode_client_message(encode(most)) == most
+    assert codec.decode_client_message(encode(largest)) == largest
 
 
 def test_too_large_messages_are_not_parsed() -> None:
-    assert refusal(client_decoder(most_bytes=3), b"\xc1\xc1\xc1\xc1") == Code.MESSAGE_TOO_LARGE
+    assert refusal_of(client_decoder(most_bytes=3), b"\xc1\xc1\xc1\xc1") == Code.MESSAGE_TOO_LARGE
 
 
-def test_two_full_sides_fit_into_a_message() -> None:
+def test_the_largest_transfer_fits_into_a_message() -> None:
     blocks = np.zeros(MAX_BLOCK_IDS, dtype=np.int64)
-    most = wire.Submit(1, GPULoadStoreSpec(blocks), CPULoadStoreSpec(blocks))
-    assert codec.decode_client_message(encode(most)) == most
+    largest = wire.Submit(1, GPULoadStoreSpec(blocks), CPULoadStoreSpec(blocks))
+    assert codec.decode_client_message(encode(largest)) == largest
 
 
 @pytest.mark.parametrize("view", [bytes, bytearray, memoryview])
-def test_any_buffer_can_be_decoded_or_refused(view: Callable[[bytes], Any]) -> None:
-    good = GOLDEN["client/submit-load-int64"]
-    assert codec.decode_client_message(view(good)) == codec.decode_client_message(good)
-    assert refusal(codec.decode_client_message, view(good[:-1])) == Code.BAD_MESSAGE
+def test_every_buffer_type_is_decoded(view: Callable[[bytes], Any]) -> None:
+    valid = GOLDEN["client/submit-load-int64"]
+    assert codec.decode_client_message(view(valid)) == codec.decode_client_message(valid)
+    assert refusal_of(codec.decode_client_message, view(valid[:-1])) == Code.BAD_MESSAGE
 
 
 # Random damage
@@ -357,8 +359,8 @@ def damaged(draw: st.DrawFn) -> bytes:
     data = bytearray(draw(st.sampled_from(list(GOLDEN.values()))))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data)))
-        match draw(st.sampled_from(["put", "insert", "cut", "splice"])):
-            case "put":
+        match draw(st.sampled_from(["overwrite", "insert", "cut", "splice"])):
+            case "overwrite":
                 data[at : at + 1] = bytes([draw(st.integers(0, 255))])
             case "insert":
                 data[at:at] = draw(st.binary(min_size=1, max_size=6))
@@ -372,12 +374,12 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 @settings(max_examples=1500)
 @given(damaged())
-def test_damaged_bytes_are_a_message_or_refused(data: bytes) -> None:
+def test_damaged_bytes_are_decoded_or_refused(data: bytes) -> None:
     for decode in DECODERS.values():
         try:
             message = decode(data)
         except Refused as error:
             assert error.code == Code.BAD_MESSAGE  # noqa: PT017
         else:
-            again = encode(message)
-            assert encode(decode(again)) == again
+            encoded = encode(message)
+            assert encode(decode(encoded)) == encoded

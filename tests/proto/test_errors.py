@@ -1,4 +1,4 @@
-"""Errors: kinds by code, on the wire and pickled."""
+"""Errors: the class of each code, on the wire and pickled."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kvferry.proto.errors import (
 )
 
 
-def test_codes_that_are_not_the_request_s_fault() -> None:
-    """Every other code is; clients act on this, so that it changes only together with them."""
+def test_codes_of_failed_and_gone() -> None:
+    """All other codes are Refused. Clients depend on the classes, so they must not change."""
     assert {"copy_failed", "map_failed", "driver", "corrupt_block"} == FAILED
     assert {"cancelled", "timeout", "engine_gone", "daemon_gone", "shutting_down"} == GONE
     assert not FAILED & GONE
 
 
-@pytest.mark.parametrize("code", [*Code, "code_of_tomorrow"])
-def test_an_error_travels_and_is_raised_as_its_kind(code: str) -> None:
+@pytest.mark.parametrize("code", [*Code, "unknown_code"])
+def test_an_error_from_the_wire_has_the_class_of_its_code(code: str) -> None:
     kind = Failed if code in FAILED else Gone if code in GONE else Refused
     error = error_of(ErrorInfo(code, "what it means", "17"))
     assert type(error) is kind
@@ -43,9 +43,9 @@ def test_errors_can_be_pickled(kind: type[KVFerryError]) -> None:
     assert str(copy) == str(error) == "[busy] poll first (got 17)"
 
 
-def test_an_error_travels_with_a_value_of_bounded_length() -> None:
+def test_the_value_of_an_error_on_the_wire_is_bounded() -> None:
     assert len(Refused(Code.BAD_SPEC, "no", "v" * 10_000).info.value) == 512
 
 
-def test_an_error_without_a_value_shows_none() -> None:
+def test_the_text_of_an_error_without_a_value() -> None:
     assert str(Refused(Code.BUSY, "poll first")) == "[busy] poll first"

@@ -1,4 +1,4 @@
-"""KV events have the bytes that readers of vLLM's events expect."""
+"""KV events have the encoding that subscribers of vLLM's events expect."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from kvferry.proto.keys import EventKind, offload_key
 from kvferry.proto.messages import KeyEvent, KeyEvents
 
 HASHES = [bytes([n]) * 32 for n in range(3)]
-KEYS = tuple(offload_key(one) for one in HASHES)
+KEYS = tuple(offload_key(block_hash) for block_hash in HASHES)
 
 
 def published(*events: KeyEvent) -> list[dict[str, object]] | None:
     batch = batch_of(KeyEvents(1, events), 16, 12.5)
     if batch is None:
         return None
-    said = msgspec.msgpack.decode(msgspec.msgpack.encode(batch))
-    assert said[0] == 12.5
-    events_said: list[dict[str, object]] = said[1]
-    return events_said
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(batch))
+    assert decoded[0] == 12.5
+    decoded_events: list[dict[str, object]] = decoded[1]
+    return decoded_events
 
 
 def test_stored_blocks_are_published_with_hash_size_and_medium() -> None:
@@ -52,7 +52,7 @@ def test_blocks_in_a_tier_are_published_with_its_place() -> None:
     assert (event["locality"], event["ownership"]) == ("LOCAL", "disk")
 
 
-def test_removed_and_cleared_in_order() -> None:
+def test_removed_and_cleared_events_keep_their_order() -> None:
     events = published(KeyEvent(EventKind.REMOVED, KEYS[:1]), KeyEvent(EventKind.CLEARED, ()))
     removed = {"type": "BlockRemoved", "block_hashes": HASHES[:1], "medium": "CPU"}
     assert events == [removed, {"type": "AllBlocksCleared"}]
@@ -68,13 +68,13 @@ def test_groups_of_a_block_are_one_hash() -> None:
     assert event["block_hashes"] == HASHES[:1]
 
 
-def test_a_batch_reads_as_it_was_written() -> None:
+def test_a_batch_is_decoded_unchanged() -> None:
     batch = batch_of(KeyEvents(1, (KeyEvent(EventKind.STORED, KEYS),)), 16, 1.0)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch) == batch
 
 
 def test_many_events_are_split_into_batches() -> None:
-    """All of it, in order, and no batch of more than so many hashes."""
+    """All events are published in order, and no batch has more than MAX_BATCH_HASHES hashes."""
     hashes = [n.to_bytes(32, "big") for n in range(3 * MAX_BATCH_HASHES)]
     keys = tuple(map(offload_key, hashes))
     removed, stored = KeyEvent(EventKind.REMOVED, keys[:5]), KeyEvent(EventKind.STORED, keys)

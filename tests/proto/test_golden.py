@@ -1,12 +1,12 @@
-"""The bytes of every message, frozen: who changes them, changes the protocol.
+"""The bytes of every message. A change of these bytes is a change of the protocol.
 
 golden.json maps the names below to bytes (hex). To add a message, add an object here and run
 
     python tests/proto/test_golden.py --write
 
-which adds what has no bytes yet. Bytes that are there are never changed by it: where they no
-longer fit, raise PROTOCOL, and mend golden.json by hand. Where a message only grew by a field at
-its end, its name goes to EARLIER: what was sent before is still understood.
+The command adds the bytes of new names. It never changes existing bytes: if they differ from the
+encoded message, raise PROTOCOL and edit golden.json by hand. If a message only has a new field at
+its end, add its name to EARLIER: the old bytes must still be decoded.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ STATUS = proto_status.DaemonStatus(
 NEW_STATUS = proto_status.DaemonStatus(
     "0.1.0", "b", 1, 0.0, CPU, proto_status.PoolStatus(0, 0, 0), 0, (), proto_status.Totals(), {}
 )
-UNWELL = proto_status.HealthStatus(
+UNHEALTHY = proto_status.HealthStatus(
     healthy=False,
     reasons=("the lane has not moved for 31.2 s",),
     probe_seconds=0.001953125,
@@ -138,7 +138,7 @@ NAMESPACE = proto_status.NamespaceStatus(
     stores_skipped=9,
     evictions=10,
 )
-NEWS = wire.KeyEvents(
+KEY_EVENTS = wire.KeyEvents(
     7,
     (
         wire.KeyEvent(EventKind.REMOVED, (OTHER,)),
@@ -228,7 +228,7 @@ MESSAGES: dict[str, Any] = {
             engines=(proto_status.EngineStatus("model-a", False, 1, 4096, 0, (), 1 << 34),),
         ),
     ),
-    "daemon/status-health": wire.StatusReport(6, msgspec.structs.replace(STATUS, health=UNWELL)),
+    "daemon/status-health": wire.StatusReport(6, msgspec.structs.replace(STATUS, health=UNHEALTHY)),
     "daemon/status-healthy": wire.StatusReport(
         6, msgspec.structs.replace(NEW_STATUS, health=proto_status.HealthStatus(True))
     ),
@@ -266,7 +266,7 @@ MESSAGES: dict[str, Any] = {
     "daemon/tiers_found": wire.TiersFound(10, 2, 1, 0.25),
     "daemon/snapshot": wire.Snapshot(6, 0, False, (KEY, OTHER)),
     "daemon/snapshot-last": wire.Snapshot(6, 1, True, (), True, 2),
-    "daemon/key_events": NEWS,
+    "daemon/key_events": KEY_EVENTS,
     "daemon/namespaces": wire.NamespacesReport(10, (NAMESPACE,)),
     "daemon/error": wire.Error(5, FAILURE, "0123456789abcdef"),
     "daemon/error-to-nothing": wire.Error(None, ErrorInfo("code_of_tomorrow", "what it means")),
@@ -278,6 +278,7 @@ MESSAGES: dict[str, Any] = {
 }
 
 
+# Messages whose bytes lack later fields. Decoding uses the defaults of these fields.
 EARLIER = {
     "client/allocate",
     "client/allocate-bounded",
@@ -290,16 +291,15 @@ EARLIER = {
     "daemon/status-new",
     "daemon/welcome",
 }
-"""Whose bytes lack fields that were appended since, and have their defaults."""
 
 
 def golden() -> dict[str, str]:
-    read: dict[str, str] = json.loads(PATH.read_text())
-    return read
+    decoded: dict[str, str] = json.loads(PATH.read_text())
+    return decoded
 
 
 def add_missing(path: Path = PATH) -> list[str]:
-    """Write the bytes of messages that have none yet; returns their names."""
+    """Write the bytes of messages that have none. Returns their names."""
     known: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
     now = {name: encode(message).hex() for name, message in MESSAGES.items()}
     now |= {name: known[name] for name in EARLIER & known.keys()}
@@ -311,7 +311,7 @@ def add_missing(path: Path = PATH) -> list[str]:
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_bytes_are_the_golden_ones_both_ways(name: str) -> None:
+def test_messages_are_encoded_to_and_decoded_from_golden_bytes(name: str) -> None:
     message, data = MESSAGES[name], bytes.fromhex(golden()[name])
     _, decode = UNIONS[name.partition("/")[0]]
     assert decode(data) == message
@@ -326,18 +326,18 @@ def test_every_message_of_a_union_has_golden_bytes(union: str) -> None:
     assert covered == set(get_args(UNIONS[union][0]))
 
 
-def test_no_golden_bytes_are_left_over() -> None:
+def test_all_golden_bytes_belong_to_a_message() -> None:
     assert golden().keys() == MESSAGES.keys()
 
 
-def test_adding_keeps_what_is_there(tmp_path: Path) -> None:
-    path, all_of_them = tmp_path / "golden.json", golden()
-    path.write_text(json.dumps({k: v for k, v in all_of_them.items() if k != "daemon/waited"}))
+def test_adding_keeps_existing_bytes(tmp_path: Path) -> None:
+    path, complete = tmp_path / "golden.json", golden()
+    path.write_text(json.dumps({k: v for k, v in complete.items() if k != "daemon/waited"}))
     assert add_missing(path) == ["daemon/waited"]
-    assert json.loads(path.read_text()) == all_of_them
+    assert json.loads(path.read_text()) == complete
 
 
-def test_adding_refuses_to_change_what_is_there(tmp_path: Path) -> None:
+def test_adding_refuses_to_change_existing_bytes(tmp_path: Path) -> None:
     path = tmp_path / "golden.json"
     path.write_text(old := json.dumps({"daemon/waited": "00"}))
     with pytest.raises(SystemExit, match="daemon/waited"):

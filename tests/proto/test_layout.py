@@ -1,4 +1,4 @@
-"""A layout becomes arrays if its parts fit together, and if it is no larger than models'."""
+"""LayoutArrays accepts consistent layouts up to the size that models need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TENSORS = (TensorLayout(4, 100, 128), TensorLayout(8, 50, 50))
 
 
 def layout(tensors: int, groups: list[int]) -> KVLayout:
-    """So many tensors, and groups that refer to so many of them each, from the first on."""
+    """A layout with `tensors` tensors. Each group refers to the given number of first tensors."""
     refs = [TensorRef(tensor, 8) for tensor in range(max(groups, default=0))]
     return KVLayout(
         (TensorLayout(4, 8, 8),) * tensors, tuple(tuple(refs[:count]) for count in groups)
@@ -21,7 +21,7 @@ def layout(tensors: int, groups: list[int]) -> KVLayout:
 
 
 @pytest.mark.parametrize(
-    ("layout", "code", "said", "value"),
+    ("layout", "code", "message", "value"),
     [
         (
             KVLayout((TensorLayout(2, 9, 8),), ((TensorRef(0, 1),),)),
@@ -69,10 +69,10 @@ def layout(tensors: int, groups: list[int]) -> KVLayout:
         ),
     ],
 )
-def test_a_layout_whose_parts_do_not_fit_is_refused(
-    layout: KVLayout, code: Code, said: str, value: str
+def test_an_inconsistent_or_too_large_layout_is_refused(
+    layout: KVLayout, code: Code, message: str, value: str
 ) -> None:
-    with pytest.raises(Refused, match=said) as caught:
+    with pytest.raises(Refused, match=message) as caught:
         LayoutArrays.from_layout(layout)
     assert (caught.value.code, caught.value.value) == (code, value)
 
@@ -81,9 +81,9 @@ def test_a_layout_whose_parts_do_not_fit_is_refused(
     "layout",
     [
         pytest.param(layout(512, [512] * 16), id="hybrid: 16 groups over the same 512 tensors"),
-        pytest.param(layout(256, [256]), id="one group, 128 layers with K and V apart"),
+        pytest.param(layout(256, [256]), id="one group, 128 layers with separate K and V"),
         pytest.param(layout(2 * 61 * 16, [2 * 61 * 16]), id="padded kernel blocks, 16 in a block"),
-        pytest.param(layout(64, [2] * MAX_GROUPS), id="as many groups as there may be"),
+        pytest.param(layout(64, [2] * MAX_GROUPS), id="the most groups"),
         pytest.param(layout(MAX_TENSORS, [MAX_TENSORS] * 4), id="the largest"),
         pytest.param(KVLayout(TENSORS, ((TensorRef(1, 7), TensorRef(0, 9)),), 3), id="any order"),
     ],
@@ -108,6 +108,6 @@ def test_layouts_of_engines_are_accepted_and_unchanged(layout: KVLayout) -> None
     ],
     ids=["factor", "groups", "page", "tensor", "blocks"],
 )
-def test_a_layout_that_differs_in_anything_is_another(other: KVLayout) -> None:
-    mine = LayoutArrays.from_layout(KVLayout(TENSORS, ((TensorRef(0, 8),), (TensorRef(1, 8),))))
-    assert mine != LayoutArrays.from_layout(other)
+def test_layouts_with_any_difference_are_unequal(other: KVLayout) -> None:
+    arrays = LayoutArrays.from_layout(KVLayout(TENSORS, ((TensorRef(0, 8),), (TensorRef(1, 8),))))
+    assert arrays != LayoutArrays.from_layout(other)

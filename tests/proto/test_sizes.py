@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes with units, as in options and configuration files."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class CacheModelState:
         self.cache = Cache(self.capacity, self.policy_name, self.threshold, (1, 1))
         self.policy = PLAIN[self.policy_name](self.capacity)
         self.state: dict[bytes, str] = {}
-        self.where: dict[bytes, int] = {}
+        self.block_of: dict[bytes, int] = {}
         # The sub-blocks of ready keys that are stored in part.
         self.parts: dict[bytes, tuple[int, int]] = {}
         # Ready keys that an earlier daemon stored.
@@ -81,7 +81,7 @@ class CacheModelState:
 
     def forget(self, key: bytes) -> None:
         """Make a key absent."""
-        del self.state[key], self.where[key]
+        del self.state[key], self.block_of[key]
         self.parts.pop(key, None)
         self.unverified.discard(key)
         for keys in self.in_tier:
@@ -97,18 +97,18 @@ class CacheModelState:
     def pinned(self) -> set[bytes]:
         held = {b for j in self.jobs if isinstance(j.handle, Pins) for b in j.handle.blocks}
         held |= self.held_by_tiers()
-        held -= {self.where[key] for key in self.keys_that_are(PENDING)}
-        return {key for key, block in self.where.items() if block in held}
+        held -= {self.block_of[key] for key in self.keys_that_are(PENDING)}
+        return {key for key, block in self.block_of.items() if block in held}
 
     def orphaned(self) -> set[int]:
         held = {b for j in self.jobs for b in j.handle.blocks} | self.held_by_tiers()
-        return held - set(self.where.values())
+        return held - set(self.block_of.values())
 
     def held_by_tiers(self) -> set[int]:
         return {block for job in self.tier_jobs for block in job.holds.values()}
 
     def free(self) -> int:
-        return self.capacity - len(self.where) - len(self.orphaned())
+        return self.capacity - len(self.block_of) - len(self.orphaned())
 
 
 class CacheModel(CacheModelState):
@@ -127,7 +127,7 @@ class CacheModel(CacheModelState):
         replaced &= set(wanted)
         self.counts["stores_skipped"] += len(absent) - len(wanted)
         movable = self.keys_that_are(READY) - self.pinned() - {*keys, *keep}
-        free, used = self.free() + len(replaced), {*self.where.values(), *self.orphaned()}
+        free, used = self.free() + len(replaced), {*self.block_of.values(), *self.orphaned()}
         answer = self.cache.prepare_store(keys, parts, keep)
         if len(wanted) > free + len(movable) and wanted:
             assert answer is None
@@ -136,7 +136,7 @@ class CacheModel(CacheModelState):
         assert answer is not None
         assert list(answer.keys) == wanted
         assert answer.parts == {key: parts[key] for key in wanted if key in parts}
-        used -= {self.where[key] for key in replaced}
+        used -= {self.block_of[key] for key in replaced}
         for key in replaced:
             self.policy.forget(key)
             self.forget(key)
@@ -144,12 +144,12 @@ class CacheModel(CacheModelState):
         assert list(answer.evicted) == expected
         assert len(set(answer.blocks)) == len(wanted)
         assert set(answer.blocks) <= set(range(self.capacity))
-        assert not set(answer.blocks) & (used - {self.where[key] for key in expected})
+        assert not set(answer.blocks) & (used - {self.block_of[key] for key in expected})
         for key in expected:
             self.forget(key)
         self.counts["evictions"] += len(expected)
         self.state.update(dict.fromkeys(wanted, PENDING))
-        self.where.update(zip(answer.keys, answer.blocks, strict=True))
+        self.block_of.update(zip(answer.keys, answer.blocks, strict=True))
         self.jobs.append(ModelCacheJob(answer, self.epoch))
 
     def ending(self, kind: type, which: int) -> Any:
@@ -181,19 +181,19 @@ class CacheModel(CacheModelState):
     def promote(self, keys: list[bytes]) -> None:
         absent = [key for key in dict.fromkeys(keys) if key not in self.state]
         movable = self.keys_that_are(READY) - self.pinned() - {*keys}
-        free, used = self.free(), {*self.where.values(), *self.orphaned()}
+        free, used = self.free(), {*self.block_of.values(), *self.orphaned()}
         fitting = absent[: free + len(movable)]
         blocks = self.cache.tier_access.prepare_promotion(absent, keys)
         assert blocks.size == len(fitting)
         if not fitting:
             return
         evicted = self.policy.admit(fitting, free, lambda key: key in movable)
-        assert not set(blocks.tolist()) & (used - {self.where[key] for key in evicted})
+        assert not set(blocks.tolist()) & (used - {self.block_of[key] for key in evicted})
         for key in evicted:
             self.forget(key)
         self.counts["evictions"] += len(evicted)
         self.state.update(dict.fromkeys(fitting, PENDING))
-        self.where.update(zip(fitting, blocks.tolist(), strict=True))
+        self.block_of.update(zip(fitting, blocks.tolist(), strict=True))
         self.tier_jobs.append(TierJob(None, fitting, blocks, self.epoch))
 
     def end_promotion(self, which: int, success: bool) -> None:
@@ -231,7 +231,7 @@ class CacheModel(CacheModelState):
         self.cache.tier_access.mark_committed(self.cache.entries())
         keys, blocks = self.cache.tier_access.take_writes(tier, limit, 1.0)
         assert keys == wanted[: max(0, allowed)]
-        assert blocks.tolist() == [self.where[key] for key in keys]
+        assert blocks.tolist() == [self.block_of[key] for key in keys]
         if keys:
             self.in_tier[tier].update(keys)
             self.tier_jobs.append(TierJob(tier, keys, blocks, self.epoch))
@@ -246,7 +246,7 @@ class CacheModel(CacheModelState):
         assert job.tier is not None
         self.cache.tier_access.end_writes(job.tier, job.blocks, done)
         for (key, block), written in zip(job.holds.items(), done.tolist(), strict=True):
-            if not written and job.epoch == self.epoch and self.where.get(key) == block:
+            if not written and job.epoch == self.epoch and self.block_of.get(key) == block:
                 self.in_tier[job.tier].discard(key)
 
     def pin(self, keys: list[bytes]) -> None:
@@ -259,7 +259,7 @@ class CacheModel(CacheModelState):
             assert caught.value.value == missing[0].hex()
             return
         pins = self.cache.prepare_load(keys)
-        assert list(pins.blocks) == [self.where[key] for key in keys]
+        assert list(pins.blocks) == [self.block_of[key] for key in keys]
         self.jobs.append(ModelCacheJob(pins, self.epoch))
 
     def unpin(self, which: int) -> None:
@@ -268,16 +268,16 @@ class CacheModel(CacheModelState):
 
     def discard(self, keys: list[bytes]) -> None:
         """Report lost bytes, also for keys that are in other blocks now."""
-        self.cache.discard_keys([(key, self.where.get(key, 0)) for key in keys])
-        self.cache.discard_keys([(key, self.where.get(key, 0) + 1) for key in keys])
+        self.cache.discard_keys([(key, self.block_of.get(key, 0)) for key in keys])
+        self.cache.discard_keys([(key, self.block_of.get(key, 0) + 1) for key in keys])
         for key in set(keys) & self.keys_that_are(READY):
             self.policy.forget(key)
             self.forget(key)
 
     def verify(self, keys: list[bytes]) -> None:
         """Report equal checksums, also for keys that are in other blocks now."""
-        self.cache.mark_verified([(key, self.where.get(key, 0) + 1) for key in keys])
-        self.cache.mark_verified([(key, self.where.get(key, 0)) for key in keys])
+        self.cache.mark_verified([(key, self.block_of.get(key, 0) + 1) for key in keys])
+        self.cache.mark_verified([(key, self.block_of.get(key, 0)) for key in keys])
         self.unverified -= set(keys)
 
     def end_again(self, which: int, success: bool) -> None:
@@ -306,7 +306,7 @@ class CacheModel(CacheModelState):
         self.cache.reset()
         self.epoch += 1
         self.policy = PLAIN[self.policy_name](self.capacity)
-        self.state, self.where = {}, {}
+        self.state, self.block_of = {}, {}
         self.in_tier = [set(), set()]
         self.parts, self.unverified = {}, set()
         self.offers.clear()
@@ -318,8 +318,8 @@ class CacheModel(CacheModelState):
         self.cache.restore_keys(entries, parts)
         self.policy.admit([key for key, _ in reversed(entries)], self.capacity, lambda key: False)
         self.state = {key: READY for key, _ in entries}
-        self.where = dict(entries)
-        self.parts, self.unverified = parts, set(self.where)
+        self.block_of = dict(entries)
+        self.parts, self.unverified = parts, set(self.block_of)
         self.mirror = dict.fromkeys(self.hit_pending(), PENDING)
 
     # Checks
@@ -355,12 +355,12 @@ class CacheModel(CacheModelState):
         assert sorted(self.cache.pending_keys()) == sorted(self.hit_pending())
         assert {key: self.cache.stored_part(key) for key in self.parts} == self.parts
         assert self.cache.has_parts == bool(self.parts)
-        where = np.array([self.where[key] for key in sorted(ready)], np.int64)
+        ready_blocks = np.array([self.block_of[key] for key in sorted(ready)], np.int64)
         for tier, tier_keys in enumerate(self.in_tier):
-            is_missing = self.cache._blocks.marks.are_missing(where, tier).tolist()
+            is_missing = self.cache._blocks.marks.are_missing(ready_blocks, tier).tolist()
             assert is_missing == [key not in tier_keys for key in sorted(ready)]
         order = [key for key in self.policy.order() if key in ready]
-        assert self.cache.entries() == [(key, self.where[key]) for key in order]
+        assert self.cache.entries() == [(key, self.block_of[key]) for key in order]
         usage = self.cache.usage
         assert (usage.free, usage.pending) == (self.free(), len(pending))
         assert (usage.ready, usage.unverified) == (

@@ -49,14 +49,14 @@ from kvferry.proto.specs import (
 from support.region_records_model import RegionRecordsModel
 
 PAGE = 1024
-ROOM = 4 * PAGE
-POOL = 16 * ROOM
+REGION_BYTES = 4 * PAGE
+POOL = 16 * REGION_BYTES
 ROW = TensorLayout(16, PAGE, PAGE)
 LAYOUT = KVLayout((ROW,), ((TensorRef(0, PAGE),),))
 WIDE = KVLayout((ROW,), ((TensorRef(0, PAGE),),), 3)
 HYBRID = KVLayout((ROW, ROW), ((TensorRef(0, PAGE),), (TensorRef(1, PAGE // 2),)), 3)
 FINGERPRINT = proto_status.Fingerprint("llama", PAGE, block_size=16, key_bytes=1)
-OF_THREE = proto_status.Fingerprint("llama", 3 * PAGE, key_bytes=1)
+FINGERPRINT_OF_THREE = proto_status.Fingerprint("llama", 3 * PAGE, key_bytes=1)
 OTHER = proto_status.Fingerprint("qwen", PAGE, key_bytes=1)
 DEVICE = proto_status.DeviceInfo("cpu", "cpu", "host memory")
 FAULT = ErrorInfo(Code.COPY_FAILED, "the copy failed")
@@ -99,7 +99,7 @@ class NamespacesFixture:
         *sessions: str,
         fingerprint: proto_status.Fingerprint = FINGERPRINT,
         layout: KVLayout = LAYOUT,
-        quota: int | None = ROOM,
+        quota: int | None = REGION_BYTES,
         policy: str = "lru",
         threshold: int = 1,
         pool_bytes: int = POOL,
@@ -158,7 +158,7 @@ class NamespacesFixture:
         self,
         session: str,
         fingerprint: proto_status.Fingerprint = FINGERPRINT,
-        quota: int | None = ROOM,
+        quota: int | None = REGION_BYTES,
         policy: str = "lru",
         threshold: int = 1,
     ) -> wire.Opened:
@@ -289,7 +289,7 @@ def key_events_of(
 
 def stored_in_part() -> NamespacesFixture:
     """Host blocks of three GPU blocks. Stored: 1 and 2 of a, all of b, 0 and 1 of c, 1 of d."""
-    fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=12 * PAGE)
+    fixture = NamespacesFixture("a", fingerprint=FINGERPRINT_OF_THREE, layout=WIDE, quota=12 * PAGE)
     fixture.stored("a", b"abc", blocks(range(7), (7, 1)))
     fixture.stored("a", b"d", blocks([0], (1, 4)))
     return fixture

@@ -83,11 +83,11 @@ class ServiceManager:
         self.environ = dict(environ or {})
         self.notify = str(notify)
         # Messages that the program has sent.
-        self.said: list[dict[str, str]] = []
+        self.messages: list[dict[str, str]] = []
         # Processes whose messages were ignored, because they are not the program.
         self.ignored: list[int] = []
         # How often the watchdog has killed the program.
-        self.starved = 0
+        self.watchdog_kills = 0
         self.process: subprocess.Popen[bytes]
         self._store: list[StoredFds] = []
         self._changed = threading.Condition()
@@ -107,7 +107,7 @@ class ServiceManager:
     def start(self, timeout: float = 60.0, *, ready: bool = True) -> None:
         """Start the program with the kept descriptors, and wait for READY if `ready`."""
         with self._changed:
-            self.said.clear()
+            self.messages.clear()
             self._drop(lambda kept: kept.polled and _hung_up(kept.descriptor))
             self.process = self._launch()
             self._last_watchdog, self._running = time.monotonic(), True
@@ -134,13 +134,13 @@ class ServiceManager:
         deadline = time.monotonic() + timeout
         with self._changed:
             while True:
-                for message in self.said:
+                for message in self.messages:
                     if name in message and value in (None, message[name]):
                         return message[name]
                 left = deadline - time.monotonic()
                 if left <= 0 or self.process.poll() is not None:
-                    said = [*self.said, self.log()[-2000:]]
-                    raise AssertionError(f"{name}={value or ''} was not sent: {said}")
+                    messages = [*self.messages, self.log()[-2000:]]
+                    raise AssertionError(f"{name}={value or ''} was not sent: {messages}")
                 self._changed.wait(min(left, 10 * TICK))
 
     def lose_fds(self) -> None:
@@ -154,7 +154,7 @@ class ServiceManager:
     def values(self, name: str) -> list[str]:
         """All values of `name` that the program has sent since its start."""
         with self._changed:
-            return [message[name] for message in self.said if name in message]
+            return [message[name] for message in self.messages if name in message]
 
     @property
     def names(self) -> list[str]:
@@ -236,7 +236,7 @@ class ServiceManager:
 
         A BARRIER needs no action: the caller closes its descriptor like any other.
         """
-        self.said.append(message)
+        self.messages.append(message)
         name = message.get("FDNAME", "stored")
         if message.get("FDSTORE") == "1":
             polled = message.get("FDPOLL") != "0"
@@ -252,7 +252,7 @@ class ServiceManager:
             self.watchdog is not None and time.monotonic() - self._last_watchdog > self.watchdog
         )
         if is_late and self._running and self.values("READY"):
-            self.starved += 1
+            self.watchdog_kills += 1
             self._last_watchdog = time.monotonic()
             self.process.kill()
 

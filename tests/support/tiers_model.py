@@ -23,7 +23,7 @@ from kvferry.proto import messages as wire
 from support.namespaces_fixture import FINGERPRINT, OTHER, PAGE, NamespacesFixture, each
 
 # Eight blocks each: two namespaces fill the pool, and a newcomer replaces one of them.
-ROOM = 8 * PAGE
+REGION_BYTES = 8 * PAGE
 FINGERPRINTS = {"a": FINGERPRINT, "b": OTHER}
 KEYS = each(b"abcdefghijklmnopqrst")
 Content: TypeAlias = tuple[Any, ...]
@@ -83,10 +83,10 @@ class TiersModel:
     def __init__(self) -> None:
         super().__init__()
         tiers = (TierDescription("near", writes_promoted=True), TierDescription("far"))
-        self.fixture = NamespacesFixture(pool_bytes=2 * ROOM, tiers=tiers)
+        self.fixture = NamespacesFixture(pool_bytes=2 * REGION_BYTES, tiers=tiers)
         self.core = self.fixture.core
         self.numbers = count(1)
-        self.cells = dict.fromkeys(range(0, 2 * ROOM, PAGE), self.garbage())
+        self.cells = dict.fromkeys(range(0, 2 * REGION_BYTES, PAGE), self.garbage())
         self.tiers = (TierModel(), TierModel())
         self.resets = dict.fromkeys(FINGERPRINTS, 0)
         self.jobs, self.searches = list[Job](), list[Search]()

@@ -93,7 +93,7 @@ class StubEngine:
         # Limits of a chunk.
         self.chunk = ChunkBudget(1 << 40)
         # Most chunks in flight in one direction.
-        self.most = 4
+        self.max_in_flight = 4
         self.submitted: queue.SimpleQueue[FakeChunk] = queue.SimpleQueue()
         self.in_flight: list[FakeChunk] = []
         self.closed: list[Mapping] = []
@@ -102,7 +102,7 @@ class StubEngine:
         # For each timed plan: blocks of its first chunk, and of the chunk in flight before it.
         self.timed: list[tuple[list[int], list[int] | None]] = []
         # Whether the engine accepts no chunk.
-        self.crowded = False
+        self.is_full = False
         # Outcomes of the next submissions: an error, or None for success. Later ones succeed.
         self.refusals: list[KVFerryError | None] = []
         self.on_submit: Callable[[], object] = lambda: None
@@ -140,10 +140,10 @@ class StubEngine:
     ) -> ChunkBudget:
         self._owner.assert_owner()
         self.requests.append((direction, request))
-        if self.crowded:
+        if self.is_full:
             return NO_ROOM
         in_flight = [chunk for chunk in self.in_flight if chunk.direction is direction]
-        return self.chunk if len(in_flight) < self.most else NO_ROOM
+        return self.chunk if len(in_flight) < self.max_in_flight else NO_ROOM
 
     def submit(self, direction: Direction, mapping: Mapping, run: Extent) -> FakeChunk:
         self._owner.assert_owner()
@@ -196,16 +196,16 @@ class WorkerFixture:
     expected: int = 0
     pings: int = 0
     # Number of reported transfers that have ended.
-    told: int = 0
+    reported_ends: int = 0
     # Descriptors of memory that an earlier daemon held.
     held: tuple[int, ...] = ()
     # Called when a CancelTransfers command is continued.
-    between: Callable[[], object] = lambda: None
+    on_cancel_continued: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:
         self.pool.ready_bytes = self.pool.nbytes
         self.batches: queue.SimpleQueue[list[Report]] = queue.SimpleQueue()
-        self.worker = DeviceWorker(self.engine, self.pool, self.take, self.died)
+        self.worker = DeviceWorker(self.engine, self.pool, self.receive_batch, self.record_death)
         self.geometries: dict[int, BlockLayout] = {}
         self.orderings: dict[int, HazardTracker] = {}
         self.serial = 0
@@ -265,17 +265,17 @@ class WorkerFixture:
         self.worker.post_command(StartTransfer(plan, "session", plan.serial, NO_BLOCKS))
         return self.serial
 
-    def take(self, batch: list[Report]) -> None:
+    def receive_batch(self, batch: list[Report]) -> None:
         """Receive a batch of reports. Posts the rest of a command again, as the core does."""
-        self.told += len(serials(batch))
+        self.reported_ends += len(serials(batch))
         for report in batch:
             if isinstance(report, Continue):
                 if isinstance(report.command, CancelTransfers):
-                    self.between()
+                    self.on_cancel_continued()
                 self.worker.post_command(report.command)
         self.batches.put([report for report in batch if not _is_forget(report)])
 
-    def died(self, error: KVFerryError) -> None:
+    def record_death(self, error: KVFerryError) -> None:
         self.deaths.append(error)
         self.batches.put([])  # wakes a test that waits for a report
 
@@ -313,7 +313,7 @@ def _is_forget(report: Report) -> bool:
     return isinstance(report, Continue) and isinstance(report.command, ForgetStores)
 
 
-def taken(stub: StubEngine) -> list[FakeChunk]:
+def take_submitted(stub: StubEngine) -> list[FakeChunk]:
     """The chunks submitted since the last call."""
     chunks = []
     while not stub.submitted.empty():
@@ -327,7 +327,7 @@ def finish(fixture: WorkerFixture, *chunks: FakeChunk) -> list[Report]:
     return fixture.settle()
 
 
-def run_out(fixture: WorkerFixture, stub: StubEngine) -> list[Report]:
+def finish_all(fixture: WorkerFixture, stub: StubEngine) -> list[Report]:
     """Finish all chunks, oldest first."""
     reports = fixture.settle()
     while stub.in_flight:
@@ -354,7 +354,7 @@ class TimelineFixture:
         self.descriptor = sealed_memfd("timeline", PAGE)
         self.page = mmap.mmap(self.descriptor, PAGE)
 
-    def show(self, value: int) -> None:
+    def write_value(self, value: int) -> None:
         self.page[:8] = value.to_bytes(8, "little")
 
     def revoke(self) -> None:

@@ -1,8 +1,8 @@
-"""A daemon for the worker of vLLM's tests: what they store and load passes through it.
+"""A daemon for the worker of vLLM's tests, which does their stores and loads.
 
-vLLM's tests decide when a job completes, and look at block ids and keys only. Here each job is also
-submitted to a KVFerryWorker. Each stored GPU block gets bytes of its own, derived from its key and
-its place in the chunk; each loaded one must have the bytes of the key that it was loaded by.
+vLLM's tests decide when a job completes, and check block ids and keys only. Here each job is also
+submitted to a KVFerryWorker. Each stored GPU block gets unique bytes, derived from its key and its
+position in the chunk. Each loaded block must have the bytes of its key.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ daemon = DaemonOfTests()
 
 
 class ConnectorOverDaemon(KVFerryConnector):
-    """KVFerryConnector, with the extra configuration that leads to the tests' daemon."""
+    """KVFerryConnector with an extra configuration that selects the daemon of the tests."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -70,7 +70,7 @@ class ConnectorOverDaemon(KVFerryConnector):
 
 
 class WorkerOfTests(FaultTolerantWorker):
-    """FaultTolerantWorker, for tests that create it, and metadata for it, without a connector."""
+    """FaultTolerantWorker for tests that create it and its metadata without a connector."""
 
     _prepared: Any = None
 
@@ -78,7 +78,7 @@ class WorkerOfTests(FaultTolerantWorker):
         super().__init__(*arguments.values())
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """With what kvferry's connector adds to metadata."""
+        """Add the fields of kvferry's connector to the metadata first."""
         self._prepared = kv_connector_metadata
         kv_connector_metadata.has_no_forward_pass = False
         kv_connector_metadata.late_loads = set()
@@ -86,14 +86,14 @@ class WorkerOfTests(FaultTolerantWorker):
         super().handle_preemptions(kv_connector_metadata)
 
     def start_kv_transfers(self, metadata: Any) -> None:
-        """After handle_preemptions, which some tests leave out, and vLLM's model runners do not."""
+        """Call handle_preemptions first if the test has not. vLLM's model runners always do."""
         if metadata is not self._prepared:
             self.handle_preemptions(metadata)
         super().start_kv_transfers(metadata)
 
 
 class SharedTensors:
-    """torch, whose empty tensors a daemon can map."""
+    """The torch module, with an `empty` whose tensors a daemon can map."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -108,14 +108,14 @@ def give_daemon(utils: Any) -> None:
     """Patch the module of vLLM's tests that has MockOffloadingSpec."""
 
     class WorkerOverDaemon(utils.MockOffloadingWorker):  # type: ignore[misc]
-        """Completes a job once the test wants it to and the daemon has done it."""
+        """Completes a job when the test requests it and the daemon has done it."""
 
         def __init__(self) -> None:
             super().__init__()
             self.transfers: CheckedTransfers | None = None
 
         def wait_next_load(self) -> None:
-            """The test decides."""
+            """Does nothing, because the test decides when a load completes."""
 
         def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
             if self.transfers is not None:
@@ -152,7 +152,7 @@ def give_daemon(utils: Any) -> None:
 
 
 class CheckedTransfers:
-    """Jobs of one KVFerryWorker, and the bytes that they move. kv_caches: vLLM's, canonical."""
+    """Jobs of one KVFerryWorker, and checks of their bytes. kv_caches: canonical, from vLLM."""
 
     def __init__(self, worker: Any, kv_caches: Any, factor: int) -> None:
         self._worker, self._kv_caches, self._factor = worker, kv_caches, factor
@@ -188,13 +188,13 @@ class CheckedTransfers:
     def _rows(
         self, blocks: Any, keys: tuple[bytes, ...]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """For each page of a transfer's GPU blocks its bytes, and those that it should have."""
+        """For each page of a transfer's GPU blocks, its bytes and the expected ones."""
         ids, hosts = iter(blocks.block_ids.tolist()), iter(keys)
         sizes = zip(blocks.group_sizes, blocks.block_indices, strict=True)
         for refs, (size, first) in zip(self._kv_caches.group_data_refs, sizes, strict=True):
-            places = [divmod(first + n, self._factor) for n in range(size)]
-            host_blocks = {chunk: next(hosts) for chunk in dict.fromkeys(c for c, _ in places)}
-            for chunk, part in places:
+            positions = [divmod(first + n, self._factor) for n in range(size)]
+            host_blocks = {chunk: next(hosts) for chunk in dict.fromkeys(c for c, _ in positions)}
+            for chunk, part in positions:
                 block = next(ids)
                 daemon.transferred_blocks += 1
                 for number, ref in enumerate(refs):
@@ -204,7 +204,7 @@ class CheckedTransfers:
 
 
 def page(key: bytes, part: int, number: int, nbytes: int) -> torch.Tensor:
-    """The bytes of a page: by key, place in the chunk, and number of the group's tensor."""
+    """The bytes of a page: by key, position in the chunk, and number of the group's tensor."""
     digest = hashlib.sha256(key + bytes((part, number))).digest()
     repeated = digest * -(-nbytes // len(digest))
     return torch.frombuffer(bytearray(repeated[:nbytes]), dtype=torch.uint8)

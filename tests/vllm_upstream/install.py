@@ -1,4 +1,4 @@
-"""Make a virtual environment with one version of vLLM, on a machine without a GPU.
+"""Create a virtual environment with one version of vLLM, on a machine without a GPU.
 
     python tests/vllm_upstream/install.py 0.33.0 .vllm/0.33.0 .vllm/packages
 
@@ -21,10 +21,10 @@ import venv
 import zipfile
 from pathlib import Path, PurePosixPath
 
-# What pip needs to read the metadata of vLLM's source distribution before it hands it over.
+# pip needs these to read the metadata of vLLM's source distribution when it downloads it.
 BUILD_PACKAGES = "setuptools-rust", "setuptools-scm", "semantic-version", "vcs-versioning"
-# Of vLLM's tests: the packages on the way, the offloading tests and their helpers. Not its
-# conftest.py, which imports the whole of vLLM.
+# The offloading tests of vLLM, their helpers and their parent packages. Not vLLM's conftest.py,
+# which imports all of vLLM.
 UPSTREAM_TESTS = (
     "tests/__init__.py",
     "tests/v1/__init__.py",
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def download(version: str, directory: Path, *options: str, **environment: str) -> Path:
-    """The wheel, or what the options ask for."""
+    """Download the wheel, or the file that the options select. Returns its path."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *options]
     subprocess.run(
         [*command, "--dest", str(directory), f"vllm=={version}"],
@@ -65,7 +65,7 @@ def download(version: str, directory: Path, *options: str, **environment: str) -
 
 
 def download_source(version: str, directory: Path) -> Path:
-    """The source distribution. pip runs its setup.py for the metadata; nothing is built."""
+    """Download the source distribution. pip runs its setup.py for the metadata, without a build."""
     build = directory / "build"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
     subprocess.run([*install, str(build), *BUILD_PACKAGES], check=True)
@@ -81,7 +81,7 @@ def download_source(version: str, directory: Path) -> Path:
 
 
 def extract_wheel(wheel: Path, directory: Path) -> None:
-    """All but compiled kernels and programs, which are 95% of it and need a GPU."""
+    """Extract all but compiled kernels and programs, which are 95% of the wheel and need a GPU."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if PurePosixPath(name).suffix != ".so"]
         archive.extractall(directory, [name for name in names if not name.endswith("/vllm-rs")])

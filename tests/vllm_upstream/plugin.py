@@ -2,9 +2,9 @@
 
     make vllm-tests VLLM=0.33.0
 
-vLLM's classes are replaced by kvferry's before the tests are imported, and transfers pass through a
-daemon (daemon_worker.py). Tests that are expected to fail are listed in deviations.toml, each with
-a reason. A listed test that passes fails the run, as does an unlisted one that fails.
+kvferry's classes replace vLLM's before the tests are imported, and a daemon does the transfers
+(daemon_worker.py). deviations.toml lists the tests that are expected to fail, with reasons. The run
+fails if a listed test passes, or if another test fails.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 OFFLOADING = "tests.v1.kv_connector.unit.offloading_connector"
-# The model that vLLM's tests name. They need no more of it than this.
+# The model that vLLM's tests name. They need only its configuration.
 MODEL = "facebook/opt-125m"
 MODEL_CONFIG = {
     "architectures": ["OPTForCausalLM"],
@@ -40,7 +40,7 @@ MODEL_CONFIG = {
 
 
 def provide_model() -> None:
-    """Put the model's configuration where transformers caches what it downloads."""
+    """Write the model's configuration into a download cache of transformers."""
     home = tempfile.mkdtemp(prefix="kvferry-models-")
     atexit.register(shutil.rmtree, home)
     revision = "0" * 40
@@ -54,7 +54,7 @@ def provide_model() -> None:
 
 
 def replace_classes() -> None:
-    """Let vLLM's tests import kvferry's classes, and have a device."""
+    """Replace the classes that vLLM's tests import by kvferry's, and provide a device."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import worker
     from vllm.platforms.interface import UnspecifiedPlatform
@@ -70,14 +70,14 @@ def replace_classes() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """vLLM's conftest.py imports its classes."""
+    """Replace the classes before vLLM's conftest.py imports them."""
     provide_model()
     sys.path.insert(0, str(early_config.rootpath))
     replace_classes()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that are listed. Without a test's parameters, all of them are meant."""
+    """Mark the listed tests. An entry without parameters matches all parameters."""
     from vllm import __version__
 
     listed = tomllib.loads(Path(__file__).with_name("deviations.toml").read_text())
@@ -86,13 +86,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if __version__ not in deviation["versions"]:
             continue
         for test in deviation["tests"]:
-            found = [item for item in items if test in (name := item_name(item), without(name))]
+            found = [
+                item
+                for item in items
+                if test in (name := item_name(item), without_parameters(name))
+            ]
             if not found:
                 unknown.append(test)
             for item in found:
                 item.add_marker(pytest.mark.xfail(reason=deviation["reason"], strict=True))
-    whole = all(Path(argument).is_dir() for argument in config.args)
-    if unknown and whole:
+    are_directories = all(Path(argument).is_dir() for argument in config.args)
+    if unknown and are_directories:
         message = f"deviations.toml lists tests that vLLM {__version__} does not have: {unknown}"
         raise pytest.UsageError(message)
 
@@ -102,7 +106,7 @@ def item_name(item: pytest.Item) -> str:
     return item.nodeid.rsplit("/", 1)[-1]
 
 
-def without(name: str) -> str:
+def without_parameters(name: str) -> str:
     return name.partition("[")[0]
 
 

@@ -23,12 +23,12 @@ from support.namespaces_fixture import (
     DONE,
     FAILED,
     FINGERPRINT,
+    FINGERPRINT_OF_THREE,
     HYBRID,
     NOT_DONE,
-    OF_THREE,
     OTHER,
     PAGE,
-    ROOM,
+    REGION_BYTES,
     WIDE,
     NamespacesFixture,
     blocks,
@@ -53,7 +53,7 @@ def test_a_store_gets_blocks_of_the_region_and_its_keys_load_after_it_is_done() 
     plan = fixture.start("a", store(b"abc", blocks([5, 0, 9])))
     assert [(group, block) for group, block, _ in copies(plan)] == [(0, 5), (0, 0), (0, 9)]
     assert len(set(offsets(plan))) == 3
-    assert set(offsets(plan)) <= set(range(ROOM, 2 * ROOM, PAGE))
+    assert set(offsets(plan)) <= set(range(REGION_BYTES, 2 * REGION_BYTES, PAGE))
     assert (plan.nbytes, plan.host_end) == (3 * PAGE, max(offsets(plan)) + PAGE)
     assert fixture.loadable("a") == b""
     fixture.end(plan)
@@ -128,7 +128,7 @@ def test_two_engines_that_store_a_key_concurrently_store_it_once() -> None:
 
 def test_left_out_host_blocks_leave_out_their_gpu_blocks() -> None:
     """Seven GPU blocks from index 1 on, three per host block: a has two, b three, and c two."""
-    fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=12 * PAGE)
+    fixture = NamespacesFixture("a", fingerprint=FINGERPRINT_OF_THREE, layout=WIDE, quota=12 * PAGE)
     spec = store(b"abc", blocks([9, 8, 7, 6, 5, 4, 3], (7, 1)))
     fixture.stored("a", b"b", blocks([0, 1, 2]))
     plan = fixture.start("a", spec)
@@ -144,7 +144,9 @@ def test_left_out_host_blocks_leave_out_their_gpu_blocks() -> None:
 
 def test_every_group_has_its_own_keys() -> None:
     """Group 0: blocks 1 to 4 from index 2 on, in a and b. Group 1: blocks 5 to 9, in c and d."""
-    fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=HYBRID, quota=12 * PAGE)
+    fixture = NamespacesFixture(
+        "a", fingerprint=FINGERPRINT_OF_THREE, layout=HYBRID, quota=12 * PAGE
+    )
     spec = store(b"abcd", blocks(range(1, 10), (4, 2), (5, 4)))
     plan = fixture.start("a", spec)
     at = [offset - offset % (3 * PAGE) for offset in offsets(plan)]
@@ -296,7 +298,7 @@ def test_a_key_stored_in_part_is_not_replaced_while_it_is_loaded(
 
 
 def test_a_key_stored_in_part_is_abandoned_for_subscribers() -> None:
-    fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=12 * PAGE)
+    fixture = NamespacesFixture("a", fingerprint=FINGERPRINT_OF_THREE, layout=WIDE, quota=12 * PAGE)
     plan = fixture.start("a", store(b"ab", blocks([0, 1, 2, 3])))
     assert key_events_of(fixture.end(plan), PublishKVEvents) == [
         ("stored", b"a"),
@@ -329,7 +331,7 @@ def test_resident_keys_of_an_offer_are_validated() -> None:
 
 @NOT_DONE
 def test_a_failed_partial_store_does_not_limit_later_loads(outcome: Outcome) -> None:
-    fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=3 * PAGE)
+    fixture = NamespacesFixture("a", fingerprint=FINGERPRINT_OF_THREE, layout=WIDE, quota=3 * PAGE)
     fixture.end(fixture.start("a", store(b"a", blocks([0]))), outcome)
     fixture.stored("a", b"b", blocks([0, 1, 2]))
     fixture.start("a", load(b"b", blocks([0, 1, 2])))
@@ -340,7 +342,7 @@ def test_stored_parts_survive_the_engine_and_a_change_of_policy(
 ) -> None:
     fixture_with_parts.close_sessions("a")
     fixture_with_parts.open_sessions("b")
-    assert fixture_with_parts.open_namespace("b", OF_THREE, 12 * PAGE, "arc").reattached
+    assert fixture_with_parts.open_namespace("b", FINGERPRINT_OF_THREE, 12 * PAGE, "arc").reattached
     fixture_with_parts.register("b", WIDE)
     assert fixture_with_parts.refused("b", load(b"a", blocks([0, 1, 2]))) == Code.KEY_ABSENT
     fixture_with_parts.start("b", load(b"a", blocks([0, 1], (2, 1))))

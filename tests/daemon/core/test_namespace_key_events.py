@@ -19,7 +19,7 @@ from support.namespaces_fixture import (
     FINGERPRINT,
     OTHER,
     PAGE,
-    ROOM,
+    REGION_BYTES,
     NamespacesFixture,
     each,
     key_events_of,
@@ -123,7 +123,7 @@ def test_events_are_sent_only_to_sessions_of_the_namespace() -> None:
 
 
 def test_a_part_of_a_snapshot_lists_the_keys_of_some_blocks_when_it_is_created() -> None:
-    fixture = NamespacesFixture("a", "b", quota=2 * ROOM)
+    fixture = NamespacesFixture("a", "b", quota=2 * REGION_BYTES)
     fixture.stored("a", b"abc")
     plan = fixture.start("a", store(b"de"))
     (namespace,) = fixture.core._namespaces

@@ -23,7 +23,7 @@ from support.namespaces_fixture import (
     LAYOUT,
     OTHER,
     PAGE,
-    ROOM,
+    REGION_BYTES,
     WIDE,
     NamespacesFixture,
     key_events_of,
@@ -86,20 +86,20 @@ def test_a_namespace_stays_after_its_engines_disconnect() -> None:
 
 @pytest.mark.parametrize("as_namespace", [True, False])
 def test_an_unused_namespace_is_freed_if_its_room_is_needed(as_namespace: bool) -> None:
-    fixture = NamespacesFixture("a", pool_bytes=2 * ROOM)
+    fixture = NamespacesFixture("a", pool_bytes=2 * REGION_BYTES)
     fixture.stored("a", b"abc")
     fixture.open_sessions("n", "b")
     if as_namespace:
-        request: wire.ClientMessage = wire.OpenNamespace(1, OTHER, 2 * ROOM)
+        request: wire.ClientMessage = wire.OpenNamespace(1, OTHER, 2 * REGION_BYTES)
     else:
-        request = wire.AllocateKVCaches(1, LAYOUT, 2 * ROOM)
+        request = wire.AllocateKVCaches(1, LAYOUT, 2 * REGION_BYTES)
     assert fixture.error("n", request)[0] == Code.POOL_FULL
     fixture.core.close_session("a")
     assert fixture.send("n", request) == []  # a copy of "a" may still write there
     actions = [type(action) for action in fixture.report(TensorsUnmapped(1))]
     assert actions.count(SendMessage if as_namespace else MapTensors) == 1
     assert [n.name for n in fixture.namespaces()] == ([OTHER.name] if as_namespace else [])
-    assert fixture.error("b", wire.OpenNamespace(1, FINGERPRINT, ROOM))[0] == Code.POOL_FULL
+    assert fixture.error("b", wire.OpenNamespace(1, FINGERPRINT, REGION_BYTES))[0] == Code.POOL_FULL
     fixture.close_sessions("n")
     assert not fixture.open_namespace("b").reattached
     assert fixture.usage("ready", "free") == (0, 4)
@@ -111,11 +111,11 @@ def test_an_unused_namespace_is_freed_if_its_room_is_needed(as_namespace: bool) 
 def test_a_freed_namespace_publishes_cleared(
     fingerprint: proto_status.Fingerprint,
 ) -> None:
-    fixture = NamespacesFixture("a", pool_bytes=2 * ROOM)
+    fixture = NamespacesFixture("a", pool_bytes=2 * REGION_BYTES)
     fixture.stored("a", b"abc")
     fixture.close_sessions("a")
     fixture.open_sessions("n")
-    actions = fixture.send("n", wire.OpenNamespace(1, fingerprint, 2 * ROOM))
+    actions = fixture.send("n", wire.OpenNamespace(1, fingerprint, 2 * REGION_BYTES))
     (publish,) = (action for action in actions if isinstance(action, PublishKVEvents))
     assert (publish.namespace, key_events_of([publish], PublishKVEvents)) == (
         FINGERPRINT.name,
@@ -124,12 +124,12 @@ def test_a_freed_namespace_publishes_cleared(
 
 
 def test_a_namespace_that_is_opened_again_keeps_its_region() -> None:
-    fixture = NamespacesFixture("a", pool_bytes=ROOM)
+    fixture = NamespacesFixture("a", pool_bytes=REGION_BYTES)
     fixture.stored("a", b"abc")
     fixture.close_sessions("a")
     fixture.open_sessions("b", "n")
     fixture.open_namespace("b")
-    assert fixture.error("n", wire.OpenNamespace(1, OTHER, ROOM))[0] == Code.POOL_FULL
+    assert fixture.error("n", wire.OpenNamespace(1, OTHER, REGION_BYTES))[0] == Code.POOL_FULL
     fixture.register("b")
     assert fixture.loadable("b") == b"abc"
 

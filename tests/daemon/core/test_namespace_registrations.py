@@ -25,12 +25,12 @@ from kvferry.proto.specs import (
     TensorRef,
 )
 from support.namespaces_fixture import (
+    FINGERPRINT_OF_THREE,
     HYBRID,
     LAYOUT,
-    OF_THREE,
     PAGE,
     POOL,
-    ROOM,
+    REGION_BYTES,
     ROW,
     WIDE,
     NamespacesFixture,
@@ -47,8 +47,8 @@ def test_an_engine_in_a_namespace_gets_no_region() -> None:
     fixture = NamespacesFixture()
     fixture.open_sessions("a")
     fixture.open_namespace("a")
-    error = fixture.error("a", wire.AllocateKVCaches(1, LAYOUT, ROOM))
-    assert error == (Code.BAD_LAYOUT, str(ROOM))
+    error = fixture.error("a", wire.AllocateKVCaches(1, LAYOUT, REGION_BYTES))
+    assert error == (Code.BAD_LAYOUT, str(REGION_BYTES))
     assert not fixture.core.busy
     fixture.register("a")
 
@@ -78,14 +78,14 @@ def test_a_layout_that_splits_the_same_bytes_differently_is_refused() -> None:
 def test_a_layout_with_more_gpu_blocks_per_host_block_is_refused(restarted: bool) -> None:
     """A complete host block of one layout is a part of a host block of the other."""
     two = KVLayout((ROW,), ((TensorRef(0, PAGE),),), 2)
-    fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=two)
+    fixture = NamespacesFixture("a", fingerprint=FINGERPRINT_OF_THREE, layout=two)
     fixture.stored("a", b"k", blocks([0, 1]))
     if restarted:
         records, fixture = fixture.region_records, NamespacesFixture()
         fixture.region_records = records
         fixture.core.restore_region(*records.found())
     fixture.open_sessions("b")
-    fixture.open_namespace("b", OF_THREE)
+    fixture.open_namespace("b", FINGERPRINT_OF_THREE)
     (action,) = fixture.send("b", wire.AllocateKVCaches(1, WIDE))
     error = action.message.error
     assert error.code == Code.NAMESPACE_MISMATCH
@@ -115,7 +115,7 @@ def test_a_restored_namespace_has_its_keys_and_parts_and_sends_no_events(
     fixture.region_records = records
     fixture.core.restore_region(*records.found())
     fixture.open_sessions("b")
-    actions = fixture.send("b", wire.OpenNamespace(7, OF_THREE))
+    actions = fixture.send("b", wire.OpenNamespace(7, FINGERPRINT_OF_THREE))
     assert [type(action) for action in actions] == [SendMessage]
     assert actions[0].message.generation == 2
     fixture.register("b", WIDE)

@@ -14,7 +14,7 @@ from support.namespaces_fixture import (
     CANCELLED,
     DONE,
     FAILED,
-    OF_THREE,
+    FINGERPRINT_OF_THREE,
     PAGE,
     WIDE,
     NamespacesFixture,
@@ -103,7 +103,7 @@ def test_a_reset_clears_the_stored_parts(fixture_with_parts: NamespacesFixture) 
 
 
 def test_a_partial_store_across_a_reset_does_not_limit_later_loads() -> None:
-    fixture = NamespacesFixture("a", fingerprint=OF_THREE, layout=WIDE, quota=3 * PAGE)
+    fixture = NamespacesFixture("a", fingerprint=FINGERPRINT_OF_THREE, layout=WIDE, quota=3 * PAGE)
     before = fixture.start("a", store(b"a", blocks([0])))
     fixture.send("a", wire.Reset(5))
     fixture.end(before)

@@ -18,7 +18,7 @@ from support.namespaces_fixture import (
     OTHER,
     PAGE,
     POOL,
-    ROOM,
+    REGION_BYTES,
     NamespacesFixture,
     each,
     load,
@@ -32,9 +32,9 @@ from support.namespaces_fixture import (
 def test_opening_creates_a_namespace() -> None:
     fixture = NamespacesFixture()
     fixture.open_sessions("a")
-    opened = fixture.open_namespace("a", quota=ROOM + 100, policy="arc", threshold=2)
+    opened = fixture.open_namespace("a", quota=REGION_BYTES + 100, policy="arc", threshold=2)
     assert opened == wire.Opened(7, FINGERPRINT.name, 4, PAGE, False, "arc", 2, ())
-    assert fixture.core.status(101.0).pool.reserved_bytes == ROOM + 100
+    assert fixture.core.status(101.0).pool.reserved_bytes == REGION_BYTES + 100
 
 
 def test_a_namespace_without_a_quota_gets_all_free_bytes() -> None:
@@ -52,7 +52,7 @@ def test_an_engine_with_an_equal_fingerprint_shares_the_namespace() -> None:
     )
     assert fixture.register("b") == memory.HostRegion(4, PAGE, False)
     assert offsets(fixture.start("b", load(b"ba"))) == offsets(plan)[::-1]
-    assert fixture.core.status(101.0).pool.reserved_bytes == ROOM
+    assert fixture.core.status(101.0).pool.reserved_bytes == REGION_BYTES
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_differences_are_listed_for_namespaces_of_the_same_model() -> None:
 
 
 def test_differences_to_other_namespaces_are_bounded() -> None:
-    fixture = NamespacesFixture(pool_bytes=64 * ROOM)
+    fixture = NamespacesFixture(pool_bytes=64 * REGION_BYTES)
     names = [f"e{n}" for n in range(40)]
     fixture.open_sessions("a", *names)
     for name in names:
@@ -125,7 +125,7 @@ def test_a_too_long_fingerprint_is_refused() -> None:
             fixture.close_sessions("a")
             fixture.open_sessions("a")
         else:
-            error = fixture.error("a", wire.OpenNamespace(5, fingerprint, ROOM))
+            error = fixture.error("a", wire.OpenNamespace(5, fingerprint, REGION_BYTES))
             assert error == (Code.BAD_SPEC, str(fingerprint.nbytes))
 
 
@@ -135,7 +135,7 @@ def test_the_sessions_of_an_engine_are_in_one_namespace(second: str) -> None:
     fixture.open_sessions("a/scheduler")
     other = msgspec.structs.replace(FINGERPRINT, kv_dtype="fp8", rank=3)
     before = fixture.namespaces()
-    assert fixture.error(second, wire.OpenNamespace(5, other, ROOM)) == (
+    assert fixture.error(second, wire.OpenNamespace(5, other, REGION_BYTES)) == (
         Code.NAMESPACE_MISMATCH,
         "kv_dtype: 'fp8' here, '' there, rank: 3 here, 0 there",
     )
@@ -149,7 +149,7 @@ def test_the_order_of_extra_fields_is_ignored() -> None:
     extra = (("rope", "yarn"), ("tokenizer", "v2"))
     fixture.open_namespace("a", msgspec.structs.replace(FINGERPRINT, extra=extra))
     again = msgspec.structs.replace(FINGERPRINT, extra=extra[::-1])
-    fixture.send("a", wire.OpenNamespace(5, again, ROOM))  # refused, or the same namespace
+    fixture.send("a", wire.OpenNamespace(5, again, REGION_BYTES))  # refused, or the same namespace
     fixture.close_sessions("a")
     assert [status.engines for status in fixture.namespaces()] == [()]
 
@@ -161,7 +161,7 @@ def test_fingerprints_with_duplicate_extra_fields_are_compared_in_full() -> None
         "a/worker", msgspec.structs.replace(FINGERPRINT, extra=(("b", "1"), ("b", "2")))
     )
     other = msgspec.structs.replace(FINGERPRINT, extra=(("b", "2"),))
-    error = fixture.error("a/scheduler", wire.OpenNamespace(5, other, ROOM))
+    error = fixture.error("a/scheduler", wire.OpenNamespace(5, other, REGION_BYTES))
     assert error[0] == Code.NAMESPACE_MISMATCH
 
 
@@ -201,7 +201,7 @@ def test_a_refused_quota_keeps_the_namespace() -> None:
 def test_an_unknown_policy_is_refused() -> None:
     fixture = NamespacesFixture()
     fixture.open_sessions("a")
-    error = fixture.error("a", wire.OpenNamespace(5, FINGERPRINT, ROOM, "fifo"))
+    error = fixture.error("a", wire.OpenNamespace(5, FINGERPRINT, REGION_BYTES, "fifo"))
     assert error == (Code.BAD_SPEC, "fifo")
     assert fixture.namespaces() == ()
 
@@ -229,7 +229,7 @@ def test_opening_a_used_namespace_with_other_settings_keeps_its_settings() -> No
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"ab")
     fixture.open_sessions("b")
-    opened = fixture.open_namespace("b", quota=2 * ROOM, policy="arc", threshold=3)
+    opened = fixture.open_namespace("b", quota=2 * REGION_BYTES, policy="arc", threshold=3)
     assert opened == wire.Opened(7, FINGERPRINT.name, 4, PAGE, True, "lru", 1, ())
     assert fixture.loadable("a") == b"ab"
 
@@ -240,7 +240,7 @@ def test_opening_while_an_engine_is_being_unmapped_keeps_the_settings() -> None:
     plan = fixture.start("a", store(b"a"))
     fixture.core.close_session("a")
     fixture.open_sessions("b")
-    assert fixture.open_namespace("b", quota=2 * ROOM, policy="arc").policy == "lru"
+    assert fixture.open_namespace("b", quota=2 * REGION_BYTES, policy="arc").policy == "lru"
     fixture.end(plan)
     fixture.report(TensorsUnmapped(1))
     fixture.register("b")
@@ -270,7 +270,7 @@ def test_a_change_of_policy_sends_no_events_and_keeps_the_counters() -> None:
     fixture.close_sessions("a")
     (before,) = fixture.namespaces()
     fixture.open_sessions("b")
-    actions = fixture.send("b", wire.OpenNamespace(7, FINGERPRINT, ROOM, "arc", 2))
+    actions = fixture.send("b", wire.OpenNamespace(7, FINGERPRINT, REGION_BYTES, "arc", 2))
     assert [type(action) for action in actions] == [SendMessage]
     (after,) = fixture.namespaces()
     assert after == msgspec.structs.replace(before, policy="arc", engines=("b",))
@@ -297,10 +297,10 @@ def test_another_quota_recreates_a_namespace_without_engines() -> None:
     fixture.stored("a", b"abcd")
     fixture.close_sessions("a")
     fixture.open_sessions("b")
-    opened = fixture.open_namespace("b", quota=2 * ROOM)
+    opened = fixture.open_namespace("b", quota=2 * REGION_BYTES)
     assert (opened.reattached, opened.num_blocks) == (False, 8)
     assert fixture.usage("blocks", "ready", "free") == (8, 0, 8)
-    assert fixture.core.status(101.0).pool.reserved_bytes == 2 * ROOM
+    assert fixture.core.status(101.0).pool.reserved_bytes == 2 * REGION_BYTES
 
 
 # Status

@@ -25,7 +25,7 @@ from support.namespaces_fixture import (
     OTHER,
     PAGE,
     POOL,
-    ROOM,
+    REGION_BYTES,
     ROW,
     NamespacesFixture,
     each,
@@ -34,7 +34,7 @@ from support.namespaces_fixture import (
 )
 
 # 16 blocks: eight may be promoted at a time.
-QUOTA = 4 * ROOM
+QUOTA = 4 * REGION_BYTES
 
 
 def keys_of(action: FindKeys | FetchBlocks) -> bytes:

@@ -24,7 +24,7 @@ from support.namespaces_fixture import (
     OTHER,
     PAGE,
     POOL,
-    ROOM,
+    REGION_BYTES,
     NamespacesFixture,
     each,
     load,
@@ -32,7 +32,7 @@ from support.namespaces_fixture import (
 )
 
 # 16 blocks: four may be written at a time.
-QUOTA = 4 * ROOM
+QUOTA = 4 * REGION_BYTES
 
 
 def new_fixture(letters: bytes = b"", policy: str = "lru", min_uses: int = 1) -> NamespacesFixture:

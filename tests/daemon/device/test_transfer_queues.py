@@ -38,9 +38,9 @@ from support.worker_fixture import (
     done,
     failed,
     finish,
-    run_out,
+    finish_all,
     serials,
-    taken,
+    take_submitted,
 )
 
 # Order
@@ -53,7 +53,7 @@ def test_plans_of_one_direction_run_and_end_in_order(
     fixture.map()
     first, second = (fixture.start(direction, [block, block + 1]) for block in (0, 2))
     assert fixture.settle() == []
-    chunks = taken(stub)
+    chunks = take_submitted(stub)
     assert [chunk.blocks for chunk in chunks] == [[0, 1], [2, 3]]
     assert {chunk.direction for chunk in chunks} == {direction}
     assert finish(fixture, chunks[1]) == []
@@ -66,7 +66,9 @@ def test_the_two_directions_overlap(fixture: WorkerFixture, stub: StubEngine) ->
     fixture.start(STORE, [0])
     load = fixture.start(LOAD, [1])
     fixture.settle()
-    store_chunk, load_chunk = sorted(taken(stub), key=lambda chunk: chunk.direction, reverse=True)
+    store_chunk, load_chunk = sorted(
+        take_submitted(stub), key=lambda chunk: chunk.direction, reverse=True
+    )
     assert (store_chunk.direction, load_chunk.direction) == (STORE, LOAD)
     assert finish(fixture, load_chunk) == [done(load)]
 
@@ -87,10 +89,10 @@ def test_a_transfer_waits_for_the_other_direction_if_they_share_a_block(
     second = fixture.start(direction, [2])
     waiting = fixture.start(direction.other, blocks, hosts)
     fixture.settle()
-    first_chunk, second_chunk = taken(stub)
+    first_chunk, second_chunk = take_submitted(stub)
     assert (first_chunk.direction, second_chunk.direction) == (direction, direction)
     assert finish(fixture, first_chunk) == [done(first)]
-    (third_chunk,) = taken(stub)  # it does not wait for the second
+    (third_chunk,) = take_submitted(stub)  # it does not wait for the second
     assert third_chunk.direction is direction.other
     assert sorted(serials(finish(fixture, second_chunk, third_chunk))) == [second, waiting]
 
@@ -98,7 +100,7 @@ def test_a_transfer_waits_for_the_other_direction_if_they_share_a_block(
 def test_a_transfer_waits_for_the_last_chunk_of_another(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
-    stub.chunk, stub.most = ChunkBudget(64), 2
+    stub.chunk, stub.max_in_flight = ChunkBudget(64), 2
     fixture.map()
     store = fixture.start(STORE, [0, 1, 2, 3])
     load = fixture.start(LOAD, [9], [0])
@@ -108,21 +110,21 @@ def test_a_transfer_waits_for_the_last_chunk_of_another(
         assert stub.in_flight[0].blocks == [block]
         reports = finish(fixture, stub.in_flight[0])
     assert reports == [done(store, 4.0)]  # from the start of the first to the end of the last
-    assert serials(run_out(fixture, stub)) == [load]
+    assert serials(finish_all(fixture, stub)) == [load]
 
 
 def test_an_empty_transfer_is_done_at_once(fixture: WorkerFixture, stub: StubEngine) -> None:
     fixture.map()
     serial = fixture.start(STORE, [])
     assert fixture.settle() == [done(serial, 0.0)]
-    assert taken(stub) == []
+    assert take_submitted(stub) == []
 
 
 def test_an_empty_transfer_ends_in_order(fixture: WorkerFixture, stub: StubEngine) -> None:
     fixture.map()
     first, empty = fixture.start(STORE, [0]), fixture.start(STORE, [])
     assert serials(fixture.settle()) == []
-    assert serials(run_out(fixture, stub)) == [first, empty]
+    assert serials(finish_all(fixture, stub)) == [first, empty]
 
 
 def test_a_plan_that_fails_at_once_ends_after_those_submitted_before(
@@ -132,7 +134,7 @@ def test_a_plan_that_fails_at_once_ends_after_those_submitted_before(
     stub.refusals += [None, ERROR]
     first, failing = fixture.start(STORE, [0]), fixture.start(STORE, [1])
     assert serials(fixture.settle()) == []
-    assert serials(run_out(fixture, stub)) == [first, failing]
+    assert serials(finish_all(fixture, stub)) == [first, failing]
 
 
 def test_results_behind_a_cancelled_transfer_are_reported_after_it(
@@ -146,7 +148,7 @@ def test_results_behind_a_cancelled_transfer_are_reported_after_it(
     fixture.worker.post_command(CancelTransfers(1, (first,)))
     assert fixture.settle() == []
     ends = [cancelled(first), failed(failing), done(empty, 0.0)]
-    assert run_out(fixture, stub) == ends
+    assert finish_all(fixture, stub) == ends
 
 
 # Fences
@@ -156,14 +158,14 @@ def test_a_plan_waits_for_the_timeline(
     fixture: WorkerFixture, stub: StubEngine, timeline: TimelineFixture
 ) -> None:
     fixture.map(timeline=timeline.copy)
-    timeline.show(2)
+    timeline.write_value(2)
     fixture.start(STORE, [0], wait_for=2)
     held, next_store = fixture.start(STORE, [1], wait_for=3), fixture.start(STORE, [2])
     load = fixture.start(LOAD, [3])
     fixture.settle()
-    assert sorted(chunk.blocks for chunk in taken(stub)) == [[0], [3]]
-    assert load in serials(run_out(fixture, stub))
-    timeline.show(4)
+    assert sorted(chunk.blocks for chunk in take_submitted(stub)) == [[0], [3]]
+    assert load in serials(finish_all(fixture, stub))
+    timeline.write_value(4)
     chunks = [stub.submitted.get(timeout=TIMEOUT) for _ in range(2)]  # without a wake-up
     assert [chunk.blocks for chunk in chunks] == [[1], [2]]
     assert finish(fixture, *chunks) == [done(held), done(next_store)]
@@ -174,8 +176,8 @@ def test_an_empty_transfer_waits_for_the_timeline(
 ) -> None:
     fixture.map(timeline=timeline.copy)
     first, empty = fixture.start(STORE, [0]), fixture.start(STORE, [], wait_for=1)
-    assert serials(run_out(fixture, stub)) == [first]
-    timeline.show(1)
+    assert serials(finish_all(fixture, stub)) == [first]
+    timeline.write_value(1)
     assert fixture.settle() == [done(empty, 0.0)]
 
 
@@ -188,11 +190,11 @@ def test_a_pong_has_the_times_of_the_oldest_running_and_held_job(
     now = time.monotonic()
     fixture.worker.post_command(Ping(1.0))
     assert fixture.settle() == [Pong(1.0, None, None)]
-    timeline.show(1)
+    timeline.write_value(1)
     begun = fixture.start(STORE, [1], number=2, wait_for=1, accepted=now - 60)
     fixture.start(STORE, [2], number=2, accepted=now - 30)
     fixture.settle()
-    timeline.show(0)
+    timeline.write_value(0)
     fixture.start(STORE, [0], wait_for=1, accepted=now - 80)
     fixture.start(LOAD, [5], [0], accepted=now - 90)
     fixture.worker.post_command(Ping(2.0))
@@ -209,7 +211,7 @@ def test_a_fence_holds_only_its_own_registration(
     fixture.map(2)
     fixture.start(STORE, [0], number=1, wait_for=1)
     free = fixture.start(STORE, [1], number=2)
-    assert serials(run_out(fixture, stub)) == [free]
+    assert serials(finish_all(fixture, stub)) == [free]
 
 
 def test_a_plan_waits_for_the_part_of_the_pool_that_it_uses(
@@ -218,9 +220,9 @@ def test_a_plan_waits_for_the_part_of_the_pool_that_it_uses(
     fixture.pool.ready_bytes = 3 * 64
     fixture.map()
     ready, not_ready = fixture.start(STORE, [0], [2]), fixture.start(STORE, [1], [3])
-    assert serials(run_out(fixture, stub)) == [ready]
+    assert serials(finish_all(fixture, stub)) == [ready]
     fixture.pool.ready_bytes = 4 * 64
-    assert serials(run_out(fixture, stub)) == [not_ready]
+    assert serials(finish_all(fixture, stub)) == [not_ready]
 
 
 # Cancel
@@ -235,24 +237,24 @@ def test_a_waiting_plan_is_cancelled_at_once(
     fixture.settle()
     fixture.worker.post_command(CancelTransfers(1, (held,)))
     assert fixture.settle() == [cancelled(held)]
-    assert [chunk.blocks for chunk in taken(stub)] in ([[5], [1]], [[1], [5]])
-    assert sorted(serials(run_out(fixture, stub))) == [store, load]
+    assert [chunk.blocks for chunk in take_submitted(stub)] in ([[5], [1]], [[1], [5]])
+    assert sorted(serials(finish_all(fixture, stub))) == [store, load]
 
 
 def test_a_running_plan_is_cancelled_after_its_chunks_in_flight(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
-    stub.chunk, stub.most = ChunkBudget(64), 2
+    stub.chunk, stub.max_in_flight = ChunkBudget(64), 2
     fixture.map()
     running, queued = fixture.start(STORE, range(10)), fixture.start(STORE, [20])
     fixture.settle()
-    first_chunk, second_chunk = taken(stub)
+    first_chunk, second_chunk = take_submitted(stub)
     fixture.worker.post_command(CancelTransfers(1, (running,)))
     assert fixture.settle() == []  # its chunks are in flight, and there is no room
     assert finish(fixture, first_chunk) == []
-    assert [chunk.blocks for chunk in taken(stub)] == [[20]]
+    assert [chunk.blocks for chunk in take_submitted(stub)] == [[20]]
     assert finish(fixture, second_chunk) == [cancelled(running)]
-    assert serials(run_out(fixture, stub)) == [queued]
+    assert serials(finish_all(fixture, stub)) == [queued]
 
 
 def test_a_transfer_waits_for_the_chunks_of_a_cancelled_one(
@@ -264,10 +266,10 @@ def test_a_transfer_waits_for_the_chunks_of_a_cancelled_one(
     fixture.settle()
     fixture.worker.post_command(CancelTransfers(1, (store,)))
     assert fixture.settle() == []
-    (chunk,) = taken(stub)
+    (chunk,) = take_submitted(stub)
     assert chunk.direction is STORE
     assert serials(finish(fixture, chunk)) == [store]
-    assert serials(run_out(fixture, stub)) == [load]
+    assert serials(finish_all(fixture, stub)) == [load]
 
 
 def test_a_revoked_timeline_cancels_all_jobs_of_its_engine(
@@ -275,7 +277,7 @@ def test_a_revoked_timeline_cancels_all_jobs_of_its_engine(
 ) -> None:
     """No further chunk is submitted, and the chunk in flight does not make its job done."""
     fixture.map(timeline=timeline.copy)
-    stub.most = 1
+    stub.max_in_flight = 1
     first, second = fixture.start(STORE, [1]), fixture.start(STORE, [2])
     fixture.settle()
     timeline.revoke()
@@ -294,23 +296,25 @@ def test_cancelling_very_many_jobs_does_not_delay_others(
     """The worker cancels some at a time. After the engine died, it submits none of its jobs."""
     fixture.map()
     fixture.map(2)
-    stub.crowded = True
+    stub.is_full = True
     held = [fixture.start(STORE, [1]) for _ in range(5 * MAX_CANCELS)]
     fixture.settle()
-    stub.crowded = False
+    stub.is_full = False
     ends_at_submit: list[tuple[Direction, int]] = []
-    stub.on_submit = lambda: ends_at_submit.append((stub.in_flight[-1].direction, fixture.told))
+    stub.on_submit = lambda: ends_at_submit.append(
+        (stub.in_flight[-1].direction, fixture.reported_ends)
+    )
     loads: list[int] = []
 
     def start_load() -> None:
         if not loads:
             loads.append(fixture.start(LOAD, [1], number=2))
 
-    fixture.between = start_load
+    fixture.on_cancel_continued = start_load
     fixture.worker.post_command(
         UnmapTensors(1) if dies else CancelTransfers(1, tuple(reversed(held)))
     )
-    ended = serials(run_out(fixture, stub))
+    ended = serials(finish_all(fixture, stub))
     assert sorted(ended) == sorted([*held, *loads])
     (before,) = [count for direction, count in ends_at_submit if direction is LOAD]
     assert before <= 2 * MAX_CANCELS
@@ -326,7 +330,7 @@ def test_a_cancel_after_the_end_is_ignored(
 ) -> None:
     fixture.map()
     fixture.start(STORE, [0])
-    assert serials(run_out(fixture, stub)) == [1]
+    assert serials(finish_all(fixture, stub)) == [1]
     fixture.worker.post_command(order)
     assert fixture.settle() == []
 
@@ -340,7 +344,7 @@ def test_a_job_that_is_cancelled_several_times_ends_once(
     for _ in range(3):
         fixture.worker.post_command(CancelTransfers(1, (1,)))
     assert fixture.settle() == []
-    assert finish(fixture, *taken(stub)) == [cancelled(1)]
+    assert finish(fixture, *take_submitted(stub)) == [cancelled(1)]
 
 
 class RevokedWhileRead:

@@ -36,10 +36,10 @@ from support.worker_fixture import (
     done,
     failed,
     finish,
+    finish_all,
     open_descriptors,
-    run_out,
     serials,
-    taken,
+    take_submitted,
 )
 
 # Failures
@@ -91,7 +91,7 @@ def test_a_load_planned_before_its_store_failed_is_not_copied(
         if not late and completions(batch):
             late.append(fixture.start(LOAD, [4], [0], requires=(1,)))
 
-    take = fixture.take
+    take = fixture.receive_batch
     fixture.worker._report = lambda batch: (plan_a_load(batch), take(batch))  # type: ignore[assignment, func-returns-value]
     fixture.start(STORE, [0])
     stub.submitted.get().error = Failed(Code.COPY_FAILED, "broken")
@@ -108,7 +108,7 @@ def test_a_chunk_that_cannot_be_submitted_fails_only_its_plan(
     fixture.map()
     stub.refusals.append(ERROR)
     failing, other = fixture.start(STORE, [0]), fixture.start(STORE, [1])
-    assert run_out(fixture, stub) == [failed(failing), done(other)]
+    assert finish_all(fixture, stub) == [failed(failing), done(other)]
 
 
 def test_a_later_chunk_that_cannot_be_submitted_fails_the_plan_once(
@@ -119,35 +119,35 @@ def test_a_later_chunk_that_cannot_be_submitted_fails_the_plan_once(
     failing, other = fixture.start(STORE, range(5)), fixture.start(STORE, [9])
     assert fixture.settle() == []  # the first chunk may still write
     assert [chunk.blocks for chunk in stub.in_flight] == [[0], [9]]
-    assert run_out(fixture, stub) == [failed(failing), done(other)]
+    assert finish_all(fixture, stub) == [failed(failing), done(other)]
 
 
 def test_a_chunk_that_fails_on_the_device_fails_its_plan_once(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
-    stub.chunk, stub.most = ChunkBudget(64), 2
+    stub.chunk, stub.max_in_flight = ChunkBudget(64), 2
     fixture.map()
     failing, other = fixture.start(STORE, range(5)), fixture.start(STORE, [9])
     fixture.settle()
-    first_chunk, second_chunk = taken(stub)
+    first_chunk, second_chunk = take_submitted(stub)
     first_chunk.error = ERROR
     assert fixture.settle() == []  # its second chunk may still write
-    assert [chunk.blocks for chunk in taken(stub)] == [[9]]
+    assert [chunk.blocks for chunk in take_submitted(stub)] == [[9]]
     second_chunk.error = Failed(Code.COPY_FAILED, "not reported: the first error is")
     assert fixture.settle() == [failed(failing)]
-    assert run_out(fixture, stub) == [done(other)]
+    assert finish_all(fixture, stub) == [done(other)]
 
 
 def test_a_transfer_ends_if_its_only_chunk_in_flight_fails(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
-    stub.chunk, stub.most = ChunkBudget(64), 1
+    stub.chunk, stub.max_in_flight = ChunkBudget(64), 1
     fixture.map()
     failing, other = fixture.start(STORE, range(5)), fixture.start(STORE, [9])
     fixture.settle()
     stub.in_flight[0].error = ERROR
     assert fixture.settle() == [failed(failing)]
-    assert run_out(fixture, stub) == [done(other)]
+    assert finish_all(fixture, stub) == [done(other)]
 
 
 def test_a_cancelled_plan_that_fails_is_cancelled(fixture: WorkerFixture, stub: StubEngine) -> None:
@@ -170,7 +170,7 @@ def test_a_transfer_whose_time_cannot_be_read_still_ends(
     monkeypatch.setattr(stub, "elapsed", elapsed)
     fixture.map()
     plans = [fixture.start(STORE, [block]) for block in (0, 1)]
-    assert serials(run_out(fixture, stub)) == plans
+    assert serials(finish_all(fixture, stub)) == plans
 
 
 def test_an_exception_of_the_engine_ends_the_worker_and_is_reported(
@@ -241,7 +241,7 @@ def test_unmapping_ends_all_transfers_once_and_closes_after_the_last_chunk(
         fixture.start(LOAD, [5]),
     }
     fixture.settle()
-    chunks = taken(stub)
+    chunks = take_submitted(stub)
     assert len(chunks) == 3
     other = fixture.start(STORE, [0], number=2)
     fixture.worker.post_command(UnmapTensors(1))
@@ -257,7 +257,7 @@ def test_unmapping_ends_all_transfers_once_and_closes_after_the_last_chunk(
     ended = [report for report in reports if isinstance(report, TransferCompleted)]
     assert sorted(serials(ended)) == sorted(running | waiting)
     assert {report.outcome for report in ended} == {Outcome.CANCELLED}
-    assert serials(run_out(fixture, stub)) == [other]
+    assert serials(finish_all(fixture, stub)) == [other]
 
 
 def test_the_number_of_an_unmapped_registration_can_be_used_again(
@@ -266,7 +266,7 @@ def test_the_number_of_an_unmapped_registration_can_be_used_again(
     for _ in range(2):
         fixture.map(1)
         serial = fixture.start(STORE, [0])
-        assert serials(run_out(fixture, stub)) == [serial]
+        assert serials(finish_all(fixture, stub)) == [serial]
         fixture.worker.post_command(UnmapTensors(1))
         assert fixture.settle() == [TensorsUnmapped(1)]
     assert len(stub.closed) == 2

@@ -22,16 +22,16 @@ from support.worker_fixture import (
     cancelled,
     done,
     finish,
-    run_out,
+    finish_all,
     serials,
-    taken,
+    take_submitted,
 )
 
 
 def test_chunks_of_several_registrations_alternate(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
-    stub.chunk, stub.most = ChunkBudget(64), 1
+    stub.chunk, stub.max_in_flight = ChunkBudget(64), 1
     for number in (1, 2, 3):
         fixture.map(number)
     fixture.start(STORE, [60], number=3)
@@ -58,7 +58,7 @@ def test_a_load_is_submitted_between_two_chunks_of_a_store(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
     """The load arrives while the worker submits the first of many chunks of a store."""
-    stub.chunk, stub.most = ChunkBudget(64), 100
+    stub.chunk, stub.max_in_flight = ChunkBudget(64), 100
     fixture.map()
     load: list[int] = []
 
@@ -68,8 +68,8 @@ def test_a_load_is_submitted_between_two_chunks_of_a_store(
 
     stub.on_submit = start_load
     fixture.start(STORE, range(8))
-    reports = run_out(fixture, stub)
-    order = [chunk.direction for chunk in taken(stub)]
+    reports = finish_all(fixture, stub)
+    order = [chunk.direction for chunk in take_submitted(stub)]
     assert order == [STORE, LOAD] + [STORE] * 7
     assert sorted(serials(reports)) == [1, 2]
 
@@ -78,30 +78,30 @@ def test_a_load_is_submitted_before_an_older_store(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
     fixture.map()
-    stub.crowded = True
+    stub.is_full = True
     fixture.start(STORE, [0])
     fixture.settle()
     fixture.start(LOAD, [1])
     fixture.settle()
-    stub.crowded = False
-    run_out(fixture, stub)
-    assert [chunk.direction for chunk in taken(stub)] == [LOAD, STORE]
+    stub.is_full = False
+    finish_all(fixture, stub)
+    assert [chunk.direction for chunk in take_submitted(stub)] == [LOAD, STORE]
 
 
 def test_a_cancel_takes_effect_between_two_chunks(fixture: WorkerFixture, stub: StubEngine) -> None:
     """It arrives while the first chunk is submitted. The budget has room for all chunks."""
-    stub.chunk, stub.most = ChunkBudget(64), 100
+    stub.chunk, stub.max_in_flight = ChunkBudget(64), 100
     fixture.map()
     stub.on_submit = lambda: fixture.worker.post_command(CancelTransfers(1, (1,)))
     fixture.start(STORE, range(8))
-    assert run_out(fixture, stub) == [cancelled(1)]
-    assert len(taken(stub)) == 1
+    assert finish_all(fixture, stub) == [cancelled(1)]
+    assert len(take_submitted(stub)) == 1
 
 
 def test_an_end_is_reported_before_the_next_chunk_is_submitted(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
-    stub.most = 1
+    stub.max_in_flight = 1
     fixture.map()
     first, second = fixture.start(STORE, [0]), fixture.start(STORE, [1])
     fixture.settle()
@@ -111,24 +111,24 @@ def test_an_end_is_reported_before_the_next_chunk_is_submitted(
     until(lambda: len(reported) == 1, TIMEOUT)
     assert reported == [[done(first)]]
     stub.on_submit = lambda: None
-    assert serials(run_out(fixture, stub)) == [second]
+    assert serials(finish_all(fixture, stub)) == [second]
 
 
 def test_stores_continue_while_commands_arrive(fixture: WorkerFixture, stub: StubEngine) -> None:
     """The worker submits one chunk in each step."""
-    stub.chunk, stub.most = ChunkBudget(64), 100
+    stub.chunk, stub.max_in_flight = ChunkBudget(64), 100
     fixture.map()
     stub.on_submit = lambda: fixture.worker.post_command(UnmapTensors(UNKNOWN))
     store = fixture.start(STORE, range(8))
     until(lambda: len(stub.in_flight) == 8, TIMEOUT)
     stub.on_submit = lambda: None
-    assert serials(run_out(fixture, stub)) == [store]
+    assert serials(finish_all(fixture, stub)) == [store]
 
 
 def test_chunks_are_submitted_within_the_engines_budget(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
-    stub.chunk, stub.most = ChunkBudget(1 << 20, blocks=2), 3
+    stub.chunk, stub.max_in_flight = ChunkBudget(1 << 20, blocks=2), 3
     fixture.map()
     plan = fixture.start(STORE, range(10))
     small = [fixture.start(STORE, [block]) for block in range(20, 24)]
@@ -157,14 +157,14 @@ def test_a_completion_of_one_direction_makes_room_for_the_other(
     if large:
         fixture.start(direction.other, [1])
     fixture.settle()
-    first, *_ = [chunk for chunk in taken(stub) if chunk.direction is direction]
-    stub.crowded = True
+    first, *_ = [chunk for chunk in take_submitted(stub) if chunk.direction is direction]
+    stub.is_full = True
     refused = fixture.start(direction.other, [9])
     fixture.settle()
-    stub.crowded = False
+    stub.is_full = False
     first.done = True
     assert stub.submitted.get(timeout=TIMEOUT).blocks == [9]
-    assert refused in serials(run_out(fixture, stub))
+    assert refused in serials(finish_all(fixture, stub))
 
 
 @pytest.mark.parametrize("event", ["cancel", "start"])
@@ -172,20 +172,20 @@ def test_a_transfer_without_room_is_submitted_after_a_cancel_or_start(
     fixture: WorkerFixture, stub: StubEngine, event: str
 ) -> None:
     fixture.map()
-    stub.crowded = True
+    stub.is_full = True
     first, second = fixture.start(STORE, [0]), fixture.start(STORE, [1])
     fixture.settle()
-    stub.crowded = False
+    stub.is_full = False
     if event == "cancel":
         fixture.worker.post_command(CancelTransfers(1, (first,)))
     else:
         fixture.start(STORE, [2])
     assert stub.submitted.get(timeout=TIMEOUT).blocks == [int(event == "cancel")]
-    assert second in serials(run_out(fixture, stub))
+    assert second in serials(finish_all(fixture, stub))
 
 
 def test_flush_is_called_after_each_round(fixture: WorkerFixture, stub: StubEngine) -> None:
-    stub.chunk, stub.most = ChunkBudget(1 << 20, blocks=2), 2
+    stub.chunk, stub.max_in_flight = ChunkBudget(1 << 20, blocks=2), 2
     fixture.map()
     fixture.settle()
     assert not stub.flushes
@@ -200,7 +200,7 @@ def test_flush_is_called_after_each_round(fixture: WorkerFixture, stub: StubEngi
 def test_chunk_requests_state_the_remaining_bytes_and_other_waiting_directions(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
-    stub.chunk, stub.most = ChunkBudget(128), 1
+    stub.chunk, stub.max_in_flight = ChunkBudget(128), 1
     fixture.map()
     fixture.start(STORE, range(5))
     fixture.settle()
