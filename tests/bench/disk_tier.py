@@ -27,7 +27,8 @@ import numpy as np
 from kvferry.daemon.memory.shared_memory import MappedFiles
 from kvferry.daemon.tiers.base import Result, block_checksum
 from kvferry.daemon.tiers.block_memory import view_memory
-from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient
+from kvferry.daemon.tiers.tier_blocks import TierBlocks
+from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles, TierSpec
 
 BATCH, AHEAD = 16, 2

@@ -31,7 +31,8 @@ from kvferry.daemon.tiers.base import Result, block_checksum
 from kvferry.daemon.tiers.block_memory import view_memory
 from kvferry.daemon.tiers.mooncake.store_client import MooncakeOptions, StoreClient
 from kvferry.daemon.tiers.mooncake.trailer import TRAILER_BYTES, ThreadTrailers
-from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient
+from kvferry.daemon.tiers.tier_blocks import TierBlocks
+from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles, TierSpec
 from kvferry.daemon.tiers.tier_worker import NICER
 from kvferry.testing.mooncake_store import MooncakeStore

@@ -17,7 +17,7 @@ from kvferry.daemon.processes import start_worker
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.disk import recovery
 from kvferry.daemon.tiers.messages import MAX_KEYS, TierArguments
-from kvferry.daemon.tiers.tier_client import TierBlocks
+from kvferry.daemon.tiers.tier_blocks import TierBlocks
 from kvferry.daemon.tiers.tier_process import WORKER, TierSpec, TierTimes
 from kvferry.testing.tier_subjects import (
     NAMESPACE,

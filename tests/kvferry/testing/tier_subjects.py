@@ -16,7 +16,8 @@ import numpy as np
 from kvferry.daemon.memory.shared_memory import MappedFiles
 from kvferry.daemon.tiers.base import Blocks, Result, Tier, TierUsage, block_checksum
 from kvferry.daemon.tiers.block_memory import view_memory
-from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient
+from kvferry.daemon.tiers.tier_blocks import TierBlocks
+from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import DEFAULT_TIMES, PoolFiles, TierSpec, TierTimes
 
 NAMESPACE = "0123456789abcdef"

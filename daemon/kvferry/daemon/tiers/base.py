@@ -130,6 +130,11 @@ def block_checksum(key: bytes, data: memoryview) -> int:
     return digest.intdigest()
 
 
+def without_part(name: str) -> str:
+    """The namespace of a store: its name up to the first "-"."""
+    return name.partition("-")[0]
+
+
 def is_part_of(name: str, namespace: str) -> bool:
     """Whether a drop of all keys of `namespace` drops those of `name`, too."""
     return name == namespace or name.startswith(f"{namespace}-")

@@ -15,17 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, TypeAlias
 
 import numpy as np
 import structlog
 
-from kvferry.daemon.core.layout import Int64s
-from kvferry.daemon.tiers.base import Result, TierUsage
+from kvferry.daemon.tiers.base import Result, TierUsage, without_part
 from kvferry.daemon.tiers.circuit_breaker import CircuitBreaker
 from kvferry.daemon.tiers.messages import (
     FAILED,
-    MAX_KEYS,
     Answer,
     ContainsRequest,
     DropRequest,
@@ -38,6 +35,7 @@ from kvferry.daemon.tiers.messages import (
     UsageAnswer,
     UsageRequest,
 )
+from kvferry.daemon.tiers.tier_blocks import Checksums, TierBlocks, check_count
 from kvferry.daemon.tiers.tier_process import PoolFiles, TierProcess, TierSpec
 
 # Seconds for a put and a drop: nobody waits for them, but one that takes longer shows a dead tier.
@@ -52,7 +50,6 @@ BEGIN_WITHIN = 0.75
 USAGE_EVERY = 1.0
 # Of a lookup, by what the process answers: FAILED is the last.
 LOOKUP_RESULTS = Result.MISS, Result.OK, Result.ERROR
-Checksums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 Done = Callable[[Sequence[Result]], None]
 # Called with what became of the blocks; empty if the process did not answer.
 Released = Callable[[Sequence[Result]], None]
@@ -62,21 +59,6 @@ log = structlog.get_logger()
 
 def nothing(*_: object) -> None:
     """A callback that does nothing."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TierBlocks:
-    """Host blocks of one namespace: their keys, and the offset of each in the pool in bytes."""
-
-    namespace: str
-    keys: Sequence[bytes]
-    offsets: Int64s
-    nbytes: int
-
-    def fields(self) -> tuple[str, Sequence[bytes], bytes, int]:
-        """As a FetchRequest and a PutRequest have them. Raises ValueError for too many keys."""
-        _check_count(self.keys)
-        return self.namespace, self.keys, self.offsets.astype(np.int64).tobytes(), self.nbytes
 
 
 @dataclass(slots=True)
@@ -165,7 +147,7 @@ class TierClient:
 
     def contains(self, namespace: str, keys: Sequence[bytes], seconds: float, done: Done) -> None:
         """Find out which keys the tier has: OK, MISS or ERROR, or LATE after `seconds`."""
-        _check_count(keys)
+        check_count(keys)
         self._last_lookup = namespace, keys
         if not self.is_prompt:
             self._loop.call_soon(done, [Result.MISS] * len(keys))
@@ -199,7 +181,7 @@ class TierClient:
             self._refuse(blocks, Result.FULL, done, released)
             return
         sums = checksums.astype(np.uint64).tobytes()
-        generation = self._generations.get(_name_of(blocks.namespace), -1)
+        generation = self._generations.get(without_part(blocks.namespace), -1)
         request = PutRequest(next(self._numbers), *blocks.fields(), sums, generation)
         self._submit(request, _Pending(request, len(blocks.keys), done, released), PUT_SECONDS)
 
@@ -365,7 +347,7 @@ class TierClient:
         """Returns whether it has grown. own: by a drop of this daemon."""
         if generation < 0:
             return False
-        name = _name_of(namespace)
+        name = without_part(namespace)
         known = self._generations.get(name, generation)
         self._generations[name] = max(known, generation)
         if generation > known and not own:
@@ -397,13 +379,3 @@ class TierClient:
     def _refresh_regularly(self) -> None:
         self.refresh_usage()
         self._usage_timer = self._loop.call_later(USAGE_EVERY, self._refresh_regularly)
-
-
-def _name_of(namespace: str) -> str:
-    """The namespace without its part."""
-    return namespace.partition("-")[0]
-
-
-def _check_count(keys: Sequence[bytes]) -> None:
-    if not 0 < len(keys) <= MAX_KEYS:
-        raise ValueError(f"{len(keys)} keys in one request; give 1 to {MAX_KEYS}")

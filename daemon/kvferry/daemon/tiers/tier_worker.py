@@ -30,7 +30,15 @@ import msgspec
 import structlog
 
 from kvferry.daemon.memory.shared_memory import MappedFiles
-from kvferry.daemon.tiers.base import Blocks, Result, Tier, TierUsage, block_checksum, is_part_of
+from kvferry.daemon.tiers.base import (
+    Blocks,
+    Result,
+    Tier,
+    TierUsage,
+    block_checksum,
+    is_part_of,
+    without_part,
+)
 from kvferry.daemon.tiers.block_memory import view_memory
 from kvferry.daemon.tiers.messages import (
     FAILED,
@@ -192,7 +200,7 @@ class TierWorker:
         ask = getattr(self._tier, "generation", None)
         if ask is None:
             return -1
-        self._looked_for.add(namespace.partition("-")[0])
+        self._looked_for.add(without_part(namespace))
         return int(ask(namespace))
 
     def _refresh_usage(self) -> TierUsage:

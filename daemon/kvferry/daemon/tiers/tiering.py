@@ -32,7 +32,8 @@ from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.drop_markers import add_marker, marked_stores, remove_marker
 from kvferry.daemon.tiers.messages import MAX_KEYS
 from kvferry.daemon.tiers.read_rate import ReadRate
-from kvferry.daemon.tiers.tier_client import TierBlocks, TierClient, nothing
+from kvferry.daemon.tiers.tier_blocks import TierBlocks
+from kvferry.daemon.tiers.tier_client import TierClient, nothing
 from kvferry.daemon.tiers.write_check import WriteCheck
 from kvferry.daemon.tiers.write_out import WriteOut
 from kvferry.proto.status import TierStatus

@@ -22,7 +22,8 @@ from kvferry.daemon.core.layout import Bools, Int64s
 from kvferry.daemon.core.records import RegionOwner
 from kvferry.daemon.core.tier_actions import BlocksWritten, WriteJob
 from kvferry.daemon.tiers.base import IN_TIER, Result, is_part_of
-from kvferry.daemon.tiers.tier_client import Checksums, TierBlocks, TierClient, nothing
+from kvferry.daemon.tiers.tier_blocks import Checksums, TierBlocks
+from kvferry.daemon.tiers.tier_client import TierClient, nothing
 
 # Blocks taken at a time, and bytes in flight from which no more are taken.
 TAKEN_BLOCKS = 32

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage
+from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage, without_part
 from kvferry.daemon.tiers.mooncake.epochs import Epochs, markers
 from kvferry.daemon.tiers.mooncake.store_client import (
     NO_SPACE,
@@ -59,7 +59,7 @@ class MooncakeTier:
         asked = self._absent.select(namespace, keys)
         if not asked:
             return [False] * len(keys)
-        name = _name_of(namespace)
+        name = without_part(namespace)
         for _ in range(MAX_LOOKS):
             epoch = self._epochs.known(name)
             objects = [_object(namespace, epoch, keys[place]) for place in asked]
@@ -91,7 +91,7 @@ class MooncakeTier:
         return results
 
     def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
-        name = _name_of(namespace)
+        name = without_part(namespace)
         if keys is not None:
             epoch = self._epochs.current(name)
             self._store.remove([_object(namespace, epoch, key) for key in keys])
@@ -104,7 +104,7 @@ class MooncakeTier:
 
     def generation(self, namespace: str) -> int:
         """The epoch of the namespace, as far as known."""
-        return self._epochs.last_known(_name_of(namespace))
+        return self._epochs.last_known(without_part(namespace))
 
     def usage(self) -> TierUsage:
         """Nothing is known: the store is shared, and its client cannot ask for its size."""
@@ -152,7 +152,7 @@ class MooncakeTier:
         return results
 
     def _names(self, blocks: Blocks) -> list[str]:
-        name, epoch = _name_of(blocks.namespace), blocks.generation
+        name, epoch = without_part(blocks.namespace), blocks.generation
         if epoch < 0:
             epoch = self._epochs.current(name)
         else:
@@ -214,11 +214,6 @@ class _AbsentKeys:
         with self._lock:
             while self._until and self._until[first := next(iter(self._until))] <= now:
                 del self._until[first]
-
-
-def _name_of(namespace: str) -> str:
-    """The namespace without its part: a drop of it drops all parts."""
-    return namespace.partition("-")[0]
 
 
 def _object(namespace: str, epoch: int, key: bytes) -> str:

@@ -1,0 +1,35 @@
+"""Host blocks as requests to a tier name them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvferry.daemon.core.layout import Int64s
+from kvferry.daemon.tiers.messages import MAX_KEYS
+
+Checksums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TierBlocks:
+    """Host blocks of one namespace: their keys, and the offset of each in the pool in bytes."""
+
+    namespace: str
+    keys: Sequence[bytes]
+    offsets: Int64s
+    nbytes: int
+
+    def fields(self) -> tuple[str, Sequence[bytes], bytes, int]:
+        """As a FetchRequest and a PutRequest have them. Raises ValueError for too many keys."""
+        check_count(self.keys)
+        return self.namespace, self.keys, self.offsets.astype(np.int64).tobytes(), self.nbytes
+
+
+def check_count(keys: Sequence[bytes]) -> None:
+    """Raise ValueError unless one request may have these keys."""
+    if not 0 < len(keys) <= MAX_KEYS:
+        raise ValueError(f"{len(keys)} keys in one request; give 1 to {MAX_KEYS}")
