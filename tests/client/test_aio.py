@@ -209,7 +209,9 @@ async def test_an_error_of_another_message_does_not_delay_a_reply(
     monkeypatch.setattr(client._connection, "receive_messages", receive_both)
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     errors = list[dict[str, Any]]()
-    client._send(encode(wire.Unpin((b"key",))))  # in no namespace: has an error as its reply
+    client._send(
+        encode(wire.Unpin((b"key",)))
+    )  # refused with an error, because there is no namespace
     async with asyncio.timeout(10):
         await client.status(timeout=math.inf)
     assert [each["exception"].code for each in errors] == [Code.UNKNOWN_NAMESPACE]

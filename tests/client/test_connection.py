@@ -18,8 +18,10 @@ def accepts(router: zmq.Socket[bytes], identity: bytes, message: bytes) -> bool:
 
 
 def test_a_client_that_does_not_poll_holds_a_bounded_number_of_messages(tmp_path: Path) -> None:
-    """The daemon then leaves key events out. Else the client would keep those of an idle night, and
-    handle them all in its next poll."""
+    """At the bound the daemon omits key events.
+
+    Else an engine that is idle for a night would handle all of its events in the next poll.
+    """
     received: list[bytes] = []
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)

@@ -114,8 +114,8 @@ def test_a_missing_number_requests_one_snapshot(mirror: Mirror) -> None:
     assert not mirror.complete
 
 
-def test_a_number_without_events_reveals_that_the_last_event_was_left_out(mirror: Mirror) -> None:
-    """The daemon sends it instead of events that it has left out: also if that was only one."""
+def test_a_number_without_events_shows_that_events_were_omitted(mirror: Mirror) -> None:
+    """The daemon sends such a number instead of omitted events, also if it omits only one."""
     assert mirror.apply_message(KeyEvents(11, ()))
     assert not mirror.complete
     assert not mirror.apply_message(snapshot(11, C))
@@ -266,8 +266,8 @@ def test_two_resets_with_the_events_of_one_lost(mirror: Mirror) -> None:
     assert mirror.lookup(C) is MISS
 
 
-def test_keys_that_are_stored_after_two_resets_are_known(mirror: Mirror) -> None:
-    """With tiers, a reset is done long after its event."""
+def test_keys_stored_after_two_resets_are_hits(mirror: Mirror) -> None:
+    """With tiers, a reset is done much later than its event."""
     mirror.hide()
     mirror.hide()
     mirror.apply_message(key_events(11, EventKind.CLEARED))
@@ -280,7 +280,7 @@ def test_keys_that_are_stored_after_two_resets_are_known(mirror: Mirror) -> None
 
 
 def test_a_snapshot_from_after_a_reset_survives_its_end(mirror: Mirror) -> None:
-    """With tiers, it may arrive before a reset is done whose event was left out."""
+    """With tiers, the snapshot may arrive before the reset is done, whose event was omitted."""
     mirror.hide()
     assert mirror.apply_message(KeyEvents(12, (), 2))
     assert not mirror.apply_message(Snapshot(12, 0, False, (C,), True, 2))

@@ -141,7 +141,7 @@ def test_received_descriptors_are_closed_after_an_error() -> None:
 
 
 def test_a_job_can_be_waited_for_again_after_any_number_of_timeouts(kvferryd: LocalDaemon) -> None:
-    """A daemon limits the waits of a session, and does not notice that one has timed out."""
+    """A daemon limits the waits of a session, and does not notice the timeout of a wait."""
     timeline = Timeline.create()
     with OffloadClient(kvferryd.directory) as client:
         shared = {"layer": shared_empty((8, 64))}

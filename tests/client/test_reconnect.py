@@ -40,7 +40,7 @@ def test_an_attempt_without_a_reply_is_followed_by_another_one(fake_daemon: Fake
 
 
 def test_a_client_that_polls_rarely_reconnects(fake_daemon: FakeDaemon) -> None:
-    """Every poll lets an attempt do one step. Time in which nobody polls is not the daemon's."""
+    """Every poll runs one step of an attempt. Time between polls does not count as a timeout."""
     client = OffloadClient(fake_daemon.directory, engine="engine")
     client.open_namespace(FINGERPRINT)
     client.abandon()
@@ -55,7 +55,7 @@ def test_a_client_that_polls_rarely_reconnects(fake_daemon: FakeDaemon) -> None:
 def test_a_client_without_descriptors_reconnects_once_it_has_some(
     kvferryd: LocalDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No call that polls raises what ZeroMQ raises."""
+    """Calls that poll do not raise the errors of ZeroMQ."""
     with OffloadClient(kvferryd.directory) as client:
         with monkeypatch.context() as patched:
             patched.setattr(zmq.Context, "socket", Mock(side_effect=zmq.ZMQError(errno.EMFILE)))

@@ -177,8 +177,8 @@ def test_a_host_block_whose_store_was_lost_loads_only_after_another_store(
     reconnecting.submit(2, LOAD, 0)
 
 
-def test_a_lost_sub_block_loads_only_after_a_store_of_itself(reconnecting: ClientSession) -> None:
-    """A store of the other half of its host block says nothing about it."""
+def test_a_lost_sub_block_loads_only_after_another_store_of_it(reconnecting: ClientSession) -> None:
+    """A store of the other half of its host block is not enough."""
     caches: Any = SimpleNamespace(layout=HALVES)
     reconnecting.kv_caches_registered(RegistrationState(caches, None, None), REGION)
 

@@ -53,8 +53,8 @@ def processes_of(session: int) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_demo_that_is_interrupted_leaves_no_process(number: signal.Signals) -> None:
-    """Its store has open ports, and its daemons large pools."""
+def test_an_interrupted_demo_leaves_no_process(number: signal.Signals) -> None:
+    """The store of such a process has open ports, and its daemons have large pools."""
     command = [sys.executable, "-m", "kvferry.testing.demo_cluster"]
     with subprocess.Popen(command, start_new_session=True) as demo:
         until(lambda: any("tier_worker" in each for each in processes_of(demo.pid)))

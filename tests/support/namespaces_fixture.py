@@ -253,7 +253,7 @@ class NamespacesFixture:
 
 
 def free_all(action: FreeDeferred) -> int:
-    """The number of steps that it took."""
+    """Free all deferred objects. Returns the number of steps."""
     return next(number for number in count(1) if not action.deferred.free_some())
 
 

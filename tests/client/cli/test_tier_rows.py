@@ -43,7 +43,7 @@ def test_top_shows_a_tier_in_one_line() -> None:
     assert tier_row(TIER).plain == "disk     on · 50 GiB of 200 GiB · hits 93% · oldest 250.0 ms"
 
 
-def test_a_usage_that_is_not_known_is_not_shown_as_zero() -> None:
+def test_an_unknown_usage_is_not_shown_as_zero() -> None:
     shared = TierStatus("mooncake", "on", promoted=1, read_bytes=GIB)
     assert lines(shared) == [
         "mooncake on, usage not known",

@@ -107,7 +107,7 @@ class ClusterEngine:
         self._manager.reset_cache()
 
     def wait_reset(self, keys: Sequence[bytes]) -> None:
-        """Until the daemon has noticed the reset of another one."""
+        """Wait until the daemon has noticed the reset by another daemon."""
         _until(lambda: {self._manager.lookup(key) for key in keys} == {Lookup.MISS})
 
     def count_found(self, keys: Sequence[bytes]) -> int:
@@ -231,7 +231,7 @@ def _until(condition: Callable[[], bool]) -> None:
 
 
 if __name__ == "__main__":
-    # Whatever ends this process ends those that it started.
+    # A signal that ends this process must also end the processes that it has started.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     raise SystemExit(main())
