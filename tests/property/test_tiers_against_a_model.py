@@ -8,7 +8,7 @@ The content of a block has its namespace, its key and the number of resets befor
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -20,16 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvferry.daemon.core.actions import (
-    MapTensors,
-    StartTransfer,
-    TensorsMapped,
-    TensorsUnmapped,
-    TransferCompleted,
-    UnmapTensors,
-)
 from kvferry.daemon.core.tier_actions import (
-    BlocksCommitted,
     BlocksFetched,
     BlocksWritten,
     FetchReleased,
@@ -41,8 +32,6 @@ from kvferry.proto import messages as wire
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import CPULoadStoreSpec, GPULoadStoreSpec, KeyLoadStoreSpec
 from support.namespaces_fixture import (
-    FAULT,
-    LAYOUT,
     PAGE,
     copies,
 )
@@ -50,8 +39,6 @@ from support.tiers_model import (
     FINGERPRINTS,
     KEYS,
     REGION_BYTES,
-    Commit,
-    Content,
     Job,
     Search,
     TiersModel,
@@ -137,15 +124,6 @@ class TiersMachine(TiersModel, RuleBasedStateMachine):
         self.inside.remove(session)
         self.disconnect(session)
 
-    def disconnect(self, session: str) -> None:
-        actions = self.core.close_session(session)
-        for job in list(self.jobs):
-            self.jobs.remove(job)
-            self.end(job, Outcome.CANCELLED)
-        for action in actions:
-            if isinstance(action, UnmapTensors):
-                self.perform(self.core.report(TensorsUnmapped(action.registration)))
-
     def toggle_other_engine(self) -> None:
         """Connect an engine without namespace that fills its region, or disconnect it."""
         if OTHER_ENGINE in self.core.sessions:
@@ -160,28 +138,7 @@ class TiersMachine(TiersModel, RuleBasedStateMachine):
         assert start is not None
         self.start(start, {block: ("other", block) for block in range(8)})
 
-    def register(self, session: str, host_bytes: int | None) -> bool:
-        """Register an engine. False if there is no room."""
-        for action in self.send(session, wire.AllocateKVCaches(8, LAYOUT, host_bytes)):
-            if isinstance(action, MapTensors):
-                self.perform(self.core.report(TensorsMapped(action.registration, session)))
-                return True
-        return False
-
     # Transfers
-
-    def submit(self, session: str, *spec: Any) -> StartTransfer | None:
-        actions = self.send(session, wire.Submit(next(self.numbers), *spec))
-        self.perform(actions)
-        starts = [action for action in actions if isinstance(action, StartTransfer)]
-        return starts[0] if starts else None
-
-    def start(self, start: StartTransfer, contents: dict[int, Content]) -> None:
-        cells = {offset: contents[block] for _, block, offset in copies(start.plan)}
-        self.jobs.append(Job(start.plan.serial, True, cells))
-        for offset in cells:
-            self.cells[offset] = self.garbage()
-            self.committed.pop(offset, None)
 
     def store(self) -> None:
         session, keys = self.draw_from(sorted(self.inside)), self.draw_keys()
@@ -213,26 +170,9 @@ class TiersMachine(TiersModel, RuleBasedStateMachine):
     def end_job(self) -> None:
         self.end(self.pop_from(self.jobs), self.draw_from(ENDS))
 
-    def end(self, job: Job, outcome: Outcome) -> None:
-        if not job.stores:
-            assert job.cells == {offset: self.cells[offset] for offset in job.cells}
-        elif outcome is Outcome.DONE:
-            self.cells.update(job.cells)
-        error = FAULT if outcome is Outcome.FAILED else None
-        self.perform(self.core.report(TransferCompleted(job.serial, outcome, error=error)))
-
     def commit(self) -> None:
         """Compute the checksums of a store, except those of overwritten blocks."""
         self.end_commit(self.pop_from(self.commits))
-
-    def end_commit(self, commit: Commit) -> None:
-        same = [self.cells[offset] == content for offset, content in commit.cells.items()]
-        for offset, content in commit.cells.items():
-            if self.cells[offset] == content:
-                self.committed[offset] = content
-        block_set = commit.block_set
-        keys = tuple(key for key, good in zip(block_set.keys, same, strict=True) if good)
-        self.core.report(BlocksCommitted(block_set.owner, block_set.blocks[same], keys))
 
     # Promotions
 

@@ -10,8 +10,19 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeAlias
 
-from kvferry.daemon.core.actions import BlockSet, CommitBlocks, SendMessage
+from kvferry.daemon.core.actions import (
+    BlockSet,
+    CommitBlocks,
+    MapTensors,
+    SendMessage,
+    StartTransfer,
+    TensorsMapped,
+    TensorsUnmapped,
+    TransferCompleted,
+    UnmapTensors,
+)
 from kvferry.daemon.core.tier_actions import (
+    BlocksCommitted,
     DropStore,
     FetchBlocks,
     FindKeys,
@@ -20,7 +31,17 @@ from kvferry.daemon.core.tier_actions import (
 )
 from kvferry.daemon.tiers.base import is_part_of
 from kvferry.proto import messages as wire
-from support.namespaces_fixture import FINGERPRINT, OTHER, PAGE, NamespacesFixture, each
+from kvferry.proto.results import Outcome
+from support.namespaces_fixture import (
+    FAULT,
+    FINGERPRINT,
+    LAYOUT,
+    OTHER,
+    PAGE,
+    NamespacesFixture,
+    copies,
+    each,
+)
 
 # Eight blocks each: two namespaces fill the pool, and a newcomer replaces one of them.
 REGION_BYTES = 8 * PAGE
@@ -135,3 +156,52 @@ class TiersModel:
 
     def is_dropping(self, store: str) -> bool:
         return any(is_part_of(store, drop.namespace) for drop in self.drops)
+
+    # Sessions and transfers
+
+    def disconnect(self, session: str) -> None:
+        actions = self.core.close_session(session)
+        for job in list(self.jobs):
+            self.jobs.remove(job)
+            self.end(job, Outcome.CANCELLED)
+        for action in actions:
+            if isinstance(action, UnmapTensors):
+                self.perform(self.core.report(TensorsUnmapped(action.registration)))
+
+    def register(self, session: str, host_bytes: int | None) -> bool:
+        """Register an engine. False if there is no room."""
+        for action in self.send(session, wire.AllocateKVCaches(8, LAYOUT, host_bytes)):
+            if isinstance(action, MapTensors):
+                self.perform(self.core.report(TensorsMapped(action.registration, session)))
+                return True
+        return False
+
+    def submit(self, session: str, *spec: Any) -> StartTransfer | None:
+        actions = self.send(session, wire.Submit(next(self.numbers), *spec))
+        self.perform(actions)
+        starts = [action for action in actions if isinstance(action, StartTransfer)]
+        return starts[0] if starts else None
+
+    def start(self, start: StartTransfer, contents: dict[int, Content]) -> None:
+        cells = {offset: contents[block] for _, block, offset in copies(start.plan)}
+        self.jobs.append(Job(start.plan.serial, True, cells))
+        for offset in cells:
+            self.cells[offset] = self.garbage()
+            self.committed.pop(offset, None)
+
+    def end(self, job: Job, outcome: Outcome) -> None:
+        if not job.stores:
+            assert job.cells == {offset: self.cells[offset] for offset in job.cells}
+        elif outcome is Outcome.DONE:
+            self.cells.update(job.cells)
+        error = FAULT if outcome is Outcome.FAILED else None
+        self.perform(self.core.report(TransferCompleted(job.serial, outcome, error=error)))
+
+    def end_commit(self, commit: Commit) -> None:
+        same = [self.cells[offset] == content for offset, content in commit.cells.items()]
+        for offset, content in commit.cells.items():
+            if self.cells[offset] == content:
+                self.committed[offset] = content
+        block_set = commit.block_set
+        keys = tuple(key for key, good in zip(block_set.keys, same, strict=True) if good)
+        self.core.report(BlocksCommitted(block_set.owner, block_set.blocks[same], keys))
