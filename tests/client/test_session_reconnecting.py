@@ -229,6 +229,18 @@ def test_a_daemon_that_refuses_to_reconnect(reconnecting: ClientSession) -> None
     assert reconnecting.gone is None
 
 
+def test_an_unfinished_last_session_does_not_end_the_wait(reconnecting: ClientSession) -> None:
+    registered = Refused(Code.ALREADY_REGISTERED, "another process has registered", "engine")
+    reconnecting.connection_lost(KILLED)
+    reconnecting.socket_opened()
+    reconnecting.reconnect_failed(registered)
+    assert reconnecting.check_connected() is None
+    assert reconnecting.gone is not None
+    assert reconnecting.gone.__cause__ is registered
+    reconnect(reconnecting)
+    assert reconnecting.check_connected()
+
+
 def test_the_traceback_of_gone_does_not_grow(reconnecting: ClientSession) -> None:
     """An engine may submit a job at every step, for hours."""
     reconnecting.connection_lost(KILLED)

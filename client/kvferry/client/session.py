@@ -83,9 +83,7 @@ class ClientSession:
         reconnects: bool = False,
         restore: SessionState | None = None,
     ) -> None:
-        self.engine = engine
-        self.client = client
-        self.reconnects = reconnects
+        self.engine, self.client, self.reconnects = engine, client, reconnects
         self.state = ConnectionState.CONNECTING
         self.welcome: Welcome | None = None
         self.gone: Gone | None = None
@@ -235,7 +233,9 @@ class ClientSession:
         """True if connected, None while reconnecting. Raises `gone` if it cannot reconnect."""
         if self.gone is None:
             return True
-        if self.closed or self.refused is not None:
+        # ALREADY_REGISTERED may mean this client's last session, until the daemon notices its end.
+        waits = self.refused is None or self.refused.code == Code.ALREADY_REGISTERED
+        if self.closed or not waits:
             raise self.gone.with_traceback(None)
         return None
 
