@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 from kvferry.client import operations
 from kvferry.client.effects import Operation
 from kvferry.client.endpoint import FIND_INTERVAL, has_daemon
-from kvferry.client.nonblocking import DaemonDirectory, KVCaches, NonBlockingClient
+from kvferry.client.nonblocking import KVCaches, NonBlockingClient
 from kvferry.client.operations import AllocatedKVCaches
 from kvferry.client.reconnect import POLL_INTERVAL
+from kvferry.client.reconnecting_client import DaemonDirectory
 from kvferry.client.session_state import SessionState
 from kvferry.client.timeline import Timeline
 from kvferry.client.validation import check_fields

@@ -30,8 +30,9 @@ import msgspec
 from kvferry.client.blocking import OffloadClient
 from kvferry.client.manager_outputs import PrepareStoreOutput, ResidencyUsage
 from kvferry.client.mirror import HIT, HIT_PENDING, MISS, RETRY, Mirror
-from kvferry.client.nonblocking import DaemonDirectory, NonBlockingClient
+from kvferry.client.nonblocking import NonBlockingClient
 from kvferry.client.pending_keys import PendingKeys
+from kvferry.client.reconnecting_client import DaemonDirectory
 from kvferry.client.residency_events import OffloadingEvent, ResidencyEvents
 from kvferry.client.session_state import SessionState
 from kvferry.client.tier_searches import Prefetch
