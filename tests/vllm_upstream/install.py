@@ -20,6 +20,7 @@ import tempfile
 import venv
 import zipfile
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 # pip needs these to read the metadata of vLLM's source distribution when it downloads it.
 BUILD_PACKAGES = "setuptools-rust", "setuptools-scm", "semantic-version", "vcs-versioning"
@@ -88,12 +89,14 @@ def extract_wheel(wheel: Path, directory: Path) -> None:
 
 
 def extract_tests(source: Path, directory: Path) -> None:
+    # Python before 3.11.4 has no filters.
+    filtered: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with tarfile.open(source) as archive:
         for member in archive:
             path = PurePosixPath(*PurePosixPath(member.name).parts[1:])
             if member.isfile() and any(path.match(pattern) for pattern in UPSTREAM_TESTS):
                 member.name = str(path)
-                archive.extract(member, directory, filter="data")
+                archive.extract(member, directory, **filtered)
 
 
 if __name__ == "__main__":
