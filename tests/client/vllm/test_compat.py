@@ -68,6 +68,12 @@ def test_what_would_corrupt_kv_is_refused(vllm: Any) -> None:
     caches.kv_cache_groups[0].host_resident = True
     with pytest.raises(Refused, match="hisparse_config"):
         check_supported(config, caches)
+    caches.kv_cache_groups[0].host_resident = False
+    caches.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(mamba_cache_mode="align")
+    check_supported(config, caches)
+    config.use_v2_model_runner = True
+    with pytest.raises(Refused, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        check_supported(config, caches)
 
 
 def test_synchronous_loads_are_turned_off(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:

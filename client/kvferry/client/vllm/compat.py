@@ -110,3 +110,13 @@ def is_host_resident(kv_cache_config: Any) -> bool:
     """Whether a part of the KV cache is in host memory, which is possible from 0.30 on."""
     parts = (*kv_cache_config.kv_cache_groups, *kv_cache_config.kv_cache_tensors)
     return any(getattr(part, "host_resident", False) for part in parts)
+
+
+def copies_states_early(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether vLLM copies Mamba states into blocks before it calls handle_preemptions.
+
+    Its model runner v2 (the default from 0.29) does so with prefix caching of states.
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    caches_states = any(getattr(spec, "mamba_cache_mode", "none") == "align" for spec in specs)
+    return caches_states and bool(getattr(vllm_config, "use_v2_model_runner", False))

@@ -203,6 +203,12 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
             "hisparse_config in --attention-config"
         )
         raise Refused(Code.BAD_CONFIG, message, "host_resident")
+    if compat.copies_states_early(vllm_config, kv_cache_config):
+        message = (
+            "vLLM's model runner v2 may copy a Mamba state into a block that kvferry is still "
+            "storing; set VLLM_USE_V2_MODEL_RUNNER=0, or start vLLM with --no-enable-prefix-caching"
+        )
+        raise Refused(Code.BAD_CONFIG, message, "mamba_cache_mode")
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     if extra.get(compat.SYNC_LOADS):
         log.warning(
