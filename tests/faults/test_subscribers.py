@@ -52,7 +52,7 @@ class HonestSubscriber:
         time.sleep(0.001)
 
     def receive(self) -> int:
-        """Receive what was published. Returns the number of messages."""
+        """Receive all published messages. Returns their number."""
         before = len(self.received)
         while self._subscriber.poll(0):
             self.received.append(int.from_bytes(self._subscriber.recv_multipart()[1], "big"))

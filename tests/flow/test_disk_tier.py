@@ -136,7 +136,7 @@ def test_blocks_that_are_computed_faster_are_not_promoted(start: Start) -> None:
 
 
 def test_a_tier_process_that_dies_is_replaced(start: Start, enter: Enter) -> None:
-    """Requests are misses meanwhile; what was written is found again."""
+    """Requests are misses meanwhile. Afterwards the written blocks are found again."""
     daemon = start(tier_disk_write="write_through")
     engine = enter(daemon, cpu_bytes_to_use=32 * PAGE)
     engine.store(range(16))

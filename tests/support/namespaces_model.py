@@ -6,8 +6,8 @@
     orphaned   host blocks without a key, held by a transfer or a session from before a reset
     free       all other blocks
 
-The pool is an array of cells. A cell contains what was written last: the serial of the store, the
-key and the sub-block. So a load shows whether its bytes are those of its keys.
+The pool is an array of cells. The last store writes its serial, the key and the sub-block into a
+cell. So a load shows whether its bytes are those of its keys.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 It is scheduler and worker in one. At random it stores and loads any number of blocks, whole host
 blocks or parts of them, signals the timeline before or after it submits, cancels and waits for
 jobs, resets the namespace, disconnects, and registers again. It knows what each block that it
-stored must hold, and compares each block that it loads. What is wrong is recorded as an error. When
-the daemon is gone, it counts its jobs as lost and connects to the next one, whose host blocks must
-hold what was stored.
+stored must hold, compares each block that it loads, and records differences as errors. When the
+daemon is gone, it counts its jobs as lost and connects to the next daemon. The host blocks there
+must hold the stored bytes.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class TrafficOptions:
 
 @dataclass
 class TrafficStatistics:
-    """counts: events by name. errors: descriptions of what was wrong. latencies: a sample of the
+    """counts: events by name. errors: descriptions of errors. latencies: a sample of the
     seconds from a job's submission to its result."""
 
     name: str

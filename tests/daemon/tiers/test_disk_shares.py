@@ -50,7 +50,7 @@ def age(disk: KillableDisk, name: str) -> None:
 
 
 def test_namespaces_share_the_bound(disk: KillableDisk) -> None:
-    """A new one gets its share from one that has everything, and no more."""
+    """A full namespace gives a new one slabs until the new one has its share."""
     fill(disk, NAMESPACE)
     fill(disk, OTHER)
     mine, theirs = (disk.tier._stores[name].nbytes for name in (NAMESPACE, OTHER))

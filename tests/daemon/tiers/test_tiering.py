@@ -267,7 +267,7 @@ def test_writes_keep_their_rate(disk: TieringFixture) -> None:
 
 
 def test_a_store_that_is_being_dropped_is_not_written(disk: TieringFixture) -> None:
-    """The drop would take what was stored after the reset."""
+    """Otherwise the drop would delete blocks that were stored after the reset."""
     disk.start(WriteOptions(0, 1.0))
     disk.tiers[0].put([9])
     disk.perform(DropStore(4, NAMESPACE))

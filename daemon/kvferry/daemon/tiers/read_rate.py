@@ -15,8 +15,8 @@ ASSUMED = 1e9
 # Busy seconds after which a measurement has half of its weight, and the weight of what is assumed.
 HALF_LIFE, ASSUMED_WEIGHT = 1.0, 0.1
 LATENCY = 0.005
-# Seconds without a read after which the rate is not known any more. A read of so many bytes then
-# leaves what was measured before only the weight of so many seconds.
+# After KNOWN_FOR seconds without a read, the rate is unknown. A read of LARGE_BYTES or more then
+# reduces the weight of older measurements to OLD_WEIGHT seconds.
 KNOWN_FOR, LARGE_BYTES, OLD_WEIGHT = 10.0, 16 << 20, 0.02
 
 

@@ -43,7 +43,7 @@ class TierAccess:
         return self._blocks.unwritten
 
     def count_loss(self) -> None:
-        """The region of the cache was freed: what was not written counts as `unwritten`."""
+        """The region of the cache was freed. Add its blocks that no tier has to `unwritten`."""
         self._blocks.count_loss()
 
     def mark_committed(self, entries: Iterable[tuple[bytes, int]]) -> None:

@@ -135,7 +135,7 @@ class SlabFile:
         return decode_header(buffer.view)
 
     def start_sync(self) -> int:
-        """A descriptor for fdatasync of what was written; the caller closes it."""
+        """Returns a descriptor. The caller syncs the written slots with it, then closes it."""
         self.written = False
         return os.dup(self._descriptor)
 
