@@ -56,10 +56,6 @@ SPECS = {
     "window": SlidingWindowSpec(
         TOKENS, num_kv_heads=1, head_size=2, dtype=torch.int8, sliding_window=WINDOW
     ),
-    # Of another precision: vLLM sets new blocks to zero then.
-    "half window": SlidingWindowSpec(
-        TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float16, sliding_window=WINDOW
-    ),
 }
 # Bytes per token: K and V, of two bytes each.
 WIDTH = 4
@@ -109,14 +105,12 @@ class EngineCore:
         self.worker.register_kv_caches(dict.fromkeys(groups, layer))
         wait_connected(self.scheduler.connector.connector_scheduler.manager._manager)
         wait_connected(self.worker.connector_worker.worker._client)
-        self._windows = [WINDOW if "window" in group else 1 << 30 for group in groups]
+        self._windows = [WINDOW if group == "window" else 1 << 30 for group in groups]
         self._overlaps = overlaps
         # The scheduler's output and the model's output of steps that have run.
         self._ran: list[tuple[Any, ModelRunnerOutput]] = []
         self._numbers = iter(range(1 << 30))
         self.wrong: list[str] = []
-        # Whether vLLM sets new blocks to zero, and how many it has.
-        self.zeroes, self.zeroed = caches.needs_kv_cache_zeroing, 0
         # For each finished request, the number of tokens found in a cache.
         self.finished: dict[str, int] = {}
         self._found: dict[str, int] = {}
@@ -153,10 +147,6 @@ class EngineCore:
     def step(self) -> None:
         output = self.scheduler.schedule()
         metadata, worker = output.kv_connector_metadata, self.worker
-        # As model runner v2, which does it before it calls the connector; v1 does it after.
-        for block in output.new_block_ids_to_zero or ():
-            self._cache[block] = 0
-            self.zeroed += 1
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
         if not ONE_ALLOCATION:  # before 0.29

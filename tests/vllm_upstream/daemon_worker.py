@@ -82,7 +82,6 @@ class WorkerOfTests(FaultTolerantWorker):
         self._prepared = kv_connector_metadata
         kv_connector_metadata.has_no_forward_pass = False
         kv_connector_metadata.late_loads = set()
-        kv_connector_metadata.block_writes = None
         super().handle_preemptions(kv_connector_metadata)
 
     def start_kv_transfers(self, metadata: Any) -> None:

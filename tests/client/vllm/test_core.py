@@ -107,24 +107,3 @@ def test_a_prompt_that_the_gpu_served_is_evicted_last(
     assert later.run(first, second) == [192, 64]
     assert not engine.wrong + later.wrong
     later.close()
-
-
-def test_a_block_is_stored_before_vllm_sets_it_to_zero(
-    core: Any, start_kvferryd: StartKvferryd
-) -> None:
-    """More requests than the GPU has blocks for: blocks are used again before they are stored."""
-    daemon = start_kvferryd()
-    engine = core.EngineCore(daemon.directory, ("full", "half window"), blocks=48)
-    if not engine.zeroes:
-        engine.close()
-        pytest.skip("this vLLM sets blocks to zero for Mamba only")
-    prompts = [prompt(number) for number in range(20, 32)]
-    engine.run(*prompts)
-    assert engine.zeroed
-    engine.settle()
-    for one in prompts:
-        assert engine.scheduler.kv_cache_manager.reset_prefix_cache()
-        engine.run(one)
-        engine.settle()
-    assert not engine.wrong
-    engine.close()

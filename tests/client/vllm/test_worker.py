@@ -196,19 +196,6 @@ def test_without_a_daemon_every_job_fails(tmp_path: Path) -> None:
     worker.shutdown()
 
 
-def test_blocks_are_set_to_zero_and_then_copied(tmp_path: Path) -> None:
-    caches = kv_caches()
-    (tensor,) = (one.tensor for one in caches.tensors)
-    tensor[:] = 7
-    tensor[5] = 5
-    worker = WorkerSide(engine_config_at(tmp_path / "nowhere"), caches)
-    worker.write_blocks([1, 2], [])
-    worker.write_blocks([3, 4], [(5, 4)])
-    worker.write_blocks([], [(4, 6)])
-    assert tensor[:8, 0].tolist() == [7, 0, 0, 0, 5, 5, 5, 7]
-    worker.shutdown()
-
-
 def test_attempts_that_fail_leave_nothing_open(tmp_path: Path) -> None:
     """While a daemon is disconnected there are many attempts."""
     worker = WorkerSide(engine_config_at(tmp_path / "nowhere"), kv_caches(), connect_timeout=0.01)

@@ -1,7 +1,5 @@
 """What differs between the versions of vLLM that kvferry supports. Needs vLLM.
 
-Differences of its configuration are where that is read, without vLLM: in fingerprint.py.
-
 Each difference is probed by feature, not by version number; the version in a comment says when it
 came. So a newer vLLM works as long as the probes find what they look for.
 """
@@ -92,18 +90,6 @@ def written_blocks(scheduler_output: Any) -> set[int]:
     for copy in scheduler_output.kv_cache_block_copies or ():
         blocks |= {copy.src_block_id, copy.dst_block_id}
     return blocks
-
-
-def take_block_writes(
-    scheduler_output: Any,
-) -> tuple[list[int], list[tuple[int, int]]] | None:
-    """Take from vLLM what it would write before this step's forward pass: the blocks that it sets
-    to zero, and then those that it copies (from, to). None if there is nothing."""
-    zeroed = list(scheduler_output.new_block_ids_to_zero or ())
-    copied = scheduler_output.kv_cache_block_copies or ()
-    copies = [(copy.src_block_id, copy.dst_block_id) for copy in copied]
-    scheduler_output.new_block_ids_to_zero = scheduler_output.kv_cache_block_copies = None
-    return (zeroed, copies) if zeroed or copies else None
 
 
 def is_host_resident(kv_cache_config: Any) -> bool:

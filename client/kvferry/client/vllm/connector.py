@@ -8,10 +8,6 @@ Loads are submitted in the first call of a step, before the forward pass is laun
 wait for the kernels of earlier steps only. Excepted are loads to blocks that vLLM itself writes
 between that call and the forward pass (compat.written_blocks): they are submitted in start_load_kv,
 which vLLM calls after those writes, and from 0.29 on after the launch of the forward pass.
-
-If a block is used again before its store has ended, that first call waits for the store. vLLM's
-model runner v2 sets the block to zero earlier than that, and zeros would be stored. So in a step
-that waits for stores, the worker makes all of vLLM's own writes itself, once they have ended.
 """
 
 from __future__ import annotations
@@ -102,9 +98,6 @@ class KVFerryConnector(OffloadingConnector):
         metadata = super().build_connector_meta(scheduler_output)
         observe_prefills(self._prefill_rate, self.connector_scheduler, scheduler_output)
         metadata.has_no_forward_pass = scheduler_output.total_num_scheduled_tokens == 0
-        metadata.block_writes = None
-        if metadata.jobs_to_flush:
-            metadata.block_writes = compat.take_block_writes(scheduler_output)
         written = metadata.load_jobs and compat.written_blocks(scheduler_output)
         metadata.late_loads = {
             job_id
@@ -141,9 +134,6 @@ class FaultTolerantWorker(OffloadingConnectorWorker):
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """The first call of a step."""
         super().handle_preemptions(kv_connector_metadata)
-        if writes := kv_connector_metadata.block_writes:
-            assert self.worker is not None
-            self.worker.write_blocks(*writes)
         self._has_no_forward_pass = kv_connector_metadata.has_no_forward_pass
         for job_id, job in kv_connector_metadata.load_jobs.items():
             if job_id not in kv_connector_metadata.late_loads:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -119,17 +119,6 @@ class WorkerSide:
             except KVFerryError as error:
                 self._abandon(error)
             self._abandon_if_lost()
-
-    def write_blocks(self, zeroed: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
-        """Set GPU blocks to zero, then copy others (from, to), in the compute stream."""
-        zeros, pairs = (
-            torch.tensor(ids, dtype=torch.int64, device=self._device) for ids in (zeroed, copies)
-        )
-        for tensor in self._kv_caches.tensors:
-            if zeroed:
-                tensor.index_fill_(0, zeros, 0)
-            if copies:
-                tensor.index_copy_(0, pairs[:, 1], tensor.index_select(0, pairs[:, 0]))
 
     def shutdown(self) -> None:
         if self._timeline is not None:
