@@ -44,8 +44,9 @@ from kvferry.proto.specs import (
 )
 from kvferry.proto.status import Fingerprint
 from kvferry.shm.memfd import check_sealed
+from support.core_fixture import MAX_JOBS
 from support.raw_client import RawClient
-from support.single_core import LAYOUT, MAX_JOBS, PAGE, SingleCore, sent_error
+from support.single_core import LAYOUT, PAGE, SingleCore, sent_error
 
 # The last clause of a message: what to do, in the imperative.
 ADVICE = re.compile(

@@ -10,8 +10,6 @@ from kvferry.daemon.core.actions import (
     TensorsMapped,
     TransferCompleted,
 )
-from kvferry.daemon.core.core import Core
-from kvferry.daemon.core.status import DaemonIdentity
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.results import Outcome
@@ -22,22 +20,19 @@ from kvferry.proto.specs import (
     TensorLayout,
     TensorRef,
 )
-from kvferry.proto.status import DeviceInfo, Fingerprint, Limits
+from kvferry.proto.status import Fingerprint
+from support.core_fixture import new_core
 
 PAGE = 1024
 LAYOUT = KVLayout((TensorLayout(8, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
 FINGERPRINT = Fingerprint("llama", PAGE, key_bytes=1)
-MAX_JOBS = 2
 
 
 class SingleCore:
     """A core with a session "s" of engine "engine"; its KV caches have 8 GPU and 4 host blocks."""
 
     def __init__(self, *, registered: bool = True, namespace: bool = False) -> None:
-        limits = Limits(1 << 20, 1 << 10, MAX_JOBS)
-        device = DeviceInfo("cpu", "cpu", "memory")
-        identity = DaemonIdentity("0.1", "boot", 4711, device, limits, 100.0)
-        self.core = Core(identity, 64 * PAGE)
+        self.core = new_core(64 * PAGE)
         self.core.open_session("s", wire.Hello(wire.PROTOCOL, wire.PROTOCOL, "test", "engine"))
         if namespace:
             self.ask(wire.OpenNamespace(1, FINGERPRINT, 4 * PAGE))

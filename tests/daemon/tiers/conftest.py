@@ -12,6 +12,7 @@ from kvferry.daemon.tiers.tier_process import TierSpec
 from kvferry.testing.tier_subjects import PoolMemory, ProcessSubject
 from support.tiering_fixture import BLOCK
 
+from .disk_fixtures import KillableDisk
 from .rude_fixtures import Rude, Start
 
 
@@ -20,6 +21,13 @@ def pool() -> Iterator[PoolMemory]:
     pool = PoolMemory(BLOCK)
     yield pool
     pool.files.close()
+
+
+@pytest.fixture
+def disk(pool: PoolMemory, tmp_path: Path) -> Iterator[KillableDisk]:
+    disk = KillableDisk(pool, tmp_path / "tier")
+    yield disk
+    disk.close()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvferry.daemon.tiers.base import IN_TIER
 from kvferry.daemon.tiers.disk import recovery
 from kvferry.daemon.tiers.disk.tier import DiskOptions, DiskTier
 from kvferry.daemon.tiers.durable_files import write_file
@@ -48,3 +49,9 @@ class KillableDisk(DirectSubject):
 
     def slabs(self) -> list[Path]:
         return sorted(self.root.glob("*/slab-*"))
+
+
+def put_all(disk: KillableDisk, numbers: range) -> None:
+    """Put keys one by one, so that each is in the tier."""
+    for number in numbers:
+        assert disk.put([number])[0] in IN_TIER

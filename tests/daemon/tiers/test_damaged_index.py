@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
 import pytest
 
-from kvferry.daemon.tiers.base import IN_TIER, Result
-from kvferry.testing.tier_subjects import NAMESPACE, PoolMemory, key_of
+from kvferry.daemon.tiers.base import Result
+from kvferry.testing.tier_subjects import NAMESPACE, key_of
 
-from .disk_fixtures import KillableDisk
+from .disk_fixtures import KillableDisk, put_all
 
 OK, MISS = Result.OK, Result.MISS
 NUMBERS = range(150)
-
-
-@pytest.fixture
-def disk(pool: PoolMemory, tmp_path: Path) -> Iterator[KillableDisk]:
-    disk = KillableDisk(pool, tmp_path / "tier")
-    yield disk
-    disk.close()
-
-
-def put_all(disk: KillableDisk) -> None:
-    for number in NUMBERS:
-        assert disk.put([number])[0] in IN_TIER
 
 
 def fetch_all(disk: KillableDisk) -> list[Result]:
@@ -35,13 +23,13 @@ def fetch_all(disk: KillableDisk) -> list[Result]:
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 40_000])
 def test_a_damaged_index_is_rebuilt(disk: KillableDisk, damage: bytes) -> None:
-    put_all(disk)
+    put_all(disk, NUMBERS)
     disk.kill()
     (disk.root / NAMESPACE / "index").write_bytes(damage)
     disk.open()
     found = fetch_all(disk)
     assert found == [OK if damage else MISS] * len(NUMBERS)  # an empty file is a new index
-    put_all(disk)
+    put_all(disk, NUMBERS)
     assert fetch_all(disk) == [OK] * len(NUMBERS)
 
 
@@ -71,7 +59,7 @@ def insert_entry(key: bytes, value: bytes) -> Callable[[Path], None]:
 def test_damage_that_is_found_while_the_index_is_loaded(
     disk: KillableDisk, damage: Callable[[Path], None]
 ) -> None:
-    put_all(disk)
+    put_all(disk, NUMBERS)
     disk.kill()
     damage(disk.root / NAMESPACE / "index")
     disk.open()

@@ -11,30 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.daemon.tiers.base import IN_TIER, Result
+from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.disk import command, recovery
 from kvferry.daemon.tiers.disk.index import Entry
 from kvferry.daemon.tiers.disk.namespace_store import NamespaceStore
 from kvferry.daemon.tiers.disk.tier import DiskOptions, DiskTier
 from kvferry.proto.errors import Refused
-from kvferry.testing.tier_subjects import NAMESPACE, PoolMemory, key_of
+from kvferry.testing.tier_subjects import NAMESPACE, key_of
 
-from .disk_fixtures import SIZE, KillableDisk
+from .disk_fixtures import SIZE, KillableDisk, put_all
 
 OK, MISS, CORRUPT = Result.OK, Result.MISS, Result.CORRUPT
 MANY = range(40)
-
-
-@pytest.fixture
-def disk(pool: PoolMemory, tmp_path: Path) -> Iterator[KillableDisk]:
-    disk = KillableDisk(pool, tmp_path / "tier")
-    yield disk
-    disk.close()
-
-
-def put_all(disk: KillableDisk, numbers: range = MANY) -> None:
-    for number in numbers:
-        assert disk.put([number])[0] in IN_TIER
 
 
 def fetch_all(disk: KillableDisk, numbers: range = MANY) -> list[Result]:
@@ -42,7 +30,7 @@ def fetch_all(disk: KillableDisk, numbers: range = MANY) -> list[Result]:
 
 
 def test_after_a_clean_end_everything_is_found(disk: KillableDisk) -> None:
-    put_all(disk)
+    put_all(disk, MANY)
     used = disk.usage().used_bytes
     disk.close()
     disk.open()
@@ -53,14 +41,14 @@ def test_after_a_clean_end_everything_is_found(disk: KillableDisk) -> None:
 
 
 def test_after_a_kill_everything_is_found(disk: KillableDisk) -> None:
-    put_all(disk)
+    put_all(disk, MANY)
     disk.restart()
     assert not disk.tier._rebuild
     assert fetch_all(disk) == [OK] * len(MANY)
 
 
 def test_after_a_power_cut_the_index_is_rebuilt_from_slot_headers(disk: KillableDisk) -> None:
-    put_all(disk)
+    put_all(disk, MANY)
     disk.drop([3])
     disk.put([3])  # twice on disk: the newer one counts
     disk.cut_power()
@@ -73,7 +61,7 @@ def test_after_a_power_cut_the_index_is_rebuilt_from_slot_headers(disk: Killable
 
 
 def test_a_rebuild_that_is_interrupted_is_done_again(disk: KillableDisk) -> None:
-    put_all(disk)
+    put_all(disk, MANY)
     disk.cut_power()
     disk.tier = DiskTier(DiskOptions(str(disk.root), SIZE))
     disk.kill()  # before anything was read
@@ -87,7 +75,7 @@ def test_a_rebuild_that_is_interrupted_is_done_again(disk: KillableDisk) -> None
 def test_a_namespace_is_dropped_while_its_index_is_rebuilt(
     disk: KillableDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_all(disk)
+    put_all(disk, MANY)
     read_headers = recovery._headers
 
     def drop_meanwhile(store: NamespaceStore) -> Iterator[tuple[bytes, Entry]]:
@@ -98,12 +86,12 @@ def test_a_namespace_is_dropped_while_its_index_is_rebuilt(
     disk.cut_power()
     disk.open()
     assert fetch_all(disk) == [MISS] * len(MANY)
-    put_all(disk)
+    put_all(disk, MANY)
     assert fetch_all(disk) == [OK] * len(MANY)
 
 
 def test_an_index_is_suspected_when_the_tier_dies_again_and_again(disk: KillableDisk) -> None:
-    put_all(disk)
+    put_all(disk, MANY)
     for _ in range(recovery.MAX_STARTS):
         assert not disk.tier._rebuild
         disk.restart()
@@ -113,7 +101,7 @@ def test_an_index_is_suspected_when_the_tier_dies_again_and_again(disk: Killable
 
 def test_a_dropped_namespace_stays_dropped(disk: KillableDisk) -> None:
     for end in (disk.kill, disk.cut_power):
-        put_all(disk)
+        put_all(disk, MANY)
         disk.drop()
         end()
         disk.open()
@@ -126,7 +114,7 @@ def test_a_block_whose_entry_was_not_written_is_a_miss(
     disk: KillableDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed between the block and its entry."""
-    put_all(disk)
+    put_all(disk, MANY)
     store = disk.tier._stores[NAMESPACE]
 
     def die(_: Any) -> bool:
@@ -145,7 +133,7 @@ def test_a_block_whose_entry_was_not_written_is_a_miss(
 def test_torn_and_stale_slots_are_never_wrong_bytes(disk: KillableDisk) -> None:
     """Half of a slot is that of another block, or its bytes are flipped."""
     random = np.random.default_rng(7)
-    put_all(disk)
+    put_all(disk, MANY)
     disk.restart()
     slot_bytes = disk.tier._stores[NAMESPACE].meta.slot_bytes
     slabs = disk.slabs()
@@ -170,7 +158,7 @@ def test_torn_and_stale_slots_are_never_wrong_bytes(disk: KillableDisk) -> None:
 
 
 def test_a_truncated_slab_is_replaced(disk: KillableDisk) -> None:
-    put_all(disk)
+    put_all(disk, MANY)
     os.truncate(disk.slabs()[0], 1000)
     results = fetch_all(disk)
     assert set(results) == {OK, MISS}
@@ -184,7 +172,7 @@ def test_a_truncated_slab_is_replaced(disk: KillableDisk) -> None:
 
 
 def test_files_belong_to_the_daemon_alone(disk: KillableDisk, tmp_path: Path) -> None:
-    put_all(disk)
+    put_all(disk, MANY)
     for path in (disk.root, *disk.root.rglob("*")):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
     with pytest.raises(Refused, match="in use by another process"):
@@ -248,7 +236,7 @@ def test_an_empty_file_system_is_accepted(tmp_path: Path) -> None:
 
 
 def test_what_others_keep_in_the_root_is_left_alone(disk: KillableDisk) -> None:
-    put_all(disk)
+    put_all(disk, MANY)
     other = disk.root / "namespace"
     for name in ("namespace", "trash-letters", "trash-letters-1", "site/index", "trash-1-1/meta"):
         (disk.root / name).mkdir(parents=True)
@@ -276,7 +264,7 @@ def test_a_namespace_that_cannot_be_created_is_tried_again(
     disk: KillableDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not for each block, and the reason is shown."""
-    put_all(disk)
+    put_all(disk, MANY)
     attempts = list[Path]()
 
     def refused(path: Path, *_: Any, **__: Any) -> None:
@@ -308,7 +296,7 @@ def test_a_smaller_size_is_kept_from_the_start_on(disk: KillableDisk) -> None:
 def test_a_slot_that_cannot_be_read_or_written_is_retired(
     disk: KillableDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_all(disk)
+    put_all(disk, MANY)
     preadv, pwritev = os.preadv, os.pwritev
 
     def broken(*_: Any) -> int:
@@ -331,7 +319,7 @@ def test_a_slot_that_cannot_be_read_or_written_is_retired(
 def test_where_nothing_can_be_written_reads_go_on(
     disk: KillableDisk, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
-    put_all(disk)
+    put_all(disk, MANY)
     pwritev = os.pwritev
 
     def refused(*_: Any) -> int:
@@ -361,7 +349,7 @@ def test_no_slab_is_added_below_the_floor_of_free_space(
 
 
 def test_blocks_of_another_size_are_not_stored(disk: KillableDisk) -> None:
-    put_all(disk)
+    put_all(disk, MANY)
     blocks = disk._blocks(NAMESPACE, [key_of(1)], [0])._replace(nbytes=4096)
     assert list(disk.tier.put(blocks, [0])) == [Result.FULL]
     assert disk.tier.fetch(blocks, 1e18)[0].result is MISS
