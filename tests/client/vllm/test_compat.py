@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvferry.client import Refused
 from support.vllm_stand_ins import vllm_config
@@ -56,6 +57,8 @@ def test_an_older_version_is_refused(vllm: Any) -> None:
 
 
 def test_what_would_corrupt_kv_is_refused(vllm: Any) -> None:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
     from kvferry.client.vllm.connector import KVFerryConnector, check_supported
 
     config, caches = vllm_config("engine", {}), vllm.kv_cache_config(8)
@@ -69,7 +72,9 @@ def test_what_would_corrupt_kv_is_refused(vllm: Any) -> None:
     with pytest.raises(Refused, match="hisparse_config"):
         check_supported(config, caches)
     caches.kv_cache_groups[0].host_resident = False
-    caches.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(mamba_cache_mode="align")
+    caches.kv_cache_groups[0].kv_cache_spec = MambaSpec(
+        block_size=16, shapes=((1,),), dtypes=(torch.int8,)
+    )
     check_supported(config, caches)
     config.use_v2_model_runner = True
     with pytest.raises(Refused, match="VLLM_USE_V2_MODEL_RUNNER=0"):

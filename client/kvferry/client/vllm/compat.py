@@ -98,11 +98,11 @@ def is_host_resident(kv_cache_config: Any) -> bool:
     return any(getattr(part, "host_resident", False) for part in parts)
 
 
-def copies_states_early(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Whether vLLM copies Mamba states into blocks before it calls handle_preemptions.
+def writes_blocks_early(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether vLLM sets blocks to zero, or copies states into them, before handle_preemptions.
 
-    Its model runner v2 (the default from 0.29) does so with prefix caching of states.
+    Its model runner v2 (the default from 0.29) does so with Mamba layers and with KV caches of
+    several precisions.
     """
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    caches_states = any(getattr(spec, "mamba_cache_mode", "none") == "align" for spec in specs)
-    return caches_states and bool(getattr(vllm_config, "use_v2_model_runner", False))
+    uses_v2 = getattr(vllm_config, "use_v2_model_runner", False)
+    return bool(uses_v2 and getattr(kv_cache_config, "needs_kv_cache_zeroing", False))

@@ -193,12 +193,12 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
             "hisparse_config in --attention-config"
         )
         raise Refused(Code.BAD_CONFIG, message, "host_resident")
-    if compat.copies_states_early(vllm_config, kv_cache_config):
+    if compat.writes_blocks_early(vllm_config, kv_cache_config):
         message = (
-            "vLLM's model runner v2 may copy a Mamba state into a block that kvferry is still "
-            "storing; set VLLM_USE_V2_MODEL_RUNNER=0, or start vLLM with --no-enable-prefix-caching"
+            "vLLM's model runner v2 may write into blocks that kvferry is still storing, because "
+            "this model has Mamba layers or several KV precisions; set VLLM_USE_V2_MODEL_RUNNER=0"
         )
-        raise Refused(Code.BAD_CONFIG, message, "mamba_cache_mode")
+        raise Refused(Code.BAD_CONFIG, message, "use_v2_model_runner")
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     if extra.get(compat.SYNC_LOADS):
         log.warning(
