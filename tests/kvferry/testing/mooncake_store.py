@@ -123,14 +123,14 @@ class MooncakeStore:
 
     def pause_master(self) -> None:
         """SIGSTOP: the master keeps its connections and does not reply."""
-        _signal(self.master, signal.SIGSTOP)
+        self._stop(self.master)
 
     def resume_master(self) -> None:
         _signal(self.master, signal.SIGCONT)
 
     def pause_store(self) -> None:
         """SIGSTOP: the store process keeps its connections and transfers no bytes."""
-        _signal(self.store, signal.SIGSTOP)
+        self._stop(self.store)
 
     def resume_store(self) -> None:
         _signal(self.store, signal.SIGCONT)
@@ -184,6 +184,12 @@ class MooncakeStore:
         except (URLError, OSError):
             return ""
 
+    def _stop(self, process: subprocess.Popen[bytes] | None) -> None:
+        """Send SIGSTOP, and wait until all threads have stopped: on busy cores some still run."""
+        _signal(process, signal.SIGSTOP)
+        if process is not None:
+            self._wait(lambda: _is_stopped(process.pid), "SIGSTOP")
+
     def _wait(self, ready: Callable[[], bool], program: str) -> None:
         deadline = time.monotonic() + READY_SECONDS
         while not ready():
@@ -220,6 +226,15 @@ def free_port() -> int:
 def _signal(process: subprocess.Popen[bytes] | None, number: signal.Signals) -> None:
     if process is not None and process.poll() is None:
         process.send_signal(number)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether all threads of a process are stopped: proc(5), state T in stat."""
+    try:
+        stats = [(each / "stat").read_text() for each in Path(f"/proc/{pid}/task").iterdir()]
+    except FileNotFoundError:  # a thread has just ended
+        return False
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def _end(process: subprocess.Popen[bytes] | None) -> None:
