@@ -41,7 +41,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvferry.client import shared_empty
@@ -125,6 +125,13 @@ class EngineCore:
             Request(name, prompt, parameters, None, block_hasher=self._hasher)
         )
         return name
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def waits_for_loads(self) -> bool:
+        waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
+        return any(request.status is waiting for request in self.scheduler.requests.values())
 
     def run(self, *prompts: list[int], seconds: float = 30.0) -> list[int]:
         """Run requests. Returns the number of tokens of each that were found in a cache."""
@@ -212,7 +219,9 @@ class EngineCore:
                 for position in range(begin, end):
                     block = table[position // TOKENS]
                     self._cache[block, position % TOKENS] = mark(request, position)
-            sampled[name] = [end % 100] if end >= request.num_prompt_tokens else []
+            # A preempted request computes its generated tokens again, and samples after the last.
+            known = request.num_prompt_tokens if self._overlaps else request.num_tokens
+            sampled[name] = [end % 100] if end >= known else []
         return sampled
 
     def _read(self, request: Request, table: list[int], begin: int, end: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,6 +88,37 @@ def test_requests_whose_loads_are_lost_are_computed(
     assert engine.worker.connector_worker._load_jobs  # in flight
     daemon.kill()
     engine.run_until(lambda: all(name in engine.finished for name in names))
+    assert not engine.wrong
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("groups", GROUPS)
+def test_nothing_is_stored_from_a_block_that_another_request_holds(
+    core: Any, start_kvferryd: StartKvferryd, groups: tuple[str, ...], seed: int
+) -> None:
+    """Requests decode past their windows and are preempted, aborted and reset, at random."""
+    engine = core.EngineCore(start_kvferryd().directory, groups, blocks=48, host_bytes=4 << 20)
+    rng, running = random.Random(seed), set[str]()
+    for _ in range(400):
+        running -= engine.finished.keys()
+        if len(running) < 6 and rng.random() < 0.4:
+            prefix = prompt(rng.randrange(4))[: rng.randrange(20, 120)]
+            running.add(engine.add(prefix, rng.choice((4, 60, 150))))
+        if running and rng.random() < 0.02:
+            name = rng.choice(sorted(running))
+            running.remove(name)
+            engine.abort(name)
+        if rng.random() < 0.03:
+            # vLLM cannot preempt a request whose load is in flight.
+            preempt = rng.random() < 0.3 and not engine.waits_for_loads()
+            engine.scheduler.reset_prefix_cache(preempt, reset_connector=True)
+        engine.step()
+    engine.run_until(lambda: running <= engine.finished.keys())
+    for _ in range(4):  # what was stored is also read
+        engine.settle()
+        engine.scheduler.kv_cache_manager.reset_prefix_cache()
+        engine.run(*(prompt(number)[:120] for number in range(4)))
     assert not engine.wrong
     engine.close()
 

@@ -92,6 +92,12 @@ def written_blocks(scheduler_output: Any) -> set[int]:
     return blocks
 
 
+def block_tables(scheduler_output: Any) -> Any:
+    """For each request its name, its block ids per group, and whether these are its whole table."""
+    # Before 0.33 vLLM says False for new requests, which have no blocks before.
+    return vllm_scheduler.yield_req_data(scheduler_output)
+
+
 def is_host_resident(kv_cache_config: Any) -> bool:
     """Whether a part of the KV cache is in host memory, which is possible from 0.30 on."""
     parts = (*kv_cache_config.kv_cache_groups, *kv_cache_config.kv_cache_tensors)

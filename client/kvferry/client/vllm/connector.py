@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from kvferry.client.vllm import compat
+from kvferry.client.vllm.block_owners import BlockOwners
 from kvferry.client.vllm.engine_config import provide_config
 from kvferry.client.vllm.prefill_rate import PrefillRate
 from kvferry.proto.errors import Code, Refused
@@ -48,8 +49,9 @@ class KVFerryConnector(OffloadingConnector):
             transfer.kv_load_failure_policy = "recompute"
         with provide_config(vllm_config, kv_cache_config):
             super().__init__(vllm_config, role, kv_cache_config)
-        # Used in the scheduler only; the other only in the worker.
+        # Used in the scheduler only; the last only in the worker.
         self._prefill_rate = PrefillRate()
+        self._block_owners = BlockOwners()
         self._fault_tolerant: FaultTolerantWorker | None = None
         if role is KVConnectorRole.WORKER:
             worker: Any = getattr(self, "connector_worker")  # noqa: B009 - its type is unknown here
@@ -82,6 +84,10 @@ class KVFerryConnector(OffloadingConnector):
         scheduler.manager.begin_lookups(request.request_id)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._block_owners.allocate_for_load(blocks)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         if compat.STORES_LAST_TOKEN:
             limit_store_to_computed_tokens(self.connector_scheduler, request)
@@ -95,6 +101,11 @@ class KVFerryConnector(OffloadingConnector):
         return self.request_finished(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
+        scheduler, output = self.connector_scheduler, scheduler_output
+        self._block_owners.begin_step(scheduler, compat.block_tables(output))
+        self._block_owners.drop_foreign_blocks(
+            scheduler, output.num_scheduled_tokens, output.finished_req_ids or ()
+        )
         metadata = super().build_connector_meta(scheduler_output)
         observe_prefills(self._prefill_rate, self.connector_scheduler, scheduler_output)
         metadata.has_no_forward_pass = scheduler_output.total_num_scheduled_tokens == 0
