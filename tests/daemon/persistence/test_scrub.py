@@ -44,7 +44,9 @@ async def test_each_damaged_block_is_reported_once_and_no_other(
     keyed, raw = pool.table(KEYED), pool.table(RAW)
     pool.commit(keyed, 3, 9)
     pool.commit(raw, 2, 4)
-    scrub = Scrub(BlockCheck(pool.checksums, pool.reports.extend), FAST, lambda: [keyed, raw])
+    scrub = Scrub(
+        BlockCheck(pool.checksums, pool.reports.extend), FAST, lambda: [keyed, raw], round_bytes=0
+    )
     scrub.start()
     pool.damage(raw, 4)
     await eventually(lambda: pool.reports)
@@ -64,7 +66,7 @@ async def test_every_committed_block_is_read(
     pool.commit(tables[0], 0, 1, 2, 8)
     pool.commit(tables[1], 5)
     rate = int(2 * BLOCK / BATCH_SECONDS)
-    scrub = Scrub(checks, rate, lambda: tables, searched=3)  # type: ignore[arg-type]
+    scrub = Scrub(checks, rate, lambda: tables, searched=3, round_bytes=0)  # type: ignore[arg-type]
     monkeypatch.setattr(scrub, "_pause", lambda seconds: scrub._step())
     scrub.start()
 
@@ -105,6 +107,25 @@ async def test_the_pause_after_a_batch_follows_from_the_rate(
     assert pauses == [pause]
 
 
+@pytest.mark.parametrize(("rate", "seconds"), [(1 << 20, 60.0), (1 << 30, 4.0)])
+async def test_a_round_over_few_blocks_is_not_repeated_at_once(
+    pool: StoredPool, rate: int, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, checks, waits = pool.table(RAW), ScrubbedBlocks(), list[float]()
+    pool.commit(table, 1)
+    scrub = Scrub(checks, rate, lambda: [table])  # type: ignore[arg-type]
+    monkeypatch.setattr(scrub, "_pause", lambda _: scrub._step())
+    monkeypatch.setattr(scrub._loop, "call_later", lambda wait, _: waits.append(wait))
+    scrub.start()
+    while not waits or not waits[-1]:  # searches follow each other without a wait
+        if checks.done:
+            checks.reply()
+        else:
+            scrub._step()
+    assert seconds - 1.0 < waits[-1] <= seconds
+    assert checks.requests == [[1]]
+
+
 async def test_a_scrub_rate_of_zero_reads_nothing(pool: StoredPool) -> None:
     table, checks = pool.table(RAW), ScrubbedBlocks()
     pool.commit(table, 1)
@@ -115,7 +136,7 @@ async def test_a_scrub_rate_of_zero_reads_nothing(pool: StoredPool) -> None:
 
 async def test_the_scrub_waits_for_the_first_region(pool: StoredPool) -> None:
     checks, tables = ScrubbedBlocks(), list[Any]()
-    scrub = Scrub(checks, FAST, lambda: tables, idle=0.01)  # type: ignore[arg-type]
+    scrub = Scrub(checks, FAST, lambda: tables, round_bytes=FAST // 100)  # type: ignore[arg-type]
     scrub.start()
     await asyncio.sleep(0.03)
     tables.append(pool.table(RAW))

@@ -1,7 +1,9 @@
 """Scrub: reads all committed blocks repeatedly, at a limited rate, to find corrupt memory.
 
 It reads one batch at a time, when no checksum of a store or of the verification is requested. Then
-it pauses for the time that the batch takes at the configured rate. Event loop only.
+it pauses for the time that the batch takes at the configured rate. A round over few blocks takes as
+long as one over ROUND_BYTES, but at most ROUND_SECONDS, so that an idle daemon sleeps. Event loop
+only.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ from kvferry.daemon.persistence.checksum_client import BATCH_BLOCKS, Purpose
 LINES_PER_SEARCH = 1 << 16
 # A batch has the bytes of this many seconds at the configured rate, but at least one block.
 BATCH_SECONDS = 0.25
-# Seconds until the next round if a round found no block.
-IDLE = 1.0
+# A round takes at least the time of so many bytes at the configured rate, or ROUND_SECONDS if that
+# is less.
+ROUND_BYTES, ROUND_SECONDS = 4 << 30, 60.0
 
 
 class Scrub:
     """Reads blocks between `start` and `stop`.
 
-    rate: bytes per second; 0: no scrub. tables: returns the current block tables. idle, searched:
-    see IDLE and LINES_PER_SEARCH.
+    rate: bytes per second; 0: no scrub. tables: returns the current block tables. round_bytes,
+    searched: see ROUND_BYTES and LINES_PER_SEARCH.
     """
 
     def __init__(
@@ -35,13 +38,14 @@ class Scrub:
         rate: int,
         tables: Callable[[], Sequence[BlockTable]],
         *,
-        idle: float = IDLE,
+        round_bytes: int = ROUND_BYTES,
         searched: int = LINES_PER_SEARCH,
     ) -> None:
         self._check = check
         self._rate = rate
         self._tables = tables
-        self._idle, self._searched = idle, searched
+        self._round_seconds = min(ROUND_SECONDS, round_bytes / rate) if rate else ROUND_SECONDS
+        self._searched = searched
         self._loop = asyncio.get_running_loop()
         self._steps = self._rounds()
         self._timer: asyncio.TimerHandle | None = None
@@ -70,7 +74,7 @@ class Scrub:
     def _rounds(self) -> Iterator[tuple[BlockTable, Int64s] | float]:
         """Yields a batch of verified blocks, or the seconds until the search continues."""
         while True:
-            found = False
+            began = self._loop.time()
             for table in self._tables():
                 at = 0
                 while not table.closed and at < table.num_blocks:
@@ -81,6 +85,5 @@ class Scrub:
                     most = int(self._rate * BATCH_SECONDS) // table.record.block_bytes
                     batch = blocks[: max(1, min(most, BATCH_BLOCKS))]
                     at = int(batch[-1]) + 1 if batch.size else end
-                    found |= bool(batch.size)
                     yield (table, batch) if batch.size else 0.0
-            yield 0.0 if found else self._idle
+            yield max(0.0, self._round_seconds - (self._loop.time() - began))
