@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +30,29 @@ def test_a_local_daemon_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Gone, match="kvferryd did not start") as gone:
         LocalDaemon(pool_bytes=1 << 20)
     assert gone.value.code == Code.DAEMON_GONE
+
+
+def test_a_local_daemon_ends_with_its_parent(short_path: Path) -> None:
+    """Also if a thread that has ended since started it."""
+    program = (
+        "import sys, threading, time; from pathlib import Path; from kvferry.client import *; "
+        "start = lambda: LocalDaemon(pool_bytes=1 << 20, runtime_dir=Path(sys.argv[1])); "
+        "thread = threading.Thread(target=start); thread.start(); thread.join(); "
+        "print(flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", program, str(short_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        try:
+            assert parent.stdout is not None
+            assert parent.stdout.readline()
+            (lock,) = short_path.glob("*/lock")
+            daemon = os.pidfd_open(int(lock.read_text()))
+        finally:
+            parent.kill()
+    try:
+        assert select.select([daemon], [], [], 60.0)[0]  # it has ended
+    finally:
+        os.close(daemon)
 
 
 def test_an_interrupted_start_leaves_no_daemon(

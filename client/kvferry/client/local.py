@@ -1,5 +1,7 @@
 """A local daemon: a kvferryd process in a private runtime directory, stopped at the end.
 
+It also stops when this process ends in another way, by SIGKILL for example.
+
 For trials, tests and benchmarks. In production the daemon runs under systemd.
 """
 
@@ -46,7 +48,12 @@ class LocalDaemon:
         handle, path = tempfile.mkstemp(".log", "kvferryd-", self.runtime_dir)
         os.close(handle)
         self.log_path = Path(path)
-        arguments = {"device": device, "pool_size": pool_bytes, "runtime_dir": self.runtime_dir}
+        arguments = {
+            "device": device,
+            "pool_size": pool_bytes,
+            "runtime_dir": self.runtime_dir,
+            "stop_with_process": os.getpid(),
+        }
         self.command = [sys.executable, "-m", "kvferry.daemon"]
         for name, value in (arguments | options).items():
             self.command += [f"--{name.replace('_', '-')}", str(value)]

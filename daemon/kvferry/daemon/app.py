@@ -192,7 +192,7 @@ async def run(
     )
     gc.set_threshold(*GC_THRESHOLDS)  # before a million keys are restored
     # Before the socket exists: a user who sees it may send SIGTERM.
-    with signals.handled(lambda: server.stop()):
+    with signals.handled(lambda: server.stop(), config.stop.with_process):
         with refuse_os_errors(config.directory):
             checksums = ChecksumClient(  # first: its process must not inherit the sockets
                 pool.descriptors,

@@ -233,6 +233,12 @@ class StopConfig(Section, frozen=True):
     drain_seconds: Annotated[
         float, Meta(ge=0, description="after SIGTERM, jobs in flight have this long to complete")
     ] = 5.0
+    with_process: Annotated[
+        int,
+        Meta(
+            ge=0, description="stop when the process with this id ends, as after SIGTERM; 0: none"
+        ),
+    ] = 0
 
 
 class LogConfig(Section, frozen=True):

@@ -1,5 +1,7 @@
 """Signals: SIGTERM and SIGINT stop the daemon, SIGHUP reloads its configuration.
 
+The end of another process may stop it, too (`stop.with_process`).
+
 It notifies the service manager when the daemon stops, reloads, or changes its health. The handlers
 run on the event loop.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -48,8 +51,11 @@ class SignalHandlers:
         self._supervisor.status(f"unhealthy: {why}" if why else self._status)
 
     @contextlib.contextmanager
-    def handled(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Handle signals while the context is open; their actions run on the event loop."""
+    def handled(self, stop: Callable[[], None], with_process: int = 0) -> Iterator[None]:
+        """Handle signals while the context is open; their actions run on the event loop.
+
+        with_process: id of a process whose end stops the daemon, too; 0: none.
+        """
         loop = asyncio.get_running_loop()
         stop = partial(self._end, stop)
         handlers: dict[signal.Signals, Callable[[], None]] = {
@@ -62,7 +68,8 @@ class SignalHandlers:
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # one may be pending
-        yield
+        with watched_process(with_process, stop):
+            yield
         for number in handlers:
             loop.remove_signal_handler(number)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the daemon is stopping: nothing to reload
@@ -77,3 +84,29 @@ class SignalHandlers:
         self._reload()
         if self._ready:
             self._supervisor.ready(self._status)
+
+
+@contextlib.contextmanager
+def watched_process(pid: int, ended: Callable[[], None]) -> Iterator[None]:
+    """Call `ended` on the event loop when the process ends, also if it has ended. pid 0: none."""
+    loop = asyncio.get_running_loop()
+    if not pid:
+        yield
+        return
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        loop.call_soon(ended)
+        yield
+        return
+
+    def stop_watching() -> None:
+        loop.remove_reader(pidfd)
+        ended()
+
+    loop.add_reader(pidfd, stop_watching)
+    try:
+        yield
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
