@@ -106,7 +106,7 @@ def test_files_of_a_local_model_that_change_are_another_model(tmp_path: Path) ->
 
 
 def test_a_configuration_that_is_written_anew_and_says_the_same_is_the_same(tmp_path: Path) -> None:
-    """As a start of an engine may do; of a large file only the time tells."""
+    """As a start of an engine may do; a large file with another time is another one."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes(b"one")
     os.truncate(tmp_path / "model.safetensors", module.MAX_HASHED_BYTES + 1)
@@ -120,3 +120,24 @@ def test_a_configuration_that_is_written_anew_and_says_the_same_is_the_same(tmp_
 def test_a_file_that_cannot_be_read_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "config.json").symlink_to("/proc/self/mem")  # nothing is at its beginning
     traits("start", {"model_config.model": tmp_path})
+
+
+@pytest.mark.parametrize("header", [b"", (5000).to_bytes(8, "little") + b" " * 5000, b"\xff" * 8])
+def test_large_files_of_equal_size_and_time_differ_by_their_data(
+    header: bytes, tmp_path: Path
+) -> None:
+    """As in images built with SOURCE_DATE_EPOCH. Their headers and their last bytes are equal."""
+    file = tmp_path / "model.safetensors"
+    found = []
+    for weights in (b"A", b"B", b"A"):
+        middle = weights * (1 << 20)
+        file.write_bytes(header + b"=" * 8192)
+        with file.open("r+b") as opened:
+            for at in range(1 << 20, module.MAX_HASHED_BYTES, 1 << 20):
+                opened.seek(at)
+                opened.write(middle)
+            opened.truncate(module.MAX_HASHED_BYTES + (8 << 20))
+        os.utime(file, ns=(1, 1))
+        found.append(traits("one", {"model_config.model": tmp_path}))
+    assert found[0] != found[1]
+    assert found[0] == found[2]

@@ -23,8 +23,13 @@ log = logging.getLogger("kvferry")
 # Files of a model's directory that can change its KV.
 MODEL_SUFFIXES = frozenset({".bin", ".gguf", ".json", ".pt", ".pth", ".py", ".safetensors"})
 # Files up to this size are hashed: a configuration may be rewritten, unchanged, at each start. A
-# larger file is identified by its size and its modification time, or its name in the hub's cache.
+# larger file is identified by its name in the hub's cache, or by its size, modification time and
+# samples. Times alone are equal in reproducible images; samples alone miss a change between them.
 MAX_HASHED_BYTES = 32 << 20
+# Samples of a larger file, spread evenly: 1 MiB per file, or 100 MiB of a model with 100 files.
+SAMPLES, SAMPLE_BYTES = 16, 64 << 10
+# Maximum of bytes that are hashed of the header of safetensors: names, types, shapes and offsets.
+MAX_HEADER_BYTES = 1 << 20
 
 BLOB, COMMIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
 # A model in the hub's cache. With HF_HUB_OFFLINE vLLM replaces a model's name by this path.
@@ -201,10 +206,29 @@ def _versioned(vllm_config: Any) -> bool:
 
 
 def _version(file: Path) -> str:
-    """The file's hash if it is named so, as in the hub's cache; else its modification time."""
+    """The file's hash if it is named so, as in the hub's cache; else its time and its samples."""
     blob = file.resolve()
     named = blob.parent.name == "blobs" and BLOB.fullmatch(blob.name)
-    return blob.name if named else str(file.stat().st_mtime_ns)
+    return blob.name if named else f"{file.stat().st_mtime_ns} {_hash_samples(file)}"
+
+
+def _hash_samples(file: Path) -> str:
+    """A hash of the header of safetensors, and of samples of the data, at equal distances."""
+    found = hashlib.blake2b(digest_size=16)
+    try:
+        with file.open("rb", buffering=0) as opened:
+            last = os.fstat(opened.fileno()).st_size - SAMPLE_BYTES
+            start = 0
+            if file.suffix == ".safetensors":  # 8 bytes: the size of the header, little-endian
+                data = 8 + int.from_bytes(opened.read(8), "little")
+                start = data if data <= last else 0  # else it is no safetensors
+                found.update(os.pread(opened.fileno(), min(start, MAX_HEADER_BYTES), 0))
+            for number in range(SAMPLES):
+                at = start + (last - start) * number // (SAMPLES - 1)
+                found.update(os.pread(opened.fileno(), SAMPLE_BYTES, at))
+    except OSError:
+        return ""  # vLLM cannot read it either
+    return found.hexdigest()
 
 
 def _hash_file(file: Path) -> str:
