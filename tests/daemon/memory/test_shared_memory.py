@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from kvferry.daemon.memory.fd_closer import SMALL_BYTES, THREAD_NAME, close_memory
-from kvferry.daemon.memory.shared_memory import MappedFile
+from kvferry.daemon.memory.shared_memory import MappedFile, MappedFiles
 from kvferry.testing.engine import until
 from support.descriptors import is_open
 
@@ -67,3 +70,24 @@ def test_memory_of_a_client_is_unmapped_by_a_thread(monkeypatch: pytest.MonkeyPa
     (unmap,) = later
     unmap()
     assert not is_mapped("kvferry-test-closed")
+
+
+def test_memory_is_allocated_on_a_kernel_without_populate_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kernel before 5.14 knows no MADV_POPULATE_WRITE. The bytes of a kept pool stay."""
+
+    def madvise(*_: object) -> int:
+        ctypes.set_errno(errno.EINVAL)
+        return -1
+
+    files = MappedFiles("kvferry-test", 4 << 20, 1 << 20)
+    ctypes.memset(files.address, 7, 1)
+    with monkeypatch.context() as patched:
+        stand_in = SimpleNamespace(madvise=madvise)
+        patched.setattr("kvferry.daemon.memory.shared_memory._libc", stand_in)
+        files.populate(0, 3 << 20)
+    allocated = [os.fstat(descriptor).st_blocks * 512 for descriptor in files.descriptors]
+    assert allocated == [1 << 20, 1 << 20, 1 << 20, 0]
+    assert ctypes.string_at(files.address, 1) == b"\x07"
+    files.close()

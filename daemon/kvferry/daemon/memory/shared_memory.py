@@ -94,7 +94,7 @@ class MappedFiles:
     def __init__(
         self, name: str, nbytes: int, file_bytes: int, kept: Sequence[int] | None = None
     ) -> None:
-        self.nbytes = nbytes
+        self.nbytes, self._file_bytes = nbytes, file_bytes
         sizes = [min(file_bytes, nbytes - start) for start in range(0, nbytes, file_bytes)]
         self.descriptors: list[int] = []
         if kept is not None:
@@ -117,7 +117,18 @@ class MappedFiles:
 
     def populate(self, start: int, nbytes: int) -> None:
         """Allocate the pages of a part, on the NUMA node of this thread. Raises OSError."""
-        _done(_libc.madvise(self.address + start, nbytes, _MADV_POPULATE_WRITE))
+        if _libc.madvise(self.address + start, nbytes, _MADV_POPULATE_WRITE) == 0:
+            return
+        if ctypes.get_errno() not in (errno.EINVAL, errno.EPERM, errno.ENOSYS):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        # A kernel before 5.14, or seccomp. fallocate keeps the bytes of a pool of an earlier
+        # daemon, and reports ENOSPC or ENOMEM, where a write to the page would be a SIGBUS.
+        at, end = start, start + nbytes
+        while at < end:
+            number, offset = divmod(at, self._file_bytes)
+            size = min(self._file_bytes - offset, end - at)
+            os.posix_fallocate(self.descriptors[number], offset, size)
+            at += size
 
     def close(self) -> None:
         """Unmap the memory and close the descriptors. Nothing may access it."""
