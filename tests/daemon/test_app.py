@@ -214,3 +214,14 @@ def test_a_refused_start_with_closed_stderr_exits_with_status_2(
 def test_the_directory_is_private_to_its_user(kvferryd: LocalDaemon) -> None:
     assert os.stat(kvferryd.directory).st_mode & 0o077 == 0
     until(lambda: "serving" in kvferryd.log())
+
+
+@pytest.mark.parametrize("name", ["PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"])
+@pytest.mark.parametrize("folder", [".", "missing"])
+def test_an_engines_directory_of_metrics_is_not_used(
+    name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine's container sets it, and the daemon inherits it."""
+    monkeypatch.setenv(name, str(tmp_path / folder))
+    with LocalDaemon(pool_bytes=1 << 20):
+        assert not list(tmp_path.iterdir())

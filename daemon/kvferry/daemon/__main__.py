@@ -27,6 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )  # signals.py unblocks it; unhandled it kills
     # The daemon does no linear algebra, and OpenBLAS would start a thread per core.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # prometheus_client would write its values to files there, for the engine that set it.
+    for name in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"):
+        os.environ.pop(name, None)
     try:
         check_address_space(SPARE_ADDRESS_SPACE, "kvferryd")
         _kvferryd()(arguments)
