@@ -96,7 +96,8 @@ def _mapped(descriptor: int) -> memoryview:
 def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the daemon handles them
         signal.signal(number, signal.SIG_IGN)
-    os.nice(NICE_INCREMENT)
+    with contextlib.suppress(PermissionError):  # seccomp may deny it
+        os.nice(NICE_INCREMENT)
     descriptor, threads, chunk_bytes, *descriptors = map(int, arguments)
     pool, peer = PoolReader(descriptors, chunk_bytes), socket.socket(fileno=descriptor)
     for each in descriptors:

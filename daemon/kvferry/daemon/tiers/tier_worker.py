@@ -10,6 +10,7 @@ dies.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import os
@@ -312,7 +313,8 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
         signal.signal(number, signal.SIG_IGN)
     # A process that was stopped must not write into the pool once another daemon has it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.nice(NICER)
+    with contextlib.suppress(PermissionError):  # seccomp may deny it
+        os.nice(NICER)
     given = msgspec.json.decode(arguments[0], type=TierArguments)
     if os.getppid() != given.daemon:  # it died before prctl: a tier that hangs would stay
         os._exit(2)
