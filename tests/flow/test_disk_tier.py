@@ -98,6 +98,20 @@ def test_what_the_pool_evicts_comes_back(start: Start, enter: Enter) -> None:
     engine.load(range(8))
 
 
+def test_a_prompt_that_the_pool_keeps_is_found_after_a_kill(start: Start) -> None:
+    """With the default policy: a prompt is written from its head on."""
+    with ExitStack() as stack:
+        daemon = start()
+        engine = TieredEngine(daemon, stack)
+        engine.store(range(64))
+        engine.wait_written(16)
+    daemon.kill()
+    with ExitStack() as stack:
+        engine = TieredEngine(start(), stack)
+        engine.promote(range(16))
+        engine.load(range(16))
+
+
 def test_a_reset_namespace_is_not_found_again(start: Start) -> None:
     with ExitStack() as stack:
         daemon = start(tier_disk_write="write_through")

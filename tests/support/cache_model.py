@@ -54,6 +54,7 @@ class CacheModelState:
         self.cache = Cache(self.capacity, self.policy_name, self.threshold, (1, 1))
         self.policy = PLAIN[self.policy_name](self.capacity)
         self.state: dict[bytes, str] = {}
+        # In the order in which they were stored.
         self.block_of: dict[bytes, int] = {}
         # The sub-blocks of ready keys that are stored in part.
         self.parts: dict[bytes, tuple[int, int]] = {}
@@ -227,7 +228,7 @@ class CacheModel(CacheModelState):
         tier = limit % 2
         writing = sum(len(job.keys) for job in self.tier_jobs if job.tier == tier)
         allowed = min(limit, max(1, self.capacity // 4) - writing)
-        wanted = [key for key in self.policy.order() if key in self.hits() - self.in_tier[tier]]
+        wanted = [key for key in self.block_of if key in self.hits() - self.in_tier[tier]]
         self.cache.tier_access.mark_committed(self.cache.entries())
         keys, blocks = self.cache.tier_access.take_writes(tier, limit, 1.0)
         assert keys == wanted[: max(0, allowed)]
@@ -318,7 +319,7 @@ class CacheModel(CacheModelState):
         self.cache.restore_keys(entries, parts)
         self.policy.admit([key for key, _ in reversed(entries)], self.capacity, lambda key: False)
         self.state = {key: READY for key, _ in entries}
-        self.block_of = dict(entries)
+        self.block_of = dict(reversed(entries))  # as if stored from the head of a prompt on
         self.parts, self.unverified = parts, set(self.block_of)
         self.mirror = dict.fromkeys(self.hit_pending(), PENDING)
 

@@ -69,7 +69,7 @@ def write_all(fixture: NamespacesFixture, tier: int = 0) -> bytes:
     return letters
 
 
-def test_each_stored_key_is_written_once_and_the_coldest_first() -> None:
+def test_each_stored_key_is_written_once_and_the_oldest_first() -> None:
     fixture = new_fixture(b"abc")
     (job,) = take_writes(fixture, limit=2)
     assert keys_of([job]) == b"ab"
@@ -85,6 +85,19 @@ def test_only_the_coldest_fraction_is_written(policy: str) -> None:
     fixture = new_fixture(b"abcdefgh", policy)
     assert keys_of(take_writes(fixture, coldest=0.25)) == b"ab"
     assert take_writes(fixture, coldest=0.25) == []
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo"])
+def test_a_prompt_is_written_from_its_head_on(policy: str) -> None:
+    """Its tail is the coldest, and cannot be used without the head."""
+    fixture = new_fixture(policy=policy)
+    fixture.stored("a", b"abcdefgh")
+    assert keys_of(take_writes(fixture, coldest=0.25)) == b"abcd"  # a quarter of the cache
+    fixture = new_fixture(policy=policy)
+    fixture.stored("a", b"abcd")
+    fixture.stored("a", b"efgh")
+    fixture.send("a", wire.Touch(each(b"abcd")))
+    assert keys_of(take_writes(fixture, coldest=0.25))[:1] == b"a"
 
 
 def test_keys_are_written_after_min_uses() -> None:

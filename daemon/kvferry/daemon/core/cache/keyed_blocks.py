@@ -5,6 +5,7 @@
     BlockAllocator   which blocks are free, and which a job holds
     Policy           which idle block is evicted next
     WriteMarks       which block is in which tiers, and how often it was used
+    UseOrder         which block was stored first: the head of a prompt before its tail
 
 A change of one key changes all of them: that is here, with the events of it. Called by cache.py and
 tier_access.py, on the event loop.
@@ -21,6 +22,7 @@ from kvferry.daemon.core.cache.block_contents import BlockContents, Parts
 from kvferry.daemon.core.cache.events import CacheEvents
 from kvferry.daemon.core.cache.key_index import KeyIndex
 from kvferry.daemon.core.cache.policies import POLICIES
+from kvferry.daemon.core.cache.use_order import UseOrder
 from kvferry.daemon.core.cache.write_marks import WriteMarks
 from kvferry.proto.keys import EventKind
 from kvferry.proto.layout import Int64s
@@ -61,6 +63,7 @@ class KeyedBlocks:
         self.index.add_keys(keys, blocks.tolist())
         self.contents.set_pending(blocks)
         self.policy.insert_blocks(keys, blocks)
+        self.store_order.append(blocks)
         self.marks.start(blocks)
         self.evictions += len(evicted)
         self.events.add(EventKind.PENDING, keys)
@@ -101,6 +104,7 @@ class KeyedBlocks:
         self.index.add_keys(keys, blocks.tolist())
         self.contents.set_stored(blocks, [*map(parts.get, keys)] if parts else (), verified=False)
         self.marks.count_uses(blocks)
+        self.store_order.append(blocks[::-1])  # the head of a prompt was used last
         self._replace_policy(blocks)
 
     def count_loss(self) -> None:
@@ -121,6 +125,7 @@ class KeyedBlocks:
     def _start(self) -> None:
         self.index, self.contents = KeyIndex(self.capacity), BlockContents(self.capacity)
         self.marks = WriteMarks(self.capacity, self._min_uses)
+        self.store_order = UseOrder(self.capacity)
         self._replace_policy(_NO_BLOCKS)
 
     def _replace_policy(self, blocks: Int64s) -> None:
@@ -146,6 +151,7 @@ class KeyedBlocks:
         self.events.add(EventKind.REMOVED, self.index.keys_of(hits.tolist()))
         self.events.add(EventKind.ABANDONED, self.index.keys_of(pending.tolist()))
         self.contents.remove_blocks(blocks)
+        self.store_order.remove(blocks)
         self.marks.set_changed()
         self.allocator.drop_keys(blocks)
         return self.index.remove_numbers(blocks.tolist())

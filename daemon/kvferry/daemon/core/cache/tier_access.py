@@ -90,9 +90,11 @@ class TierAccess:
         """Hold blocks to be written into a tier, until `end_writes`: their keys, and the blocks.
 
         They are loadable as a whole, have a checksum, were used often enough, and are not in this
-        tier. coldest: the share of each queue of the policy that is looked at, from its cold end; 0
-        to 1. At most `limit` blocks. The writes into one tier hold at most a quarter of the cache,
-        or one block.
+        tier. coldest: the share of each queue of the policy that is written, from its cold end, 0
+        to 1, with all blocks that were stored before. Within a prompt the tail is coldest, and is
+        useless without the head; so blocks are written in the order in which they were stored. At
+        most `limit` blocks. The writes into one tier hold at most a quarter of the cache, or one
+        block.
         """
         marks, capacity = self._blocks.marks, self._blocks.capacity
         limit = min(limit, max(1, capacity // 4) - self._writing[tier])
@@ -100,16 +102,16 @@ class TierAccess:
         if limit <= 0 or (seen and not marks.is_changed(tier)):
             return [], _NO_BLOCKS
         parts, left = list[Int64s](), limit
-        for order in self._blocks.policy.orders():
-            unseen = int(np.ceil(coldest * len(order)))
-            for blocks in order.oldest():
-                if unseen <= 0 or left <= 0:
-                    break
-                coldest_blocks, unseen = blocks[:unseen], unseen - blocks.size
-                found = coldest_blocks[marks.are_open(coldest_blocks, tier)]
-                found = found[self._blocks.contents.is_whole(found)][:left]
-                parts.append(found)
-                left -= found.size
+        order = self._blocks.store_order
+        last = self._last_to_write(coldest)
+        for blocks in order.oldest():
+            blocks = blocks[order.stamps_of(blocks) <= last]
+            if left <= 0 or not blocks.size:
+                break
+            found = blocks[marks.are_open(blocks, tier)]
+            found = found[self._blocks.contents.is_whole(found)][:left]
+            parts.append(found)
+            left -= found.size
         taken = np.concatenate((_NO_BLOCKS, *parts))
         if not taken.size:
             marks.set_unchanged(tier)
@@ -148,3 +150,15 @@ class TierAccess:
         present = ~self._blocks.allocator.are_orphaned(blocks)
         self._blocks.marks.set_open(blocks[present & ~done], tier)
         self._blocks.allocator.release_blocks(blocks)
+
+    def _last_to_write(self, coldest: float) -> int:
+        """The newest stamp, in the order of stores, of this coldest share of the blocks."""
+        last, store_order = 0, self._blocks.store_order
+        for order in self._blocks.policy.orders():
+            unseen = int(np.ceil(coldest * len(order)))
+            for blocks in order.oldest():
+                if unseen <= 0:
+                    break
+                stamps = store_order.stamps_of(blocks[:unseen])
+                last, unseen = max(last, int(stamps.max())), unseen - blocks.size
+        return last

@@ -53,6 +53,10 @@ class UseOrder:
         found: Bools = self._stamps[numbers] > 0
         return found
 
+    def stamps_of(self, numbers: Int64s) -> Int64s:
+        """The stamp of each number's newest use, which grows; 0: not in the order."""
+        return self._stamps[numbers]
+
     def append(self, numbers: Int64s) -> None:
         """Use distinct numbers, the last one most recently. Those that are absent are added."""
         size, at = numbers.size, 0
