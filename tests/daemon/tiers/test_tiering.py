@@ -22,7 +22,7 @@ from kvferry.daemon.core.tier_actions import (
     StoreDroppedElsewhere,
     WriteJob,
 )
-from kvferry.daemon.tiers import tier_client, tiering, write_out
+from kvferry.daemon.tiers import drop_queue, tier_client, write_out
 from kvferry.daemon.tiers.drop_markers import add_marker, marked_stores
 from kvferry.daemon.tiers.messages import MAX_KEYS
 from kvferry.daemon.tiers.tier_process import TierSpec
@@ -177,7 +177,7 @@ def test_a_drop_does_not_wait_for_a_marker_that_takes_long(
         written.wait(60)
         return add_marker(*arguments)
 
-    monkeypatch.setattr(tiering, "add_marker", add_slowly)
+    monkeypatch.setattr(drop_queue, "add_marker", add_slowly)
     disk.start(drop_report_seconds=0.5, marker_seconds=0.05)
     disk.tiers[0].put([1])
     disk.perform(DropStore(4, NAMESPACE))
@@ -186,6 +186,30 @@ def test_a_drop_does_not_wait_for_a_marker_that_takes_long(
     written.set()
     markers = disk.attached[0].markers
     disk.tiers[0].wait_until(lambda: markers.is_dir() and not list(marked_stores(markers)))
+
+
+def test_drops_of_one_namespace_are_done_together(disk: TieringFixture) -> None:
+    """Many resets while the tier is busy: one marker, and one more drop."""
+    disk.start()
+    disk.tiers[0].put([1])
+    client, markers = disk.tiers[0].client, disk.attached[0].markers
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGSTOP)
+    try:
+        for number in range(100):
+            disk.perform(DropStore(number, NAMESPACE))
+        disk.tiers[0].wait_until(lambda: client.in_flight > 0)
+        assert len(list(marked_stores(markers))) == 1
+        assert client.in_flight <= 2  # a drop, and a request for the usage
+    finally:
+        os.kill(client.pid, signal.SIGCONT)
+
+    def dropped() -> set[int]:
+        return {each.drop for each in disk.reports if isinstance(each, StoreDropped)}
+
+    disk.tiers[0].wait_until(lambda: dropped() == set(range(100)))
+    assert disk.find(1).tier_of == (-1,)
+    disk.tiers[0].wait_until(lambda: not list(marked_stores(markers)))
 
 
 def test_a_marked_drop_is_done_at_the_next_start(memory: TieringFixture) -> None:

@@ -1,7 +1,6 @@
 """Carries out what the core wants of the tiers, and reports what became of it.
 
-The server passes it the core's actions; reports go back to the core. Event loop only, except that
-markers of drops are written by a thread of the loop's executor.
+The server passes it the core's actions; reports go back to the core. Event loop only.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import TypeAlias
 
@@ -29,7 +27,7 @@ from kvferry.daemon.core.tier_actions import (
     StoreDroppedElsewhere,
 )
 from kvferry.daemon.tiers.base import Result
-from kvferry.daemon.tiers.drop_markers import add_marker, marked_stores, remove_marker
+from kvferry.daemon.tiers.drop_queue import DropQueue
 from kvferry.daemon.tiers.messages import MAX_KEYS
 from kvferry.daemon.tiers.read_rate import ReadRate
 from kvferry.daemon.tiers.tier_blocks import TierBlocks
@@ -44,8 +42,7 @@ FIND_SECONDS = 0.1
 # Seconds until a drop counts as done. A tier that has not confirmed it by then gets it first thing
 # when it answers again.
 DROP_REPORT_SECONDS = 5.0
-# Seconds for the marker of a drop. After that the drop is sent without: no search may overtake it,
-# so it must be sent before it counts as done.
+# Seconds for the marker of a drop; see drop_queue.py.
 MARKER_SECONDS = 3.0
 
 TierAction: TypeAlias = FindKeys | FetchBlocks | DropStore
@@ -99,17 +96,13 @@ class Tiering:
         marker_seconds: float = MARKER_SECONDS,
     ) -> None:
         self._drop_report_seconds = drop_report_seconds
-        self._marker_seconds = marker_seconds
         self._tiers = tuple(tiers)
         self._write_outs = [tier.write_out for tier in tiers if tier.write_out is not None]
         self._report, self._promoted = report, promoted
         self._loop = asyncio.get_running_loop()
-        self._markers: set[asyncio.Task[None]] = set()
-        self._marker_numbers = count(time.time_ns())
+        self._drops = [DropQueue(each.client, each.markers, marker_seconds) for each in tiers]
         for place, tier in enumerate(tiers):
             tier.client.dropped_elsewhere = partial(self._report_elsewhere, place)
-            for marker, store in marked_stores(tier.markers):
-                tier.client.drop(store, done=partial(self._remove_marker, marker))
 
     def perform(self, action: TierAction) -> None:
         match action:
@@ -140,7 +133,7 @@ class Tiering:
     async def close(self) -> None:
         """End the tiers, once they have written everything back."""
         self.stop()
-        await asyncio.gather(*self._markers)
+        await asyncio.gather(*(drops.close() for drops in self._drops))
         await asyncio.gather(*(tier.client.close() for tier in self._tiers))
 
     # Searches
@@ -232,35 +225,7 @@ class Tiering:
         if not unconfirmed:
             self._loop.call_soon(report)
         for place in sorted(unconfirmed):
-            dropping = self._drop_in_tier(self._tiers[place], store, place, confirm)
-            task = self._loop.create_task(dropping)
-            self._markers.add(task)
-            task.add_done_callback(self._markers.discard)
-
-    async def _drop_in_tier(
-        self, tier: AttachedTier, store: str, place: int, confirm: Callable[[int], None]
-    ) -> None:
-        number = next(self._marker_numbers)
-        adding = self._loop.run_in_executor(None, add_marker, tier.markers, store, number)
-        try:
-            await asyncio.wait_for(asyncio.shield(adding), self._marker_seconds)
-        except OSError as error:
-            # The drop itself is durable, too; only a crash before it could bring keys back.
-            reason = str(error) or f"not written within {self._marker_seconds} s"
-            log.warning("drop not marked", tier=tier.client.spec.name, reason=reason)
-
-        def done() -> None:
-            confirm(place)
-            adding.add_done_callback(self._remove_added)
-
-        tier.client.drop(store, done=done)
-
-    def _remove_added(self, added: asyncio.Future[Path]) -> None:
-        if added.exception() is None:
-            self._remove_marker(added.result())
-
-    def _remove_marker(self, marker: Path) -> None:
-        self._loop.run_in_executor(None, remove_marker, marker)
+            self._drops[place].drop(store, partial(confirm, place))
 
     def _status_of(
         self, tier: AttachedTier, counted: Mapping[str, Mapping[str, float]]
