@@ -267,7 +267,7 @@ def test_the_size_limit_is_kept_at_every_moment(
 
 
 def test_a_file_system_that_becomes_full(pool: PoolMemory, tmp_path: Path) -> None:
-    """Writes stop and reads continue, also after a kill. When there is room, writes resume."""
+    """New blocks replace old ones, also after a kill. When there is room, the tier grows again."""
     with (
         small_file_system(tmp_path / "small") as folder,
         disk_process(folder / "tier", pool) as tier,
@@ -283,8 +283,7 @@ def test_a_file_system_that_becomes_full(pool: PoolMemory, tmp_path: Path) -> No
             assert tier.client.breaker.state == "closed"
             results = fetch_all(tier, range(1000, 3000))
             assert set(results) <= {OK, MISS}
-            assert results.count(OK) + fetch_all(tier, range(128)).count(OK) >= 100
-        assert tier.client.counters.results["put"][FULL] > 0
+            assert results.count(OK) + fetch_all(tier, range(128)).count(OK) >= 128
         (folder / "other").unlink()
         for _ in range(2000):  # a slab is tried again after a second
             if tier.put([5000]) == [OK]:

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 import pytest
 
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.disk import command, recovery
-from kvferry.daemon.tiers.disk.index import Entry
+from kvferry.daemon.tiers.disk.index import Entry, Index
 from kvferry.daemon.tiers.disk.namespace_store import NamespaceStore
 from kvferry.daemon.tiers.disk.tier import DiskOptions, DiskTier
 from kvferry.proto.errors import Refused
@@ -182,10 +183,13 @@ def test_files_belong_to_the_daemon_alone(disk: KillableDisk, tmp_path: Path) ->
     other.write_bytes(slab.read_bytes())
     slab.unlink()
     slab.symlink_to(other)
-    with pytest.raises(OSError, match="symbolic link"):
-        disk.open()
-    slab.unlink()
+    before = other.read_bytes()
     disk.open()
+    assert 0 < fetch_all(disk).count(OK) < len(MANY)
+    put_all(disk, MANY)
+    assert fetch_all(disk) == [OK] * len(MANY)
+    assert other.read_bytes() == before
+    assert slab.is_symlink()
 
 
 def test_a_root_that_others_may_write_into_is_refused(tmp_path: Path) -> None:
@@ -332,6 +336,63 @@ def test_where_nothing_can_be_written_reads_go_on(
     monkeypatch.setattr(os, "pwritev", pwritev)
     assert disk.put([100, 101]) == [OK] * 2
     assert disk.usage().read_only == ""
+
+
+def test_nothing_is_evicted_for_blocks_that_cannot_be_inserted(
+    disk: KillableDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = range(400)
+    put_all(disk, numbers)  # the tier is full
+    before = disk.usage().keys
+
+    def refuse(*_: Any) -> None:
+        raise lmdb.DiskError("no space left on device")
+
+    monkeypatch.setattr(Index, "insert", refuse)
+    monkeypatch.setattr(Index, "check_writable", refuse, raising=False)
+    for count in (1, 4, 16):
+        assert disk.put(range(1000, 1000 + count)) == [Result.FULL] * count
+    assert disk.usage().keys == before - 1  # the first attempt finds it out
+    monkeypatch.undo()
+    assert disk.put([1000]) == [OK]
+
+
+def test_an_index_that_cannot_be_filled_is_filled_later(
+    disk: KillableDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut, while another program fills the disk."""
+    put_all(disk, MANY)
+    disk.cut_power()
+
+    def refuse(*_: Any) -> None:
+        raise lmdb.DiskError("no space left on device")
+
+    monkeypatch.setattr(Index, "insert", refuse)
+    disk.open()
+    assert "no space" in disk.usage().read_only
+    monkeypatch.undo()
+    disk.tier.maintain()
+    assert fetch_all(disk) == [OK] * len(MANY)
+
+
+def test_the_first_slab_is_as_small_as_the_free_space_needs(
+    disk: KillableDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If not even one block fits, the usage says why."""
+    real = os.statvfs(disk.root)
+    floor = min(4 << 30, real.f_blocks * real.f_frsize // 50)
+
+    def leave(nbytes: int) -> None:
+        free = (floor + nbytes) // real.f_frsize
+        left = os.statvfs_result((*real[:4], free, *real[5:10]))
+        monkeypatch.setattr(os, "statvfs", lambda _: left)
+
+    leave(500 << 10)
+    assert disk.put([1]) == [Result.FULL]
+    assert "free disk space" in disk.usage().read_only
+    leave(600 << 10)
+    assert disk.put([1], "b" * 16) == [OK]
+    assert disk.slabs()[-1].stat().st_size < SIZE // 32
 
 
 def test_no_slab_is_added_below_the_floor_of_free_space(

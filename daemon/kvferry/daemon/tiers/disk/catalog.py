@@ -6,6 +6,7 @@ It also notes the errors that prevent changes. The caller holds the lock of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import lmdb
@@ -33,6 +34,8 @@ class Catalog:
         for number in slabs.numbers:
             self.table.add_slots(slabs.slots_of(number))
         self.index = Index(directory / INDEX, slabs.num_slots)
+        with suppress(OSError):  # writes may fail later, and then no key is evicted
+            self.index.reserve(slabs.num_slots)
         # The generation of the last block that was written.
         self.generation = 0
         # Why nothing can be written; empty if it can.
@@ -87,7 +90,14 @@ class Catalog:
             self.table.free_slot(slot)
 
     def evict(self, count: int) -> list[int]:
-        """Drop up to `count` of the coldest keys. Returns their slots, which are busy then."""
+        """Drop up to `count` of the coldest keys. Returns their slots, which are busy then; none as
+        long as the index cannot be changed, because new keys could not be inserted either."""
+        if self.read_only:
+            try:
+                self.index.check_writable()
+            except lmdb.Error as error:
+                self.note_error(error)
+                return []
         victims = self.table.take_victims(count)
         try:
             self.index.remove((key, slot) for slot, key in victims)
@@ -138,7 +148,12 @@ class Catalog:
         good = self.table.restore_slots(keys, slots, generations)
         stale = [(keys[n], entries[n][1].slot) for n in np.flatnonzero(~good).tolist()]
         if stale:
-            self.index.remove(stale)
+            try:
+                self.index.remove(stale)
+            except lmdb.Error as error:
+                if isinstance(error, DAMAGE):
+                    raise
+                self.note_error(error)  # a fetch finds that their slots have other blocks
         self.generation = max(self.generation, int(generations.max(initial=0)))
 
     def end_restore(self) -> None:

@@ -6,9 +6,10 @@ headers then; a process that dies cannot damage it. The caller holds the store's
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,11 +20,15 @@ INDEX = "index"
 
 _ENTRY = struct.Struct("<QQ")
 _SLOT = struct.Struct("<Q")
+# No slot has this number.
+_PROBE = _SLOT.pack((1 << 64) - 1)
 # What fits into the arrays of the slot table.
 _MAX_NUMBER = (1 << 63) - 1
 # Bound on the bytes of the file: a base for small trees, and an entry in half-empty pages.
 _BASE_BYTES = 512 << 10
 _BYTES_PER_SLOT = 320
+# What the bound leaves for the other small files of a namespace and of the root.
+_SMALL_FILES = 64 << 10
 # A transaction copies each page that it changes.
 _ENTRIES_PER_TRANSACTION = 256
 
@@ -68,8 +73,25 @@ class Index:
             readahead=False,
             **options,
         )
+        self._path = path
         self._keys = self._env.open_db(b"keys")
         self._retired = self._env.open_db(b"retired")
+
+    def reserve(self, slots: int) -> None:
+        """Have the file system keep the bytes of an index of so many slots, so that a change does
+        not fail when it is full. Raises OSError."""
+        descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, index_bytes(slots) - _SMALL_FILES)
+        finally:
+            os.close(descriptor)
+
+    def check_writable(self) -> None:
+        """Change nothing, durably or not. Raises lmdb.Error if nothing can be changed."""
+        with self._env.begin(self._retired, write=True) as txn:
+            txn.put(_PROBE, b"")
+        with self._env.begin(self._retired, write=True) as txn:
+            txn.delete(_PROBE)
 
     def count(self) -> int:
         """How many keys there are."""
@@ -77,8 +99,14 @@ class Index:
             return int(txn.stat(self._keys)["entries"])
 
     def resize(self, slots: int) -> None:
-        """Change the bound on the file. No transaction may be open."""
+        """Change the bound on the file, and free what was reserved beyond it. No transaction may be
+        open."""
         self._env.set_mapsize(index_bytes(slots))
+        used = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        end = max(used, index_bytes(slots))
+        if self._path.stat().st_size > end:
+            with suppress(OSError):
+                os.truncate(self._path, end)
 
     def find(self, keys: Sequence[bytes]) -> list[Entry | None]:
         with self._env.begin(self._keys) as txn:
@@ -138,7 +166,7 @@ class Index:
 
     @staticmethod
     def _retired_slots(txn: lmdb.Transaction) -> list[int]:
-        return [_SLOT.unpack(key)[0] for key, _ in txn.cursor()]
+        return [_SLOT.unpack(key)[0] for key, _ in txn.cursor() if key != _PROBE]
 
 
 @contextmanager

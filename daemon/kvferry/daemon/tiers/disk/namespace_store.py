@@ -253,6 +253,7 @@ class NamespaceStore:
         if (number + 1) * per_slab > self._max_slots:
             return False
         try:
+            self.catalog.index.reserve(self.slabs.num_slots + per_slab)
             self.slabs.create(number)
         except OSError as error:
             self.catalog.note_error(error)

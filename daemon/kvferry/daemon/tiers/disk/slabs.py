@@ -7,23 +7,36 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import structlog
+
 from kvferry.daemon.tiers.disk.slab import SlabFile
 
 _PREFIX = "slab-"
 
+log = structlog.get_logger()
+
 
 class Slabs:
-    """Opens all slab files of a directory. Files that are too short or too long are deleted."""
+    """Opens all slab files of a directory. Files that are too short or too long are deleted. Files
+    that cannot be opened, such as symbolic links, are left alone, and their numbers are not used.
+    """
 
     def __init__(self, directory: Path, slot_bytes: int, slots_per_slab: int) -> None:
         self._directory = directory
         self._slot_bytes, self._slots = slot_bytes, slots_per_slab
         self._files: dict[int, SlabFile] = {}
         self._lost: set[int] = set()
+        self._unusable: set[int] = set()
         try:
             for path in sorted(directory.glob(f"{_PREFIX}*")):
-                slab = SlabFile(path, slot_bytes, slots_per_slab)
                 number = path.name.removeprefix(_PREFIX)
+                try:
+                    slab = SlabFile(path, slot_bytes, slots_per_slab)
+                except OSError as error:
+                    log.warning("slab file skipped; its blocks are lost", reason=str(error))
+                    if number.isdecimal():
+                        self._unusable.add(int(number))
+                    continue
                 if number.isdecimal() and slab.is_whole:
                     self._files[int(number)] = slab
                 else:
@@ -42,7 +55,8 @@ class Slabs:
 
     @property
     def nbytes(self) -> int:
-        return self.num_slots * self._slot_bytes
+        """Bytes of all files; those that cannot be used have theirs, too."""
+        return (len(self._files) + len(self._unusable)) * self._slots * self._slot_bytes
 
     @property
     def lost(self) -> list[int]:
@@ -62,7 +76,8 @@ class Slabs:
         return self._files[number], at
 
     def first_missing(self) -> int:
-        return next(n for n in range(len(self._files) + 1) if n not in self._files)
+        taken = self._files.keys() | self._unusable
+        return next(n for n in range(len(taken) + 1) if n not in taken)
 
     def create(self, number: int) -> None:
         """Raises OSError."""

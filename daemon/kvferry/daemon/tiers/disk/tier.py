@@ -23,7 +23,7 @@ import structlog
 
 from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage, is_part_of
 from kvferry.daemon.tiers.disk import recovery
-from kvferry.daemon.tiers.disk.index import index_bytes
+from kvferry.daemon.tiers.disk.index import DAMAGE, index_bytes
 from kvferry.daemon.tiers.disk.namespace_store import META, NamespaceStore, StoreMeta
 from kvferry.daemon.tiers.disk.root_files import (
     LOCK,
@@ -38,8 +38,9 @@ from kvferry.daemon.tiers.disk.slab import slot_bytes_of
 from kvferry.daemon.tiers.durable_files import sync_directory, write_file
 from kvferry.proto.errors import Code, Refused
 
-# A slab has this part of the tier's size, but at most MAX_SLAB_BYTES, and at least one slot.
-SLABS = 32
+# A slab has this part of the tier's size or of the free space, but at most MAX_SLAB_BYTES, and at
+# least one slot. Each takes a descriptor, so there are at most MAX_SLABS of this kind.
+SLABS, MAX_SLABS = 32, 4096
 MAX_SLAB_BYTES = 1 << 30
 # No slab is added if the file system would have less free space: 1/FLOOR of its size, or this.
 FLOOR = 50
@@ -229,7 +230,9 @@ class DiskTier:
     def _create_store(self, blocks: Blocks) -> NamespaceStore | None:
         """A store for a namespace that has none. None if that is not possible."""
         slot_bytes = slot_bytes_of(blocks.nbytes)
-        slab_bytes = min(self._size // SLABS, MAX_SLAB_BYTES)
+        # A part of the free space, if that is smaller: else not even one slab may fit.
+        part = max(min(self._size, self._room()) // SLABS, self._size // MAX_SLABS)
+        slab_bytes = min(part, MAX_SLAB_BYTES)
         meta = StoreMeta(blocks.nbytes, len(blocks.keys[0]), max(1, slab_bytes // slot_bytes))
         least = meta.slab_bytes + index_bytes(meta.slots_per_slab)
         if not is_namespace_name(blocks.namespace):
@@ -245,7 +248,8 @@ class DiskTier:
                 self._refuse(reason, blocks.namespace, RETRY_NAMESPACE)
                 return None
             if not self._make_room(index_bytes(0), None):
-                self._refuse("no room for another namespace", blocks.namespace, 0.0)
+                reason = self._shortage(index_bytes(0)) or "no room for another namespace"
+                self._refuse(reason, blocks.namespace, 0.0)
                 return None
             try:
                 with suppress(FileNotFoundError):
@@ -304,6 +308,9 @@ class DiskTier:
             if not rebuilt:  # `maintain` does it
                 store.catalog.damage = str(error)
                 return
+            if not isinstance(error, DAMAGE):  # a full disk: `maintain` tries again
+                store.catalog.note_error(error)
+                return
             log.warning("index damaged; blocks dropped", namespace=store.name, reason=str(error))
             self.drop(store.name)
 
@@ -315,11 +322,15 @@ class DiskTier:
     def _grow(self, store: NamespaceStore) -> bool:
         """Add a slab to a store if the bound and the file system have room, or another gives."""
         with self._lock:
-            return self._make_room(store.growth, store) and store.add_slab()
+            if self._make_room(store.growth, store) and store.add_slab():
+                return True
+            if not store.slabs.num_slots and (reason := self._shortage(store.growth)):
+                self._refuse(reason, store.name, 0.0)
+            return False
 
     def _make_room(self, nbytes: int, store: NamespaceStore | None) -> bool:
         """Whether `nbytes` more fit, for a store or a new one. Others may give slabs up for it."""
-        if self._below_floor(nbytes):
+        if nbytes > self._room():
             return False
         while self._used_bytes() + nbytes > self._size:
             giver = self._choose_giver(nbytes, store)
@@ -349,11 +360,20 @@ class DiskTier:
         # The share of very many is less than the first slab, without which nothing can be written.
         return coldest if store is None or not store.slabs.num_slots else None
 
-    def _below_floor(self, nbytes: int) -> bool:
-        """Whether `nbytes` more would leave the file system too little free space."""
+    def _room(self) -> int:
+        """Bytes of the file system that the tier may still take."""
         system = os.statvfs(self._root)
         floor = min(MAX_FLOOR_BYTES, system.f_blocks * system.f_frsize // FLOOR)
-        return system.f_bavail * system.f_frsize - nbytes < floor
+        return max(0, system.f_bavail * system.f_frsize - floor)
+
+    def _shortage(self, nbytes: int) -> str:
+        """Why the file system has no room for `nbytes` more; empty if it has."""
+        if nbytes <= (room := self._room()):
+            return ""
+        return (
+            f"the file system of {self._root} has room for {room} bytes more, but {nbytes} are "
+            "needed; free disk space"
+        )
 
     def _shrink(self) -> None:
         """Give slabs up until the bound is kept, if it was reduced since the last run."""
