@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -231,6 +232,19 @@ def test_a_directory_that_is_no_tier_is_refused(tmp_path: Path, files: list[str]
     with pytest.raises(Refused, match="no disk tier in"):
         command.clear(tmp_path, None)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_full_file_system_is_reported_as_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the root has no state yet."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(recovery, "write_file", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        DiskTier(DiskOptions(str(tmp_path / "tier"), SIZE))
 
 
 def test_an_empty_file_system_is_accepted(tmp_path: Path) -> None:

@@ -82,7 +82,10 @@ def _write_state(root: Path, state: RootState) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         # Torn by a power cut it cannot be decoded, so that indexes are rebuilt.
-        descriptor = os.open(root / STATE, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(root / STATE, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise error from None
         try:
             os.pwrite(descriptor, data, 0)
             os.ftruncate(descriptor, len(data))
