@@ -11,7 +11,6 @@ dies.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import os
 import signal
@@ -68,7 +67,6 @@ NICER = 5
 MAINTAIN_EVERY = 1.0
 # Threads of a tier that does not say how many it wants, and bytes that one call of it moves.
 IO_THREADS, CALL_BYTES = 4, 4 << 20
-_PR_SET_PDEATHSIG = 1
 
 log = structlog.get_logger()
 
@@ -311,12 +309,10 @@ def log_to(peer: socket.socket) -> None:
 def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the daemon handles them
         signal.signal(number, signal.SIG_IGN)
-    # A process that was stopped must not write into the pool once another daemon has it.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(PermissionError):  # seccomp may deny it
         os.nice(NICER)
     given = msgspec.json.decode(arguments[0], type=TierArguments)
-    if os.getppid() != given.daemon:  # it died before prctl: a tier that hangs would stay
+    if os.getppid() != given.daemon:  # it died before `start_worker` returned
         os._exit(2)
     peer = socket.socket(fileno=given.socket)
     log_to(peer)
