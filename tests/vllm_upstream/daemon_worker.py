@@ -134,6 +134,7 @@ def give_daemon(utils: Any) -> None:
     class SpecOverDaemon(utils.MockOffloadingSpec):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
             super().__init__(config)
+            self.manager.is_resetting.return_value = False  # a MagicMock's is true
             # Some tests create the spec without a connector.
             with contextlib.suppress(Refused):
                 self._spec = KVFerrySpec(config)
