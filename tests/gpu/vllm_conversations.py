@@ -76,6 +76,7 @@ def compare(model: Record, connector: str, chats: Chats) -> list[Record]:
     options: dict[str, Any] = {
         "num_gpu_blocks_override": GPU_BLOCKS,
         "kv_cache_memory_bytes": 8 << 30,
+        "max_model_len": 4096,
     }
     rows = []
     with GpuDaemon(pool=str(HOST)) as daemon:
