@@ -26,7 +26,7 @@ MODEL_SUFFIXES = frozenset({".bin", ".gguf", ".json", ".pt", ".pth", ".py", ".sa
 # larger file is identified by its name in the hub's cache, or by its size, modification time and
 # samples. Times alone are equal in reproducible images; samples alone miss a change between them.
 MAX_HASHED_BYTES = 32 << 20
-# Samples of a larger file, spread evenly: 1 MiB per file, or 100 MiB of a model with 100 files.
+# Samples of a larger file, spread evenly: 1 MiB per file, beside the header of safetensors.
 SAMPLES, SAMPLE_BYTES = 16, 64 << 10
 # Maximum of bytes that are hashed of the header of safetensors: names, types, shapes and offsets.
 MAX_HEADER_BYTES = 1 << 20
