@@ -173,6 +173,11 @@ class EngineCore:
         if len(self._ran) > self._overlaps:
             self._update(*self._ran.pop(0))
 
+    def finish_steps(self) -> None:
+        """Process the outputs of all steps that have run: no batch is in flight then."""
+        while self._ran:
+            self._update(*self._ran.pop(0))
+
     def _update(self, output: Any, result: ModelRunnerOutput) -> None:
         for each in self.scheduler.update_from_output(output, result).values():
             self._count_sources(each.scheduler_stats)

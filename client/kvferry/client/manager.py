@@ -300,6 +300,11 @@ class OffloadingManager:
                 client.reset_async()
 
     @property
+    def is_resetting(self) -> bool:
+        """Whether a daemon has not answered a reset yet: it may drop what is stored until then."""
+        return any(namespace.pending_resets() for namespace in self._namespaces)
+
+    @property
     def gone(self) -> Gone | None:
         """Why one of the daemons is not connected; None if all are."""
         return next((client.gone for client in self._clients if client.gone is not None), None)

@@ -206,6 +206,21 @@ def test_a_reset_without_a_reply_is_sent_to_the_next_daemon(
 # Stores
 
 
+def test_nothing_is_offered_until_a_reset_is_done(
+    fake_daemon: FakeDaemon, side: SchedulerSide
+) -> None:
+    assert not side.is_resetting()
+    fake_daemon.slow = True
+    side.reset_cache()
+    assert side.is_resetting()
+    assert side.prepare_store([C], request()) == StoreOutput([], KeysSpec(()), [])
+    assert side.is_resetting(ended={"ended"})
+    assert side.prepare_store([D], request("ended")).keys_to_store == [D]
+    fake_daemon.finish_resets()
+    assert not side.is_resetting()
+    assert side.prepare_store([C], request()).keys_to_store == [C]
+
+
 def test_stores_name_the_generation_of_each_rank(side: SchedulerSide) -> None:
     output = side.prepare_store([A, C, D], request())
     assert output.keys_to_store == [C, D]

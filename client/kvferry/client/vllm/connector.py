@@ -101,13 +101,18 @@ class KVFerryConnector(OffloadingConnector):
         return self.request_finished(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        scheduler, output = self.connector_scheduler, scheduler_output
+        scheduler: Any = self.connector_scheduler
+        output = scheduler_output
+        resetting = scheduler.manager.is_resetting(output.finished_req_ids or ())
+        progress = store_progress(scheduler) if resetting else []
         self._block_owners.begin_step(scheduler, compat.block_tables(output))
         self._block_owners.drop_foreign_blocks(
             scheduler, output.num_scheduled_tokens, output.finished_req_ids or ()
         )
         metadata = super().build_connector_meta(scheduler_output)
-        observe_prefills(self._prefill_rate, self.connector_scheduler, scheduler_output)
+        for state, chunk in progress:  # nothing was stored: vLLM offers it again in the next step
+            state.next_stored_chunk_idx = chunk
+        observe_prefills(self._prefill_rate, scheduler, scheduler_output)
         metadata.has_no_forward_pass = scheduler_output.total_num_scheduled_tokens == 0
         written = metadata.load_jobs and compat.written_blocks(scheduler_output)
         metadata.late_loads = {
@@ -225,6 +230,13 @@ def choose_spec(vllm_config: Any) -> None:
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra.setdefault("spec_name", "KVFerrySpec")
     extra.setdefault("spec_module_path", "kvferry.client.vllm")
+
+
+def store_progress(scheduler: Any) -> list[tuple[Any, int]]:
+    """The next chunk to store, of each request and KV cache group."""
+    requests = scheduler._req_status.values()  # noqa: SLF001 - vLLM has no call
+    states = [state for request in requests for state in request.group_states]
+    return [(state, state.next_stored_chunk_idx) for state in states]
 
 
 def keys_to_prefetch(scheduler: Any, request: Any) -> tuple[list[bytes], float]:

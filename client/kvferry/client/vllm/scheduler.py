@@ -155,6 +155,8 @@ class SchedulerSide:
         self._requests: dict[str, RequestState] = {}
         # The request of the current lookups.
         self._request = RequestState(0.0)
+        # Requests that ended before this step.
+        self._ended_requests: Collection[str] = ()
         # Whether the worker has to submit a load of this step: flushing would delay it.
         self._load_pending = False
         # The pinned keys of a request's load; it has one at a time.
@@ -229,7 +231,8 @@ class SchedulerSide:
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> StoreOutput:
         """Empty if nothing can be stored, not None: then vLLM would offer all keys again."""
-        return self._offer_keys(keys) or StoreOutput([], KeysSpec(()), [])
+        last = req_context.req_id in self._ended_requests
+        return self._offer_keys(keys, last) or StoreOutput([], KeysSpec(()), [])
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: Any, success: bool = True
@@ -258,6 +261,19 @@ class SchedulerSide:
         self._ended += self._loads.values()
         self._loads.clear()
         self._manager.reset_cache()
+
+    @catch_errors
+    def is_resetting(self, ended: Collection[str] = ()) -> bool:
+        """Whether a connected daemon has not answered a reset yet; receives its messages if so.
+
+        Until then prepare_store returns no keys, and what it was given must be offered again.
+        ended: requests that cannot offer again. Their keys are returned, and may be dropped.
+        """
+        manager, self._ended_requests = self._manager, ended
+        if not self._usable or not manager.is_resetting:
+            return False
+        manager.poll()
+        return manager.is_resetting and manager.gone is None
 
     def shutdown(self) -> None:
         self._manager.close()
@@ -312,8 +328,11 @@ class SchedulerSide:
         return found
 
     @catch_errors
-    def _offer_keys(self, keys: Collection[OffloadKey]) -> StoreOutput | None:
-        output = self._manager.prepare_store(keys) if self._usable else None
+    def _offer_keys(self, keys: Collection[OffloadKey], last: bool) -> StoreOutput | None:
+        """last: whether these keys are not offered again."""
+        if not self._usable or (self._manager.is_resetting and not last):
+            return None
+        output = self._manager.prepare_store(keys)
         if output is None or not output.keys_to_store:
             return None
         self._store_sizes.append(len(output.keys_to_store))
