@@ -383,3 +383,5 @@ def test_vllms_own_metrics_are_filled(
     metrics.observe(said)
     loaded = REGISTRY.get_sample_value("vllm:kv_offload_load_bytes_total", {"engine": "0"})
     assert loaded == 4 * len(vllm.LAYERS) * vllm.PAGE
+    labels = {"engine": "0", "transfer_type": "CPU_to_GPU"}
+    assert REGISTRY.get_sample_value("vllm:kv_offload_total_bytes_total", labels) == loaded

@@ -68,7 +68,10 @@ class KVFerryConnector(OffloadingConnector):
     def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
         """Called in vLLM's front end, where no connector was created."""
         choose_spec(vllm_config)
-        return super().build_prom_metrics(vllm_config, *arguments)
+        metrics = super().build_prom_metrics(vllm_config, *arguments)
+        # vLLM fills its deprecated metrics only for its own spec.
+        metrics._observe_deprecated_metrics = True  # noqa: SLF001 - vLLM has no option
+        return metrics
 
     # In the scheduler
 
