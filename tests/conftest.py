@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from kvferry.client import LocalDaemon
 from kvferry.testing.engine import EngineOptions, SmallEngine, StartSmallEngine, WorkerProcess
+from support.command_line import restored_handlers
 
 if TYPE_CHECKING:
     from kvferry.testing.plugin import StartKvferryd
@@ -42,6 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"seed: {config.option.seed}"
+
+
+@pytest.fixture(autouse=True)
+def handlers_of_this_process() -> Iterator[None]:
+    """A test that runs the command in this process leaves no handler of it installed."""
+    with restored_handlers():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -33,6 +33,7 @@ from itertools import count
 from pathlib import Path
 
 from kvferry.proto.status import TierStatus
+from support.child_processes import children_of
 from support.vllm_measure import (
     WRITE_SECONDS,
     Record,
@@ -274,16 +275,7 @@ def stopped_tier(daemon: int) -> Iterator[None]:
 
 
 def tier_processes(daemon: int) -> list[int]:
-    children: list[int] = []
-    for task in Path(f"/proc/{daemon}/task").iterdir():
-        with contextlib.suppress(OSError):
-            children += map(int, (task / "children").read_text().split())
-    found = []
-    for child in children:
-        with contextlib.suppress(OSError):
-            if b"kvferry.daemon.tiers" in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(child)
-    return found
+    return children_of(daemon, b"kvferry.daemon.tiers")
 
 
 FIGURES: dict[str, Callable[[TierEngines, int, Record], list[Record]]] = {

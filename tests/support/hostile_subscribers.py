@@ -16,7 +16,8 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
+
+from support.child_processes import children_of
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x03SUB"
@@ -82,16 +83,7 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
 
 def publishers_of(pid: int) -> list[int]:
     """The processes that publish KV events for a daemon."""
-    found = []
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        for child in (thread / "children").read_text().split():
-            try:
-                command = Path(f"/proc/{child}/cmdline").read_bytes()
-            except FileNotFoundError:  # the process has just ended
-                continue
-            if b"kv_events_process" in command:
-                found.append(int(child))
-    return found
+    return children_of(pid, b"kv_events_process")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from kvferry.proto.errors import Refused
 from kvferry.proto.events import MAX_BATCH_HASHES, AllBlocksCleared, BlockStored, KVEventBatch
 from kvferry.proto.keys import EventKind, offload_key
 from kvferry.proto.messages import KeyEvent, KeyEvents
+from support.child_processes import children_of
 from support.eventually import eventually
 
 KEYS = tuple(offload_key(n.to_bytes(32, "big")) for n in range(5 * MAX_BATCH_HASHES))
@@ -74,13 +75,7 @@ def subscriber(address: str) -> Iterator[EventSubscriber]:
 
 
 def publisher_processes() -> set[int]:
-    task = Path(f"/proc/self/task/{os.getpid()}/children")
-    pids = set()
-    for thread in Path("/proc/self/task").iterdir():
-        pids |= set(map(int, (thread / task.name).read_text().split()))
-    return {
-        pid for pid in pids if b"kv_events_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    }
+    return set(children_of(os.getpid(), b"kv_events_process"))
 
 
 async def wait_for_process(publisher: KVEventPublisher) -> int:
