@@ -15,6 +15,7 @@ from kvferry.daemon.config import Config, description, options
 from kvferry.daemon.config_reader import flag_of, read
 from kvferry.daemon.engine.cuda.engine import MIN_STAGING
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.version import kvferry_version
 
 
 def read_refused(*arguments: str) -> Refused:
@@ -313,4 +314,13 @@ def test_the_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None
         read(["--help"])
     shown = capsys.readouterr().out
     flags = {flag_of(key) for key, _, _ in options()}
-    assert flags | {"--config", "--help"} == set(re.findall(r"--[a-z-]+(?= [A-Z]|\s+show)", shown))
+    assert flags | {"--config", "--help", "--version"} == set(
+        re.findall(r"--[a-z-]+(?= [A-Z]|\s+show|\s+print)", shown)
+    )
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"kvferryd {kvferry_version()}\n"

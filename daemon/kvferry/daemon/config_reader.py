@@ -25,6 +25,7 @@ from kvferry.daemon.config import (
 )
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.sizes import parse_bytes
+from kvferry.proto.version import kvferry_version
 
 # Upper bound of the file, larger than any use needs.
 MAX_FILE_BYTES = 1 << 20
@@ -180,6 +181,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Moves KV-cache blocks between one device and host memory for LLM engines.",
         epilog="Each flag is a key of the TOML file: --pool-size is size in [pool].",
     )
+    version = f"kvferryd {kvferry_version()}"
+    parser.add_argument("--version", action="version", version=version, help="print the version")
     parser.add_argument("--config", metavar="FILE", help="TOML file; flags override it")
     for key, hint, default in options():
         text = description(hint)

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import pytest
 
+from kvferry.proto.version import kvferry_version
 from support.command_line import kvferry
 
 Captured: TypeAlias = pytest.CaptureFixture[str]
@@ -22,6 +23,11 @@ def test_help(command: tuple[str, ...], words: list[str], capsys: Captured) -> N
     assert kvferry(*command, "--help") == 0
     output = capsys.readouterr().out
     assert all(word in output for word in words)
+
+
+def test_the_version_is_printed(capsys: Captured) -> None:
+    assert kvferry("--version") == 0
+    assert capsys.readouterr().out == f"kvferry {kvferry_version()}\n"
 
 
 @pytest.mark.parametrize("command", ["status", "bench"])

@@ -15,6 +15,7 @@ from kvferry.client.cli import units
 from kvferry.client.cli.status import TIMEOUT, as_json, fetch_status, json_text
 from kvferry.proto.errors import Refused
 from kvferry.proto.sizes import parse_bytes
+from kvferry.proto.version import kvferry_version
 
 MEASUREMENTS = ("bandwidth", "latency", "beside")
 
@@ -32,6 +33,24 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(tier_command.app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvferry {kvferry_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Options before the command."""
 
 
 def _check_sizes(text: str | None) -> str | None:
