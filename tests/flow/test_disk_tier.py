@@ -18,6 +18,7 @@ from kvferry.client import (
     LocalDaemon,
     Lookup,
 )
+from kvferry.daemon.tiers.disk.command import list_namespaces
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
 from kvferry.proto.events import BlockStored, KVEventBatch
 from kvferry.proto.messages import TiersFound
@@ -26,6 +27,7 @@ from support.patient_daemon import PatientDaemon
 from support.pool_files import pool_files
 from support.tier_processes import tier_process_of
 from support.tiered_engine import (
+    FINGERPRINT,
     PAGE,
     SECONDS,
     TieredEngine,
@@ -73,6 +75,7 @@ def test_blocks_are_found_after_the_daemon_and_its_pool(
         engine.wait_written(16)
     first.process.send_signal(number)
     first.process.wait(SECONDS)
+    assert [each.model for each in list_namespaces(tmp_path / "tier")] == [FINGERPRINT.model]
     with ExitStack() as stack:
         engine = TieredEngine(start(), stack)
         until(lambda: engine.tier().state == "on", SECONDS)

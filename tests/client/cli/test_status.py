@@ -13,7 +13,14 @@ from rich.console import Console
 
 from kvferry.client import Fingerprint, LocalDaemon, OffloadClient, shared_empty
 from kvferry.client.cli.status import as_json, fetch_status, print_status
-from kvferry.proto.status import NamespaceStatus
+from kvferry.proto.status import (
+    DeviceInfo,
+    EngineStatus,
+    NamespaceStatus,
+    PoolStatus,
+    TierStatus,
+    Totals,
+)
 from support.command_line import kvferry
 
 Captured: TypeAlias = pytest.CaptureFixture[str]
@@ -78,15 +85,40 @@ def test_status_shows_namespaces(daemon: LocalDaemon, capsys: Captured) -> None:
         NAMESPACE, fingerprint=ranked, policy="arc", engines=(), hits=0, misses=0
     )
     print_status(report, (NAMESPACE, without_engine), Console(width=80, highlight=False))
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    first, second = (lines[at:] for at, line in enumerate(lines) if line.startswith("model "))
+    counts = "262,144 blocks of 2 MiB, 261,140 ready, 12 pinned, 1,000 free"
+    assert " ".join(first[:4]) == (
+        f"model    {FINGERPRINT.model} namespace {NAMESPACE.name}, lru, llama-0, llama-1 "
+        f"{counts}, 93% hits, 38,861 evicted"
+    )
+    assert " ".join(second).split(counts)[0] == (
+        f"model    {FINGERPRINT.model}, rank 1 of 8 namespace {NAMESPACE.name}, arc, no engine "
+    )
+    assert " ".join(second).split(counts)[1].split() == [",", "38,861", "evicted"]
+
+
+@pytest.mark.parametrize("width", [80, 60, 40])
+def test_status_keeps_lines_within_the_width_and_names_whole(
+    width: int, daemon: LocalDaemon, capsys: Captured
+) -> None:
+    report, _ = fetch_status(daemon.directory)
+    full = msgspec.structs.replace(
+        report,
+        device=DeviceInfo("cuda", f"GPU-{'0123abcd-' * 4}", "NVIDIA H100 80GB HBM3"),
+        pool=PoolStatus(100 << 30, 1023 << 20, 1023 << 20),
+        engines=(EngineStatus("meta-llama-0", True, 262144, 2 << 20, 64, kept_bytes=1 << 40),),
+        totals=Totals(10**6, 10**6, 10**15, 10**15, 10**4, 10**4),
+        errors={"cache_full": 1000, "key_absent": 1000, "deadline": 1000},
+        tiers=(TierStatus("disk", "off", 1 << 40, 1 << 38, 10**6, 10**4, 5, errors=5, deaths=5),),
+    )
+    print_status(full, (NAMESPACE,), Console(width=width, highlight=False))
     lines = capsys.readouterr().out.splitlines()
-    rows = [line.split()[1:] for line in lines if "262,144" in line]
-    counts = ["262,144", "2", "MiB", "261,140", "12", "1,000", "93%", "38,861"]
-    assert rows == [counts, [*counts[:-2], "-", "38,861"]]
-    names = " ".join(line[:17].strip() for line in lines)
-    assert names.replace(" ", "").count(FINGERPRINT.model) == 2
-    assert names.count(FINGERPRINT.name) == 2
-    words = ("lru llama-0, llama-1", "arc, rank 1 of 8", "no engine")
-    assert all(word in names for word in words)
+    for name in (full.device.uuid, full.boot_id, FINGERPRINT.model, NAMESPACE.name):
+        assert sum(name in line for line in lines) == 1
+    # A line that is longer has only a label and one part, which stays whole.
+    for line in lines[1:]:
+        assert len(line) <= width or ", " not in line.rstrip(",")
 
 
 def test_namespaces_as_json_name_every_field() -> None:

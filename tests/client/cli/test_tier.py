@@ -33,15 +33,18 @@ def disk(tmp_path: Path) -> Iterator[KillableDisk]:
     pool.files.close()
 
 
+@pytest.mark.parametrize("columns", ["80", "40"])
 def test_list_shows_namespaces_while_the_tier_is_in_use(
-    disk: KillableDisk, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+    columns: str, disk: KillableDisk, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setenv("COLUMNS", columns)
     assert kvferry("tier", "list", disk.root) == 0
-    output = capsys.readouterr().out
-    assert "…" not in output
-    (line,) = [line for line in output.splitlines() if NAMESPACE in line]
-    assert line.split()[1:4] == ["4", "KiB", "40"]
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index(f"    namespace {NAMESPACE}")
+    assert lines[at - 1] == "unknown model"
+    assert lines[at + 1] == "    40 blocks of 4 KiB"
+    assert " on disk, last written " in lines[at + 2]
+    assert f"    namespace {OTHER_PART}" in lines
     assert kvferry("tier", "list", disk.root, "--json") == 0
     found = {each["namespace"]: each for each in json.loads(capsys.readouterr().out)}
     assert (found[NAMESPACE]["blocks"], found[OTHER_PART]["blocks"]) == (40, 10)
@@ -50,13 +53,14 @@ def test_list_shows_namespaces_while_the_tier_is_in_use(
     disk.close()
 
 
-@pytest.mark.parametrize("command", [("verify",), ("clear", "--yes")])
+@pytest.mark.parametrize("command", [("verify",), ("clear",), ("clear", "--yes")])
 def test_a_tier_in_use_is_neither_verified_nor_cleared(
     disk: KillableDisk, command: tuple[str, ...], capsys: Captured
 ) -> None:
     assert kvferry("tier", *command, disk.root) == 1
     error = capsys.readouterr().err
     assert "stop that daemon first" in error
+    assert "Delete" not in error
     assert disk.fetch([1]) == [0]
     disk.close()
 

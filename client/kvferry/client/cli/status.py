@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from kvferry.client import DaemonStatus, OffloadClient, find_daemon
 from kvferry.client.cli.tier_rows import tier_lines
-from kvferry.client.cli.units import duration, printable, short_duration, size
+from kvferry.client.cli.units import duration, printable, rows, short_duration, size
 from kvferry.client.endpoint import find_daemon_in
 from kvferry.proto.errors import Code, Gone
 from kvferry.proto.status import (
+    EngineStatus,
     HealthStatus,
     NamespaceStatus,
     PoolStatus,
@@ -35,7 +34,7 @@ Namespaces: TypeAlias = tuple[NamespaceStatus, ...]
 
 # Seconds to wait for a reply.
 TIMEOUT = 5.0
-BAR_WIDTH = 40
+BAR_WIDTH = 20
 
 
 def locate_daemon(directory: Path | None) -> Path:
@@ -113,50 +112,56 @@ def json_text(value: Any) -> str:
 
 
 def print_status(status: DaemonStatus, namespaces: Namespaces, console: Console) -> None:
-    for line in _header_lines(status):
+    """Rows of at most the console's width. Names stay whole: other commands need them."""
+    for line in _status_lines(status, namespaces, console.width):
         console.print(line, soft_wrap=True)
-    if status.engines:
-        console.print(_engine_table(status))
-    if namespaces:
-        console.print(_namespace_table(namespaces))
 
 
-def _header_lines(status: DaemonStatus) -> Iterator[Text]:
+def _status_lines(status: DaemonStatus, namespaces: Namespaces, width: int) -> Iterator[Text]:
     device, version = status.device, f"kvferryd {status.version}"
-    uuid = "" if device.uuid == device.kind else f" ({device.uuid})"
-    yield Text.assemble((version, "bold"), " on ", (device.name, "bold"), f"{uuid}, {device.kind}")
-    yield Text(f"pid {status.pid}, up {duration(status.uptime_seconds)}, boot {status.boot_id}")
-    yield from _health_lines(status.health)
-    yield _pool_bar(status.pool)
-    yield from tier_lines(status.tiers)
+    yield Text.assemble((version, "bold"), " on ", (device.name, "bold"), f", {device.kind}")
+    if device.uuid != device.kind:
+        yield from rows("uuid", [device.uuid], width)
+    process = [f"pid {status.pid}", f"up {duration(status.uptime_seconds)}"]
+    yield from rows("process", [*process, f"boot {status.boot_id}"], width)
+    yield from _health_lines(status.health, width)
+    yield from _pool_lines(status.pool, width)
+    yield from tier_lines(status.tiers, width)
     if status.verification is not None:
-        yield Text(f"verified {format_verified(status.verification)}")
-    yield _format_totals(status.totals)
+        yield from rows("verified", [format_verified(status.verification)], width)
+    yield from _total_lines(status.totals, width)
     if status.errors:
         counts = (f"{code} x{n}" for code, n in sorted(status.errors.items()))
-        yield Text(f"errors   {', '.join(counts)}", "red")
-    yield Text(f"sessions {status.sessions} (this one included), engines {len(status.engines)}")
+        yield from rows("errors", counts, width, "red")
+    sessions = f"{status.sessions} (this one included)"
+    yield from rows("sessions", [sessions, f"engines {len(status.engines)}"], width)
+    for engine in status.engines:
+        yield Text()
+        yield from _engine_lines(engine, width)
+    for space in namespaces:
+        yield Text()
+        yield from _namespace_lines(space, width)
 
 
-def _health_lines(health: HealthStatus | None) -> Iterator[Text]:
+def _health_lines(health: HealthStatus | None, width: int) -> Iterator[Text]:
     """Health and delays. A job that waits for its engine's timeline is shown separately."""
     if health is None:
         return
     if health.healthy:
-        summary = ("healthy", "green")
+        summary = Text("healthy", "green")
     else:
-        summary = (f"unhealthy: {'; '.join(health.reasons)}", "bold red")
-    yield Text.assemble("health   ", summary)
+        summary = Text(f"unhealthy: {'; '.join(health.reasons)}", "bold red")
+    yield from rows("health", [summary], width)
     worker, loop = short_duration(health.worker_lag), short_duration(health.loop_lag)
-    parts = [f"device worker {worker}, event loop {loop} late"]
+    parts = [f"device worker {worker} late", f"event loop {loop} late"]
     if health.probe_seconds is not None and health.probe_age is not None:
         probe, age = short_duration(health.probe_seconds), short_duration(health.probe_age)
-        parts.insert(0, f"probe {probe}, {age} ago")
+        parts.insert(0, f"probe {probe} ({age} ago)")
     if health.oldest_job is not None:
         parts.append(f"oldest job {short_duration(health.oldest_job)}")
     if health.held_job is not None:
         parts.append(f"waiting for its engine {short_duration(health.held_job)}")
-    yield Text(f"         {'; '.join(parts)}", "dim")
+    yield from rows("", parts, width, "dim")
 
 
 def summarize_health(health: HealthStatus | None) -> tuple[bool, str]:
@@ -172,69 +177,54 @@ def format_verified(status: VerificationStatus) -> str:
     return f"{int(100 * part)}% of {size(status.total_bytes)} from before the restart"
 
 
-def _pool_bar(pool: PoolStatus) -> Text:
+def _pool_lines(pool: PoolStatus, width: int) -> Iterator[Text]:
     whole = max(1, pool.size_bytes)
     reserved = min(BAR_WIDTH, -(-pool.reserved_bytes * BAR_WIDTH // whole))
     pinned = max(0, pool.pinned_bytes * BAR_WIDTH // whole - reserved)
-    return Text.assemble(
-        "pool     ",
+    bar = Text.assemble(
         ("█" * reserved, "cyan"),
         ("▒" * pinned, "green"),
         ("░" * (BAR_WIDTH - reserved - pinned), "dim"),
-        f" {size(pool.size_bytes)}: {size(pool.reserved_bytes)} reserved, "
-        f"{size(pool.pinned_bytes)} pinned",
+        f" {size(pool.size_bytes)}: {size(pool.reserved_bytes)} reserved",
     )
+    yield from rows("pool", [bar, f"{size(pool.pinned_bytes)} pinned"], width)
 
 
-def _format_totals(totals: Totals) -> Text:
-    text = (
-        f"moved    stored {size(totals.stored_bytes)} in {totals.stores} jobs, "
-        f"loaded {size(totals.loaded_bytes)} in {totals.loads} jobs"
-    )
-    failed = (f", {totals.failed} failed", "red" if totals.failed else "")
-    return Text.assemble(text, failed, f", {totals.cancelled} cancelled")
+def _total_lines(totals: Totals, width: int) -> Iterator[Text]:
+    parts: list[Text | str] = [
+        f"stored {size(totals.stored_bytes)} in {totals.stores} jobs",
+        f"loaded {size(totals.loaded_bytes)} in {totals.loads} jobs",
+        Text(f"{totals.failed} failed", "red" if totals.failed else ""),
+        f"{totals.cancelled} cancelled",
+    ]
+    yield from rows("moved", parts, width)
 
 
-def _engine_table(status: DaemonStatus) -> Table:
-    table = Table("engine", "", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("host blocks", "of", "total", "jobs in flight", "tensors kept"):
-        table.add_column(name, justify="right")
-    for engine in status.engines:
-        connected = Text("connected", "green") if engine.present else Text("away", "yellow")
-        block, nbytes = engine.host_block_bytes, engine.host_blocks * engine.host_block_bytes
-        cells = (f"{engine.host_blocks:,}", size(block), size(nbytes), str(engine.jobs))
-        kept = size(engine.kept_bytes) if engine.kept_bytes else "-"
-        table.add_row(Text(printable(engine.name)), connected, *cells, kept)
-    return table
+def _engine_lines(engine: EngineStatus, width: int) -> Iterator[Text]:
+    shown = Text("connected", "green") if engine.present else Text("away", "yellow")
+    yield from rows("engine", [printable(engine.name), shown], width)
+    block, nbytes = engine.host_block_bytes, engine.host_blocks * engine.host_block_bytes
+    parts = [
+        f"{engine.host_blocks:,} host blocks of {size(block)} ({size(nbytes)})",
+        f"{engine.jobs:,} jobs in flight",
+    ]
+    if engine.kept_bytes:
+        parts.append(f"{size(engine.kept_bytes)} of tensors kept")
+    yield from rows("", parts, width)
 
 
-def _namespace_table(namespaces: Namespaces) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, leading=1)
-    table.add_column("namespace", overflow="fold")
-    for name in ("blocks", "of", "ready", "pinned", "free", "hits", "evicted"):
-        table.add_column(name, justify="right")
-    for space in namespaces:
-        counts = (f"{n:,}" for n in (space.ready, space.pinned, space.free))
-        cells = (f"{space.blocks:,}", size(space.block_bytes), *counts)
-        table.add_row(_title(space), *cells, _hits(space), f"{space.evictions:,}")
-    return table
-
-
-def _title(space: NamespaceStatus) -> Text:
-    """The model, its rank if there are several, the engines, and the name of the namespace."""
-    fingerprint = space.fingerprint
-    rank, ranks = fingerprint.rank, fingerprint.world_size
-    rank_text = f", rank {rank} of {ranks}" if ranks > 1 else ""
-    return Text.assemble(
-        f"{printable(fingerprint.model)}\n{space.policy}{rank_text}\n",
-        (
-            ", ".join(map(printable, space.engines)) or "no engine",
-            "green" if space.engines else "yellow",
-        ),
-        (f"\n{space.name}", "dim"),
-    )
-
-
-def _hits(space: NamespaceStatus) -> str:
+def _namespace_lines(space: NamespaceStatus, width: int) -> Iterator[Text]:
+    """The model, its rank if there are several, the namespace's name, its engines and blocks."""
+    model = space.fingerprint
+    names = [printable(model.model)]
+    if model.world_size > 1:
+        names.append(f"rank {model.rank} of {model.world_size}")
+    yield from rows("model", names, width)
+    engines = [Text(printable(name), "green") for name in space.engines]
+    namespace = [Text(f"namespace {space.name}"), Text(space.policy)]
+    yield from rows("", [*namespace, *(engines or [Text("no engine", "yellow")])], width)
+    blocks = f"{space.blocks:,} blocks of {size(space.block_bytes)}"
+    counts = (f"{space.ready:,} ready", f"{space.pinned:,} pinned", f"{space.free:,} free")
     lookups = space.hits + space.misses
-    return f"{space.hits / lookups:.0%}" if lookups else "-"
+    hits = [f"{space.hits / lookups:.0%} hits"] if lookups else []
+    yield from rows("", [blocks, *counts, *hits, f"{space.evictions:,} evicted"], width)

@@ -14,10 +14,8 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
 
 from kvferry.client.cli.status import json_text
 from kvferry.client.cli.units import duration, printable, size
@@ -49,20 +47,20 @@ def list_(root: Root, json: AsJson = False) -> None:
     if json:
         print(json_text(found))
         return
-    # Whole in a narrow terminal, too: `clear` needs it.
-    table = Table(Column("namespace", overflow="fold"), box=box.SIMPLE_HEAD)
-    for title in ("block", "blocks", "allocated", "last written"):
-        table.add_column(title, justify="right")
+    # Not a table: a narrow terminal would break its names, which `clear` needs.
     for each in found:
+        print(printable(each["model"]) or "unknown model")
+        print(f"    namespace {printable(each['namespace'])}")
+        blocks, allocated = each["blocks"], size(each["allocated_bytes"])
+        if blocks is None:
+            print(f"    {each['problem']}")
+        else:
+            print(f"    {blocks:,} blocks of {size(each['block_bytes'])}")
         written = each["last_written"]
-        table.add_row(
-            printable(each["namespace"]),
-            size(each["block_bytes"]),
-            each["problem"] if each["blocks"] is None else f"{each['blocks']:,}",
-            size(each["allocated_bytes"]),
-            f"{duration(max(0.0, time.time() - written))} ago" if written else "never",
-        )
-    Console(highlight=False).print(table)
+        age = f"{duration(max(0.0, time.time() - written))} ago" if written else "never"
+        print(f"    {allocated} on disk, last written {age}")
+    if not found:
+        print(f"no namespace in {root}")
 
 
 @app.command()
@@ -110,6 +108,7 @@ def clear(
 ) -> None:
     """Delete the blocks of a namespace, or all. Stop the daemon first."""
     if not yes:
+        run_command("check-unused", root)  # before the question, not after it
         what = "all blocks" if namespace is None else f"the blocks of {printable(namespace)}"
         typer.confirm(f"Delete {what} in {root}?", abort=True, err=True)
     cleared = run_command("clear", root, *([] if namespace is None else [namespace]))

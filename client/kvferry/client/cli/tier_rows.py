@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from kvferry.client.cli.units import printable, short_duration, size
+from kvferry.client.cli.units import printable, rows, short_duration, size
 from kvferry.proto.status import TierStatus
 
 # How each state is shown, and its style.
@@ -18,16 +18,16 @@ STATES = {
 }
 
 
-def tier_lines(tiers: Sequence[TierStatus]) -> Iterator[Text]:
+def tier_lines(tiers: Sequence[TierStatus], width: int) -> Iterator[Text]:
     """Rows of `kvferry status`: the usage, the transfers and the errors of each tier."""
     for tier in tiers:
         shown, style = STATES.get(tier.state, (tier.state, ""))
-        yield Text.assemble(
-            f"{printable(tier.name):<8} ",
-            (shown, style),
-            f", {_used(tier)}" + (f", {tier.keys:,} keys" if _is_counted(tier) else ""),
-            (f", read-only: {printable(tier.read_only)}" if tier.read_only else "", "red"),
-        )
+        head = [Text(shown, style), Text(_used(tier))]
+        if _is_counted(tier):
+            head.append(Text(f"{tier.keys:,} keys"))
+        if tier.read_only:
+            head.append(Text(f"read-only: {printable(tier.read_only)}", "red"))
+        yield from rows(printable(tier.name), head, width)
         parts = [f"{_hits(tier)} hits"] if tier.hits + tier.misses else []
         if tier.skipped:
             parts.append(f"{tier.skipped:,} skipped")
@@ -38,11 +38,11 @@ def tier_lines(tiers: Sequence[TierStatus]) -> Iterator[Text]:
             parts.append(f"evicted {tier.evictions:,}")
         if tier.queue_seconds:
             parts.append(f"queue {short_duration(tier.queue_seconds)}")
-        yield Text(f"         {', '.join(parts)}", "dim")
+        yield from rows("", parts, width, "dim")
         if failures := _failures(tier):
-            yield Text(f"         {failures}", "red")
+            yield from rows("", failures, width, "red")
         if tier.failure:
-            yield Text(f"         {printable(tier.failure)}", "red")
+            yield from rows("", [printable(tier.failure)], width, "red")
 
 
 def tier_row(tier: TierStatus) -> Text:
@@ -60,7 +60,7 @@ def tier_row(tier: TierStatus) -> Text:
     if tier.read_only:
         text.append(" · read-only", "red")
     if failures := _failures(tier):
-        text.append(f" · {failures}", "yellow")
+        text.append(f" · {', '.join(failures)}", "yellow")
     return text
 
 
@@ -80,7 +80,7 @@ def _hits(tier: TierStatus) -> str:
     return f"{tier.hits / (tier.hits + tier.misses):.0%}"
 
 
-def _failures(tier: TierStatus) -> str:
+def _failures(tier: TierStatus) -> list[str]:
     counts = {
         "writes dropped": tier.dropped_writes,
         "wrong checksums": tier.checksum_failures,
@@ -88,4 +88,4 @@ def _failures(tier: TierStatus) -> str:
         "times off": tier.openings,
         "process deaths": tier.deaths,
     }
-    return ", ".join(f"{number:,} {what}" for what, number in counts.items() if number)
+    return [f"{number:,} {what}" for what, number in counts.items() if number]

@@ -1,12 +1,36 @@
-"""How commands print numbers and names.
+"""How commands print numbers, names and lists.
 
 Sizes are in powers of 1024, rates in powers of 1000.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
+from rich.text import Text
+
 _SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _DURATION_UNITS = (("d", 86400), ("h", 3600), ("min", 60))
+# Columns of the label at the start of a row.
+LABEL_WIDTH = 9
+
+
+def rows(label: str, parts: Iterable[Text | str], width: int, style: str = "") -> Iterator[Text]:
+    """A label and its parts, separated by commas, in lines of at most `width` columns.
+
+    A line ends between two parts only: a part that is longer than a line stays whole.
+    """
+    line = Text(f"{label:<{LABEL_WIDTH - 1}} ")
+    is_empty = True
+    for part in parts:
+        text = part if isinstance(part, Text) else Text(part, style)
+        # The line may end with a comma.
+        if not is_empty and line.cell_len + len(", ") + text.cell_len + 1 > width:
+            yield line.append(",", style)
+            line, is_empty = Text(" " * LABEL_WIDTH), True
+        line.append("" if is_empty else ", ", style).append_text(text)
+        is_empty = False
+    yield line
 
 
 def printable(name: str) -> str:

@@ -93,7 +93,7 @@ class WriteJob:
     """Blocks to write into a tier. They are held until BlocksWritten.
 
     blocks: host blocks of the region of `owner`. offsets: theirs, in bytes in the pool. One
-    namespace per job, and at most MAX_TIER_KEYS keys.
+    namespace per job, and at most MAX_TIER_KEYS keys. model: of its fingerprint.
     """
 
     number: int
@@ -103,6 +103,7 @@ class WriteJob:
     blocks: Int64s
     offsets: Int64s
     block_bytes: int
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,4 +128,5 @@ class Writes:
         self._writes[number] = write
         region = namespace.region
         offsets = region.start + blocks * nbytes
-        return WriteJob(number, region.owner, store, write.keys, blocks, offsets, nbytes)
+        model = namespace.fingerprint.model
+        return WriteJob(number, region.owner, store, write.keys, blocks, offsets, nbytes, model)

@@ -47,7 +47,8 @@ class Blocks(NamedTuple):
 
     addresses: of each block, in the memory of the tier's process. All keys have one length.
     generation: of the namespace, as `Tier.generation` returned it before the daemon stored these
-    blocks; -1: not known. Only for `put`.
+    blocks; -1: not known. model: for people who list a tier; it identifies nothing. Both only for
+    `put`.
     """
 
     namespace: str
@@ -55,6 +56,7 @@ class Blocks(NamedTuple):
     addresses: Sequence[int]
     nbytes: int
     generation: int = -1
+    model: str = ""
 
 
 class Fetched(NamedTuple):

@@ -57,7 +57,10 @@ class FetchRequest(_Message, frozen=True):
 
 
 class PutRequest(_Message, frozen=True):
-    """offsets: int64, of each block in the pool. checksums: uint64. generation: see Blocks."""
+    """offsets: int64, of each block in the pool. checksums: uint64.
+
+    generation, model: see Blocks.
+    """
 
     number: int
     namespace: str
@@ -66,6 +69,7 @@ class PutRequest(_Message, frozen=True):
     block_bytes: int
     checksums: bytes
     generation: int
+    model: str = ""
 
 
 class DropRequest(_Message, frozen=True):

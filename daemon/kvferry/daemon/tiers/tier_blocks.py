@@ -16,12 +16,16 @@ Checksums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TierBlocks:
-    """Host blocks of one namespace: their keys, and the offset of each in the pool in bytes."""
+    """Host blocks of one namespace: their keys, and the offset of each in the pool in bytes.
+
+    model: see Blocks.
+    """
 
     namespace: str
     keys: Sequence[bytes]
     offsets: Int64s
     nbytes: int
+    model: str = ""
 
     def fields(self) -> tuple[str, Sequence[bytes], bytes, int]:
         """As a FetchRequest and a PutRequest have them. Raises ValueError for too many keys."""

@@ -182,7 +182,7 @@ class TierClient:
             return
         sums = checksums.astype(np.uint64).tobytes()
         generation = self._generations.get(without_part(blocks.namespace), -1)
-        request = PutRequest(next(self._numbers), *blocks.fields(), sums, generation)
+        request = PutRequest(next(self._numbers), *blocks.fields(), sums, generation, blocks.model)
         self._submit(request, _Pending(request, len(blocks.keys), done, released), PUT_SECONDS)
 
     def drop(

@@ -242,7 +242,7 @@ class TierWorker:
                 if isinstance(request, FetchRequest):
                     results = self._fetch(blocks, request.deadline)
                 else:
-                    blocks = blocks._replace(generation=request.generation)
+                    blocks = blocks._replace(generation=request.generation, model=request.model)
                     results = self._tier.put(blocks, job.checksums[part])
                     _check_results("put", results, blocks.keys)
                     results = [Result(each) for each in results]

@@ -161,7 +161,7 @@ class WriteOut:
             self._end_job(job, written)
 
         keys = [job.keys[place] for place in chosen.tolist()]
-        blocks = TierBlocks(job.store, keys, job.offsets[chosen], job.block_bytes)
+        blocks = TierBlocks(job.store, keys, job.offsets[chosen], job.block_bytes, job.model)
         self._client.put(blocks, checksums[chosen], done, released)
         return chosen.size == len(written)
 

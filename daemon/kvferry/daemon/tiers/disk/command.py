@@ -1,6 +1,6 @@
 """Lists, verifies or clears the root of a disk tier; `kvferry tier` runs it as a process.
 
-    python -m kvferry.daemon.tiers.disk.command list|verify|clear ROOT [NAMESPACE]
+    python -m kvferry.daemon.tiers.disk.command list|verify|check-unused|clear ROOT [NAMESPACE]
 
 Prints a JSON object per line: progress, then the result, or an error. `list` may run while a daemon
 uses the root. `verify` changes nothing: a block that it finds bad is a miss when it is fetched.
@@ -40,9 +40,13 @@ SLABS = "slab-*"
 
 
 class NamespaceFiles(msgspec.Struct):
-    """A namespace on disk. blocks: None if its index cannot be read; `problem` says why."""
+    """A namespace on disk. blocks: None if its index cannot be read; `problem` says why.
+
+    model: empty if it is not known.
+    """
 
     namespace: str
+    model: str
     block_bytes: int
     blocks: int | None
     allocated_bytes: int
@@ -74,19 +78,27 @@ def list_namespaces(root: Path) -> list[NamespaceFiles]:
         written = [path.stat().st_mtime for path in directory.glob(SLABS)]
         described = NamespaceFiles(
             directory.name,
+            model="",
             block_bytes=0,
             blocks=None,
             allocated_bytes=sum(path.stat().st_blocks * 512 for path in files),
             last_written=max(written, default=0.0),
         )
         try:
-            described.block_bytes = _read_meta(directory).block_bytes
+            meta = _read_meta(directory)
+            described.block_bytes, described.model = meta.block_bytes, meta.model
             with open_read_only(directory / INDEX) as index:
                 described.blocks = index.count()
         except (lmdb.Error, OSError, msgspec.MsgspecError) as error:
             described.problem = str(error)
         found.append(described)
     return found
+
+
+def check_unused(root: Path) -> list[NamespaceFiles]:
+    """The namespaces of a root that no daemon uses. Raises Refused (BUSY, BAD_CONFIG), OSError."""
+    with _locked(root):
+        return list_namespaces(root)
 
 
 def verify(root: Path, report: Callable[[Progress], None]) -> list[Verified]:
@@ -193,6 +205,8 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
         match verb:
             case "list":
                 result = list_namespaces(root)
+            case "check-unused":
+                result = check_unused(root)
             case "verify":
                 result = verify(root, lambda progress: _print("progress", progress))
             case _:

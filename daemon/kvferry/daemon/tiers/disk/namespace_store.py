@@ -36,11 +36,12 @@ log = structlog.get_logger()
 
 
 class StoreMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What all slots of a namespace have in common."""
+    """What all slots of a namespace have in common. model: for people who list the tier."""
 
     block_bytes: int
     key_bytes: int
     slots_per_slab: int
+    model: str = ""
 
     @property
     def slot_bytes(self) -> int:

@@ -233,7 +233,8 @@ class DiskTier:
         # A part of the free space, if that is smaller: else not even one slab may fit.
         part = max(min(self._size, self._room()) // SLABS, self._size // MAX_SLABS)
         slab_bytes = min(part, MAX_SLAB_BYTES)
-        meta = StoreMeta(blocks.nbytes, len(blocks.keys[0]), max(1, slab_bytes // slot_bytes))
+        slots = max(1, slab_bytes // slot_bytes)
+        meta = StoreMeta(blocks.nbytes, len(blocks.keys[0]), slots, blocks.model)
         least = meta.slab_bytes + index_bytes(meta.slots_per_slab)
         if not is_namespace_name(blocks.namespace):
             return None
