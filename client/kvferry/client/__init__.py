@@ -7,14 +7,10 @@
     client.transfer_async(1, (GPULoadStoreSpec([7, 8, 9]), CPULoadStoreSpec([0, 1, 2])))
     for result in client.get_finished(): ...
 
-Nothing here imports torch until tensors are shared.
+Nothing here imports torch until torch's tensors are used.
 """
 
 from __future__ import annotations
-
-import sys
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
 
 from kvferry.client.aio import AsyncOffloadClient
 from kvferry.client.blocking import OffloadClient
@@ -26,6 +22,7 @@ from kvferry.client.manager_outputs import PrepareStoreOutput
 from kvferry.client.operations import AllocatedKVCaches
 from kvferry.client.residency_events import OffloadingEvent
 from kvferry.client.session_state import RegistrationState, SessionState
+from kvferry.client.tensors import CanonicalKVCaches, canonicalize, shared_empty
 from kvferry.client.timeline import Timeline
 from kvferry.proto.errors import Code, Failed, Gone, KVFerryError, Refused
 from kvferry.proto.keys import Lookup, OffloadKey, block_hash_of, group_of, offload_key
@@ -42,20 +39,6 @@ from kvferry.proto.specs import (
     TransferSpec,
 )
 from kvferry.proto.status import DaemonStatus, Fingerprint
-
-if TYPE_CHECKING:
-    from kvferry.client.tensors import CanonicalKVCaches, canonicalize, shared_empty
-
-_WITH_TORCH = {"CanonicalKVCaches", "canonicalize", "shared_empty"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _WITH_TORCH:
-        from kvferry.client import tensors
-
-        return getattr(tensors, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
 
 __all__ = [
     "AllocatedKVCaches",
@@ -96,5 +79,3 @@ __all__ = [
     "offload_key",
     "shared_empty",
 ]
-if sys.modules.get("torch") is None and find_spec("torch") is None:  # a star import asks for each
-    __all__[:] = [name for name in __all__ if name not in _WITH_TORCH]

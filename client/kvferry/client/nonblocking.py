@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvferry.client.jobs import TransferResult
@@ -16,13 +16,10 @@ from kvferry.proto.messages import ClientMessage, FindInTiers, Pin, Touch, Unpin
 from kvferry.proto.specs import TransferSpec
 
 if TYPE_CHECKING:
-    import torch
-
+    from kvferry.client.arrays import KVTensors
     from kvferry.client.tensors.canonical import CanonicalKVCaches
 
-KVCaches: TypeAlias = (
-    "CanonicalKVCaches | Mapping[str, torch.Tensor] | Mapping[str, Sequence[torch.Tensor]]"
-)
+KVCaches: TypeAlias = "CanonicalKVCaches | KVTensors"
 
 
 class NonBlockingClient(ReconnectingClient):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from kvferry.client.arrays import address_of, device_kind
 from kvferry.client.effects import Operation, PassFds, ReceiveFd, SendOneWay, SendRequest, WaitFor
 from kvferry.client.endpoint import no_reply_error
 from kvferry.client.namespace import ClientNamespace
@@ -49,7 +50,8 @@ if TYPE_CHECKING:
 
 class AllocatedKVCaches(NamedTuple):
     """KV tensors that the daemon allocated: int8, (num_blocks, page_size_bytes), in the layout's
-    order. kept: whether they were kept for the engine, with their bytes."""
+    order; numpy arrays without torch. kept: whether they were kept for the engine, with their
+    bytes."""
 
     region: HostRegion
     tensors: list[torch.Tensor]
@@ -102,7 +104,7 @@ def register_kv_caches(
     if not isinstance(kv_caches, CanonicalKVCaches):
         kv_caches = canonicalize(kv_caches, **canonical)
     if timeline is not None:
-        timeline.check_device(kv_caches.tensors[0].device.type)
+        timeline.check_device(device_kind(kv_caches.tensors[0]))
     check_fields(RegisterKVCaches, layout=kv_caches.layout, host_bytes=host_bytes)
     yield from wait_connected(session)
     return (yield from _register(session, RegistrationState(kv_caches, host_bytes, timeline)))
@@ -258,7 +260,7 @@ def _register(session: ClientSession, registration: RegistrationState) -> Operat
     from kvferry.client.tensors.sharing import export_tensors
 
     caches, host_bytes = registration.kv_caches, registration.host_bytes
-    addresses = tuple(tensor.data_ptr() for tensor in caches.tensors)
+    addresses = tuple(address_of(tensor) for tensor in caches.tensors)
     timeline = registration.timeline
     arguments = (caches.layout, addresses, host_bytes, timeline, session.restore.opening)
     resumable = yield from _find_resumable(session, arguments)

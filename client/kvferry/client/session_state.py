@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvferry.client.arrays import device_kind
 from kvferry.client.validation import check_fields
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import OpenNamespace
@@ -64,4 +65,4 @@ class SessionState:
             fields = "fingerprint", "quota_bytes", "policy", "store_threshold"
             check_fields(OpenNamespace, **{name: getattr(opening, name) for name in fields})
         if (wanted := self.registration) is not None and wanted.timeline is not None:
-            wanted.timeline.check_device(wanted.kv_caches.tensors[0].device.type)
+            wanted.timeline.check_device(device_kind(wanted.kv_caches.tensors[0]))

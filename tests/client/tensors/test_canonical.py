@@ -177,6 +177,18 @@ def test_canonical_tensors_are_the_engine_s_memory(name: str) -> None:
     assert not view.any()
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_arrays_of_numpy_have_the_form_of_tensors(name: str) -> None:
+    case = CASES[name]
+    view, blocks = case.view().fill_(7), case.expected[0].num_blocks
+    canonical = canonicalize({"layer": view.numpy()}, num_blocks=blocks, block_dim=case.block_dim)
+    assert canonical.layout.tensors == tuple(case.expected)
+    for tensor, expected in zip(canonical.tensors, case.expected, strict=True):
+        assert tuple(tensor.shape) == (expected.num_blocks, expected.page_size_bytes)
+        tensor[:] = 0
+    assert not view.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_pages_are_counted_in_bytes(dtype: torch.dtype) -> None:
     canonical = canonicalize({"layer": torch.zeros(2, N, 6, dtype=dtype)}, num_blocks=N)

@@ -6,6 +6,7 @@ import mmap
 import tempfile
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,20 @@ def test_memory_that_is_not_shared(kvferryd: LocalDaemon) -> None:
             assert alternative in refused.value.message
         tensor = shared_empty((8, 2, 4, 2, 8), torch.float32)
         assert client.register_kv_caches({"layer": tensor}, num_blocks=8).num_blocks > 0
+
+
+def test_a_dtype_of_numpy_makes_a_numpy_array(kvferryd: LocalDaemon) -> None:
+    array = shared_empty((8, 64), np.int16)
+    assert isinstance(array, np.ndarray)
+    assert (array.dtype.name, array.shape) == ("int16", (8, 64))
+    with OffloadClient(kvferryd.directory, engine="numpy") as client:
+        client.register_kv_caches({"layer": array}, num_blocks=8, host_bytes=1024)
+    with (
+        OffloadClient(kvferryd.directory, engine="plain") as client,
+        pytest.raises(Refused) as refused,
+    ):
+        client.register_kv_caches({"layer": np.zeros((8, 64))}, num_blocks=8)
+    assert refused.value.code == Code.NOT_SHAREABLE
 
 
 def test_shared_memory_that_is_open_for_reading_too(kvferryd: LocalDaemon) -> None:

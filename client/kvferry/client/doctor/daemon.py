@@ -12,7 +12,11 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from kvferry.client.arrays import torch_if_installed
 from kvferry.client.blocking import OffloadClient
 from kvferry.client.doctor.check import CheckContext, Finding, fail, ok, warn
 from kvferry.client.endpoint import find_daemons, runtime_directories
@@ -290,17 +294,17 @@ def round_trip(context: CheckContext) -> Iterator[Finding]:
         found = "skipped: the pool is full"
         yield warn("round trip", found, "run it again when the pool has room")
         return
-    try:
-        import torch
-    except ModuleNotFoundError:
+    on_gpu = context.status.device.kind == "cuda"
+    torch = torch_if_installed()
+    if on_gpu and torch is None:
         yield warn("round trip", "skipped: torch is not installed", "pip install torch")
         return
     layout = KVLayout((TensorLayout(2, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
     try:
-        (tensor,) = context.client.allocate_kv_caches(layout, host_bytes=PAGE).tensors
-        sent = torch.arange(PAGE, dtype=torch.int64).to(torch.int8)
-        tensor[0], tensor[1] = sent.to(tensor.device), 0
-        if tensor.is_cuda:
+        tensor: Any = context.client.allocate_kv_caches(layout, host_bytes=PAGE).tensors[0]
+        sent = np.arange(PAGE).astype(np.int8)
+        tensor[0], tensor[1] = sent if torch is None else torch.from_numpy(sent), 0
+        if on_gpu and torch is not None:
             torch.cuda.synchronize(tensor.device)
         context.client.transfer_async(1, (GPULoadStoreSpec([0]), CPULoadStoreSpec([0])))
         context.client.transfer_async(2, (CPULoadStoreSpec([0]), GPULoadStoreSpec([1])))
@@ -311,7 +315,7 @@ def round_trip(context: CheckContext) -> Iterator[Finding]:
     results = context.client.get_finished()
     if failed := [result for result in results if not result.success]:
         yield fail("round trip", str(failed[0].error), "see the daemon's log")
-    elif not torch.equal(tensor[1].cpu(), sent):
+    elif tensor[1].tolist() != sent.tolist():
         yield fail(
             "round trip", "the loaded bytes differ from the stored ones", "report this as a bug"
         )

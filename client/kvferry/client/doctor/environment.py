@@ -11,7 +11,7 @@ from kvferry.client.doctor.check import CheckContext, Finding, fail, ok, warn
 from kvferry.proto.version import installed_version
 
 REQUIRED = {"msgspec": "0.18.6", "numpy": "1.26", "pyzmq": "26"}
-# torch is needed only to share tensors, not by a scheduler.
+# torch is needed only for tensors on a GPU, not by a scheduler.
 OPTIONAL = {"torch": "2.9"}
 # Versions that the connector is tested with.
 VLLM_VERSIONS = tuple(f"0.{minor}" for minor in range(26, 34))
@@ -35,7 +35,7 @@ def packages(_: CheckContext) -> Iterator[Finding]:
         f"{name} {version}" for name, version in installed.items() if version is not None
     ]
     installed_text += [
-        f"no {name} (to share tensors)" for name in OPTIONAL if installed[name] is None
+        f"no {name} (for tensors on a GPU)" for name in OPTIONAL if installed[name] is None
     ]
     yield ok("packages", ", ".join([f"Python {platform.python_version()}", *installed_text]))
 

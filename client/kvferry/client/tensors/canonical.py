@@ -18,20 +18,27 @@ Layers that alias the same memory become one tensor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from kvferry.client.arrays import KVTensors, address_of, form_of, int8_view, is_tensor
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 
+if TYPE_CHECKING:
+    import torch
+
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCaches:
-    """tensors[i]: int8, (num_blocks, page_size_bytes), row stride as in layout.tensors[i]."""
+    """tensors[i]: int8, (num_blocks, page_size_bytes), row stride as in layout.tensors[i].
+
+    Views of numpy arrays are numpy arrays.
+    """
 
     layout: KVLayout
     tensors: tuple[torch.Tensor, ...]
@@ -39,30 +46,29 @@ class CanonicalKVCaches:
 
 @dataclass(slots=True)
 class _View:
-    """A canonical tensor as a part of a storage; offset in bytes."""
+    """A canonical tensor as a part of a KV tensor. offset: in bytes, from its first element."""
 
-    storage: torch.UntypedStorage
+    whole: Any
     offset: int
     layout: TensorLayout
 
     @property
     def rows(self) -> tuple[int, int, int]:
         """Views with the same rows become one tensor, even if they use different parts of a row."""
-        address = self.storage.data_ptr() + self.offset
+        address = address_of(self.whole) + self.offset
         return address, self.layout.num_blocks, self.layout.row_stride_bytes
 
     def widen(self, other: _View) -> None:
         if other.layout.page_size_bytes > self.layout.page_size_bytes:
             self.layout = other.layout
 
-    def tensor(self) -> torch.Tensor:
-        raw = torch.empty(0, dtype=torch.int8, device=self.storage.device)
+    def tensor(self) -> Any:
         shape = (self.layout.num_blocks, self.layout.page_size_bytes)
-        return raw.set_(self.storage, self.offset, shape, (self.layout.row_stride_bytes, 1))
+        return int8_view(self.whole, self.offset, shape, self.layout.row_stride_bytes)
 
 
 def canonicalize(
-    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+    kv_caches: KVTensors,
     *,
     num_blocks: int,
     groups: Sequence[Sequence[str]] | None = None,
@@ -72,6 +78,7 @@ def canonicalize(
 ) -> CanonicalKVCaches:
     """Canonical form of an engine's KV caches, given as layer name -> tensor or tensors.
 
+    A tensor is torch's or a numpy array.
     num_blocks: GPU blocks, as the scheduler counts them.
     groups: the layers of each KV cache group; None: one group with all layers.
     page_size_bytes: for layers whose blocks end with padding, the bytes of one block without it.
@@ -83,7 +90,7 @@ def canonicalize(
     refs: dict[str, list[TensorRef]] = {}
     for name, value in kv_caches.items():
         refs[name] = []
-        for tensor in [value] if isinstance(value, torch.Tensor) else value:
+        for tensor in [value] if is_tensor(value) else value:
             page = None if page_size_bytes is None else page_size_bytes.get(name)
             for view in _views(name, tensor, num_blocks, page, block_dim):
                 number = numbers.setdefault(view.rows, len(views))
@@ -115,43 +122,42 @@ def _group(names: Sequence[str], refs: Mapping[str, list[TensorRef]]) -> tuple[T
 
 
 def _views(
-    name: str, tensor: torch.Tensor, num_blocks: int, page: int | None, block_dim: int | None
+    name: str, tensor: Any, num_blocks: int, page: int | None, block_dim: int | None
 ) -> Iterator[_View]:
     """The canonical tensors of one KV tensor."""
     if num_blocks < 1:
         raise _refusal(name, tensor, f"num_blocks is {num_blocks}; give at least 1")
-    if not tensor.numel():
+    form = form_of(tensor)
+    shape = form.shape
+    if not math.prod(shape):
         raise _refusal(name, tensor, "it has no elements; leave it out")
     dim = _block_dim(name, tensor, num_blocks) if block_dim is None else block_dim
-    if not 0 <= dim < tensor.dim():
-        raise _refusal(
-            name, tensor, f"block_dim is {dim}; give one of its {tensor.dim()} dimensions"
-        )
-    item = tensor.element_size()
-    stride = tensor.stride(dim) * item
+    if not 0 <= dim < len(shape):
+        raise _refusal(name, tensor, f"block_dim is {dim}; give one of its {len(shape)} dimensions")
+    stride = form.strides[dim]
     others = [
-        (tensor.size(d), tensor.stride(d) * item)
-        for d in range(tensor.dim())
-        if d != dim and tensor.size(d) > 1
+        (size, step)
+        for d, (size, step) in enumerate(zip(shape, form.strides, strict=True))
+        if d != dim and size > 1
     ]
     inner = sorted((o for o in others if o[1] < stride), key=lambda o: o[1])
     outer = [o for o in others if o[1] >= stride]
-    dense = item
+    dense = form.item_bytes
     for size, step in inner:
         if step != dense:
             raise _refusal(
                 name, tensor, "one block is not contiguous; allocate each block as one run of bytes"
             )
         dense *= size
-    span = (tensor.size(dim) - 1) * stride + dense
+    span = (shape[dim] - 1) * stride + dense
     for size, step in sorted(outer, key=lambda o: o[1]):
         if step < span:
             raise _refusal(name, tensor, "blocks overlap; allocate each block in its own memory")
         span += (size - 1) * step
-    if dense > stride and tensor.size(dim) > 1:
+    if dense > stride and shape[dim] > 1:
         raise _refusal(name, tensor, "blocks overlap; allocate each block in its own memory")
-    kernel_blocks = tensor.size(dim) // num_blocks
-    if kernel_blocks * num_blocks != tensor.size(dim):
+    kernel_blocks = shape[dim] // num_blocks
+    if kernel_blocks * num_blocks != shape[dim]:
         raise _refusal(
             name,
             tensor,
@@ -168,15 +174,15 @@ def _views(
             f"a page of {page} bytes exceeds its block of {dense}; correct page_size_bytes",
         )
     layout = TensorLayout(num_blocks, page or dense, stride * kernel_blocks)
-    start = int(tensor.storage_offset()) * item
     for steps in product(*(range(0, size * step, step) for size, step in outer)):
-        yield _View(tensor.untyped_storage(), start + sum(steps), layout)
+        yield _View(tensor, sum(steps), layout)
 
 
-def _block_dim(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
+def _block_dim(name: str, tensor: Any, num_blocks: int) -> int:
     """The dimension that counts blocks: 0, or 1 if dimension 0 separates K and V."""
-    fits = [size % num_blocks == 0 for size in tensor.shape[:2]]
-    if tensor.dim() > 2 and tensor.size(0) == 2 and fits[1]:
+    shape = tensor.shape
+    fits = [size % num_blocks == 0 for size in shape[:2]]
+    if len(shape) > 2 and shape[0] == 2 and fits[1]:
         if fits[0]:
             raise _refusal(
                 name, tensor, "dimensions 0 and 1 could both count blocks; give block_dim"
@@ -191,6 +197,8 @@ def _block_dim(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
     return 0
 
 
-def _refusal(name: str, tensor: torch.Tensor, why: str) -> Refused:
-    form = f"{name}: shape {tuple(tensor.shape)}, stride {tensor.stride()}"
-    return Refused(Code.BAD_LAYOUT, f"layer {form}: {why}", form)
+def _refusal(name: str, tensor: Any, why: str) -> Refused:
+    form = form_of(tensor)
+    strides = tuple(stride // form.item_bytes for stride in form.strides)
+    shown = f"{name}: shape {form.shape}, stride {strides}"
+    return Refused(Code.BAD_LAYOUT, f"layer {shown}: {why}", shown)

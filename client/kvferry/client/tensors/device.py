@@ -12,8 +12,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from kvferry.client.arrays import import_torch
 from kvferry.cuda.driver import driver
 from kvferry.cuda.virtual_memory import DeviceMemory, VirtualMemory
 from kvferry.proto.errors import Code, Refused
@@ -39,17 +38,17 @@ def mapped_memory_at(pointer: int) -> MappedMemory | None:
     return next((memory for memory in tuple(_mapped.values()) if memory.contains(pointer)), None)
 
 
-def map_device_memory(uuid: str, descriptor: int, nbytes: int) -> torch.Tensor:
-    """Map memory of a GPU: int8, (nbytes,). The tensor and its views own the descriptor.
+def map_device_memory(uuid: str, descriptor: int, nbytes: int) -> Any:
+    """Map memory of a GPU: torch's int8, (nbytes,). The tensor and its views own the descriptor.
 
     Raises Refused (DEVICE_MISMATCH) or Failed (MAP_FAILED); the caller then still owns it.
     """
-    ordinal = device_ordinal(uuid)
+    torch, ordinal = import_torch(), device_ordinal(uuid)
     with driver().visiting(ordinal) as context:
         memory = VirtualMemory(driver(), ordinal).import_memory(descriptor, nbytes)
         whole: Any = _DeviceBytes(memory.address, nbytes)
         try:
-            tensor = torch.as_tensor(whole, device=torch.device("cuda", ordinal))
+            tensor: Any = torch.as_tensor(whole, device=torch.device("cuda", ordinal))
         except BaseException:
             memory.close()
             raise

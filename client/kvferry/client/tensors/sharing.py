@@ -15,9 +15,18 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
 
-import torch
+import numpy as np
+from numpy.typing import DTypeLike
 
+from kvferry.client.arrays import (
+    address_of,
+    device_kind,
+    import_torch,
+    int8_view,
+    torch_if_installed,
+)
 from kvferry.client.tensors.canonical import CanonicalKVCaches
 from kvferry.client.tensors.device import device_ordinal, map_device_memory, mapped_memory_at
 from kvferry.cuda.driver import driver
@@ -25,6 +34,9 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
 from kvferry.proto.specs import KVLayout
 from kvferry.proto.status import DeviceInfo
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +60,51 @@ class ExportedTensors:
 
 def export_tensors(caches: CanonicalKVCaches) -> ExportedTensors:
     """Share an engine's tensors. Raises Refused (NOT_SHAREABLE) with the setting to change."""
-    if caches.tensors[0].device.type == "cuda":
+    if device_kind(caches.tensors[0]) == "cuda":
         return _export_cuda(caches.tensors)
     return _export_shared_memory(caches.tensors)
 
 
+@overload
 def shared_empty(
-    shape: Sequence[int], dtype: torch.dtype = torch.int8, device: object = "cpu"
-) -> torch.Tensor:
-    """An uninitialized tensor that can be registered: in shared memory, or on a CUDA device."""
-    if torch.device(str(device)).type == "cuda":
-        return torch.empty(tuple(shape), dtype=dtype, device=str(device))
-    nbytes = max(1, math.prod(shape) * dtype.itemsize)
+    shape: Sequence[int], dtype: torch.dtype | None = None, device: object = "cpu"
+) -> torch.Tensor: ...
+
+
+@overload
+def shared_empty(
+    shape: Sequence[int], dtype: DTypeLike, device: object = "cpu"
+) -> np.ndarray[Any, np.dtype[Any]]: ...
+
+
+def shared_empty(shape: Sequence[int], dtype: Any = None, device: object = "cpu") -> Any:
+    """An uninitialized tensor that can be registered: in shared memory, or on a CUDA device.
+
+    dtype: torch's or numpy's; default: int8. The result is torch's tensor, or, with a dtype of
+    numpy or without torch, a numpy array. A device other than the CPU needs torch.
+    """
+    if not str(device).startswith("cpu"):
+        torch = import_torch()
+        return torch.empty(tuple(shape), dtype=dtype or torch.int8, device=str(device))
+    count, found = math.prod(shape), torch_if_installed()
+    if found is not None and (dtype is None or isinstance(dtype, found.dtype)):
+        dtype = dtype or found.int8
+        memory = _new_memory(count * dtype.itemsize)
+        return found.frombuffer(memory, dtype=dtype, count=count).view(tuple(shape))
+    dtype = np.dtype(dtype or np.int8)
+    memory = _new_memory(count * dtype.itemsize)
+    return np.frombuffer(memory, dtype=dtype, count=count).reshape(tuple(shape))
+
+
+def _new_memory(nbytes: int) -> mmap.mmap:
+    """New shared memory, of one byte at least."""
+    nbytes = max(1, nbytes)
     descriptor = os.memfd_create("kvferry-tensor", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, nbytes)
-        memory = mmap.mmap(descriptor, nbytes)  # keeps a descriptor of its own
+        return mmap.mmap(descriptor, nbytes)  # keeps a descriptor of its own
     finally:
         os.close(descriptor)
-    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(tuple(shape))
 
 
 # CUDA
@@ -109,8 +147,8 @@ def _check_ipc(tensor: torch.Tensor) -> None:
         )
 
 
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} on {tensor.device}"
+def _describe(tensor: Any) -> str:
+    return f"{tuple(tensor.shape)} on {getattr(tensor, 'device', 'cpu')}"
 
 
 # Shared memory
@@ -125,7 +163,7 @@ class _Mapping:
     file: tuple[int, int]
 
 
-def _export_shared_memory(tensors: Iterable[torch.Tensor]) -> ExportedTensors:
+def _export_shared_memory(tensors: Iterable[Any]) -> ExportedTensors:
     mappings = list(_shared_mappings())
     open_files = _open_files()
     numbers: dict[tuple[int, int], int] = {}
@@ -133,7 +171,7 @@ def _export_shared_memory(tensors: Iterable[torch.Tensor]) -> ExportedTensors:
     locations: list[Location] = []
     descriptors: list[int] = []
     for tensor in tensors:
-        pointer = tensor.data_ptr()
+        pointer = address_of(tensor)
         mapping = next((m for m in mappings if m.start <= pointer < m.end), None)
         if mapping is None or mapping.file not in open_files:
             raise Refused(
@@ -178,8 +216,12 @@ def _open_files() -> dict[tuple[int, int], int]:
 
 
 def check_device_visible(device: DeviceInfo) -> None:
-    """Raise Refused (NO_DEVICE, DEVICE_MISMATCH) if this process does not see the device."""
+    """Raise Refused (NO_DEVICE, DEVICE_MISMATCH) if this process does not see the device.
+
+    Raises ModuleNotFoundError if it cannot use the device.
+    """
     if device.kind == "cuda":
+        import_torch()  # raises if it is not installed
         device_ordinal(device.uuid)
 
 
@@ -192,11 +234,13 @@ def map_tensors(
 ) -> list[torch.Tensor]:
     """Map tensors that the daemon has allocated: int8 views of (num_blocks, page_size_bytes).
 
+    Without torch they are numpy arrays.
+
     descriptors[i] is that of allocations[i]. The tensors own descriptors and mappings; if this
     raises, all are closed.
     """
     remaining = list(descriptors)
-    mapped: list[torch.Tensor] = []
+    mapped: list[Any] = []
     try:
         for allocation in allocations:
             mapped.append(_map_allocation(allocation.size, remaining[0], device))
@@ -205,19 +249,24 @@ def map_tensors(
         for descriptor in remaining:
             os.close(descriptor)
     return [
-        mapped[location.allocation].as_strided(
-            (tensor.num_blocks, tensor.page_size_bytes),
-            (tensor.row_stride_bytes, 1),
+        int8_view(
+            mapped[location.allocation],
             location.offset,
+            (tensor.num_blocks, tensor.page_size_bytes),
+            tensor.row_stride_bytes,
         )
         for tensor, location in zip(layout.tensors, locations, strict=True)
     ]
 
 
-def _map_allocation(size: int, descriptor: int, device: DeviceInfo) -> torch.Tensor:
+def _map_allocation(size: int, descriptor: int, device: DeviceInfo) -> Any:
     if device.kind == "cuda":
         return map_device_memory(device.uuid, descriptor, size)
     shared = mmap.mmap(descriptor, size)  # keeps a descriptor of its own
-    tensor = torch.frombuffer(shared, dtype=torch.int8)
+    torch = torch_if_installed()
+    if torch is None:
+        tensor: Any = np.frombuffer(shared, dtype=np.int8)
+    else:
+        tensor = torch.frombuffer(shared, dtype=torch.int8)
     os.close(descriptor)
     return tensor
