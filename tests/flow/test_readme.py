@@ -10,7 +10,8 @@ import pytest
 from kvferry.client import LocalDaemon, endpoint
 from kvferry.testing.engine import until
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
 
 
@@ -29,3 +30,12 @@ def test_each_block_runs_on_its_own(
             assert "False" not in output
             assert ("(2, True)" in output) == (block is BLOCKS[1]), "the stored blocks are loaded"
         until(lambda: daemon.log().count("client disconnected") == 4)
+
+
+def test_the_plot_shows_the_times_of_the_table() -> None:
+    """The command in CONTRIBUTING.md draws it again."""
+    table = README.read_text().partition("| vLLM 0.33 | kvferry |")[2].partition("\n\n")[0]
+    plot = (ROOT / "tests" / "bench" / "results.svg").read_text()
+    times = re.findall(r"\*\*([\d.]+ m?s)\*\*", table)
+    assert len(times) == 6
+    assert all(f">{time}</text>" in plot for time in times)
