@@ -1,6 +1,6 @@
 """Whether answers of a chat that exceeds the GPU's cache are those of computing everything.
 
-    python tests/gpu/vllm_conversations.py [--models small,hybrid] [--connectors none,kvferry]
+    python tests/gpu/vllm_conversations.py [--models small,windows] [--connectors none,kvferry]
 
 48 conversations of four rounds are asked all at once in each round, with a GPU cache that holds a
 quarter of them. First an engine without any cache computes all answers. Each conversation continues
@@ -8,7 +8,7 @@ with these answers, so that all engines get the same prompts. Then the log proba
 answer are compared. The connector `none` has only the GPU's prefix cache: the distance of its
 answers is what rounding alone causes, because a cached prefix is computed in other batches than a
 whole prompt. Prints a line per engine and seed, and exits with status 1 if an answer of kvferry
-differs by more than TIE (sensitive_weights.py).
+differs by more than TIE (answers.py).
 """
 
 from __future__ import annotations
@@ -16,48 +16,53 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from support.sensitive_weights import TIE, answer_distance
+from support.answers import TIE, answer_distance
 from support.vllm_measure import Record, print_figures
-from support.vllm_models import HYBRID, SMALL
+from support.vllm_models import FAMILIES, Family
 from support.vllm_process import VLLM, GpuDaemon, make_prompts
 from support.vllm_served import Prompts
 
 CONVERSATIONS, ROUNDS, STEP, GENERATED = 48, 4, 512, 16
-# GPU blocks of 16 tokens: a quarter of what the conversations need in their last round.
-GPU_BLOCKS = CONVERSATIONS * ROUNDS * STEP // 16 // 4
 HOST = 16 << 30
-MODELS = {"small": SMALL, "hybrid": HYBRID}
+# Seconds after which the daemon is killed, while blocks are loaded and stored.
+KILL_SECONDS = 0.3
 # The prompts and the answers of each round, by seed.
 Chats = dict[int, list[tuple[Prompts, list[Record]]]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--models", default="small,hybrid")
+    parser.add_argument("--models", default="small,windows", help=", ".join(FAMILIES))
     parser.add_argument("--connectors", default="none,kvferry")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     rows: list[Record] = []
     for name in chosen.models.split(","):
-        chats = compute(MODELS[name], chosen.seeds)
-        for connector in chosen.connectors.split(","):
-            for row in compare(MODELS[name], connector, chats):
-                print_figures(f"{name} {connector}", **row)
-                rows.append({"model": name, "connector": connector, **row})
-                if chosen.json is not None:
-                    chosen.json.write_text(json.dumps(rows, indent=1))
+        family, connectors = FAMILIES[name], chosen.connectors.split(",")
+        chats = compute(family, chosen.seeds)
+        with ThreadPoolExecutor() as pool:  # answers are compared, not times
+            found = pool.map(partial(compare, family, chats), connectors)
+            for connector, compared in zip(connectors, found, strict=True):
+                for row in compared:
+                    print_figures(f"{name} {connector}", **row)
+                    rows.append({"model": name, "connector": connector, **row})
+        if chosen.json is not None:
+            chosen.json.write_text(json.dumps(rows, indent=1))
     sys.exit(any(row["differ"] for row in rows if row["connector"] == "kvferry"))
 
 
-def compute(model: Record, seeds: int) -> Chats:
+def compute(family: Family, seeds: int) -> Chats:
     """The answers of an engine that computes every token of every prompt."""
     chats: Chats = {}
-    options: dict[str, Any] = {"enable_prefix_caching": False, "kv_cache_memory_bytes": 8 << 30}
-    with VLLM("none", model=model, sensitive=True, **options) as engine:
+    options = family.options | {"enable_prefix_caching": False, "kv_cache_memory_bytes": 8 << 30}
+    with VLLM("none", model=family.model, sensitive=True, **options) as engine:
         for seed in range(seeds):
             prompts: Prompts = [[] for _ in range(CONVERSATIONS)]
             chats[seed] = []
@@ -71,10 +76,13 @@ def compute(model: Record, seeds: int) -> Chats:
     return chats
 
 
-def compare(model: Record, connector: str, chats: Chats) -> list[Record]:
-    """For each seed the distances of the answers from the computed ones, in nats."""
-    options: dict[str, Any] = {
-        "num_gpu_blocks_override": GPU_BLOCKS,
+def compare(family: Family, chats: Chats, connector: str) -> list[Record]:
+    """For each seed the distances of the answers from the computed ones, in nats.
+
+    With kvferry, the last round is then asked again while the daemon is killed.
+    """
+    options: dict[str, Any] = family.options | {
+        "num_gpu_blocks_override": family.gpu_blocks,
         "kv_cache_memory_bytes": 8 << 30,
         "max_model_len": 4096,
     }
@@ -83,25 +91,32 @@ def compare(model: Record, connector: str, chats: Chats) -> list[Record]:
         extra: Record = {"cpu_bytes_to_use": HOST}
         if connector == "kvferry":
             extra["kvferry_dirs"] = [daemon.directory]
-        with VLLM(connector, model=model, extra=extra, sensitive=True, **options) as engine:
+        with VLLM(connector, model=family.model, extra=extra, sensitive=True, **options) as engine:
             for seed, rounds in chats.items():
                 found = [answer for ids, _ in rounds for answer in engine.generate(ids, GENERATED)]
                 expected = [answer for _, answers in rounds for answer in answers]
-                nats = sorted(answer_distance(*pair) for pair in zip(expected, found, strict=True))
-                tokens = sum(
-                    a["tokens"] != b["tokens"] for a, b in zip(expected, found, strict=True)
-                )
-                row = {
-                    "seed": seed,
-                    "answers": len(nats),
-                    "differ": sum(each > TIE for each in nats),
-                    "other_tokens": tokens,
-                    "median": nats[len(nats) // 2],
-                    "largest": nats[-1],
-                    "cached": sum(answer["cached"] for answer in found),
-                }
-                rows.append(row)
+                rows.append({"seed": seed, **distances(expected, found)})
+            if connector == "kvferry":
+                prompts, expected = rounds[-1]
+                engine.send(do="generate", prompts=prompts, tokens=GENERATED)
+                time.sleep(KILL_SECONDS)
+                daemon.kill()
+                found = engine.answer()["outputs"]
+                rows.append({"seed": seed, "killed": True, **distances(expected, found)})
     return rows
+
+
+def distances(expected: list[Record], found: list[Record]) -> Record:
+    pairs = list(zip(expected, found, strict=True))
+    nats = sorted(answer_distance(*pair) for pair in pairs)
+    return {
+        "answers": len(nats),
+        "differ": sum(each > TIE for each in nats),
+        "other_tokens": sum(a["tokens"] != b["tokens"] for a, b in pairs),
+        "median": nats[len(nats) // 2],
+        "largest": nats[-1],
+        "cached": sum(answer["cached"] for answer in found),
+    }
 
 
 if __name__ == "__main__":

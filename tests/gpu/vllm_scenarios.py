@@ -23,8 +23,8 @@ from typing import Any
 
 from kvferry.proto.version import installed_version
 from kvferry.testing.mooncake_store import MooncakeStore
+from support.answers import TIE, answer_distance
 from support.pool_files import pool_files
-from support.sensitive_weights import TIE, answer_distance
 from support.vllm_measure import tier_of, wait_written
 from support.vllm_models import HYBRID
 from support.vllm_process import CONNECTORS, VLLM, GpuDaemon, make_prompts

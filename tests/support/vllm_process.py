@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
-from support.sensitive_weights import TOP, write_weights
+from support.answers import TOP
 from support.vllm_models import SMALL
 from support.vllm_served import Prompts
 
@@ -38,6 +39,11 @@ CONNECTORS: dict[str, dict[str, Any] | None] = {
         "kv_connector_module_path": "pegaflow.connector",
     },
 }
+# Options of vLLM for the weights of sensitive_loader.py.
+SENSITIVE = {
+    "load_format": "sensitive",
+    "worker_extension_cls": "support.sensitive_loader.SensitiveLoading",
+}
 
 
 class EngineEnded(Exception):
@@ -48,7 +54,7 @@ class VLLM:
     """A vLLM engine. It logs to this process's stderr.
 
     connector: a name in CONNECTORS. extra: its kv_connector_extra_config. sensitive: use weights
-    whose outputs depend on the KV cache (sensitive_weights.py), so that answers can be compared;
+    whose outputs depend on the KV cache (sensitive_loader.py), so that answers can be compared;
     else dummy weights. tree: another source tree of kvferry, whose client the engine uses. options:
     of vLLM.
     """
@@ -66,14 +72,10 @@ class VLLM:
         transfer = CONNECTORS[connector]
         if transfer is not None:
             transfer = transfer | {"kv_role": "kv_both", "kv_connector_extra_config": extra or {}}
-        folder = _folder(model)
         if sensitive:
-            # Not in the engine's process: it forks, and a child without OpenMP's threads would
-            # wait forever for them.
-            write_weights(folder, model)
-            options = {"load_format": "safetensors"} | options
+            options = SENSITIVE | options
         chosen = {
-            "model": str(folder),
+            "model": str(model_folder(model)),
             "transfer": transfer,
             "options": options,
             "top": TOP if sensitive else None,
@@ -85,7 +87,7 @@ class VLLM:
             stderr=sys.stderr,
             text=True,
             start_new_session=True,
-            env={**os.environ, "PYTHONHASHSEED": "0"} | _python_path(tree),
+            env={**os.environ, "PYTHONHASHSEED": "0"} | python_path(tree),
         )
         self.answer()
 
@@ -184,7 +186,7 @@ class GpuDaemon:
             command += [f"--{name.replace('_', '-')}", str(value)]
         for stale in self.runtime_dir.glob("*/kvferry.sock"):
             stale.unlink()
-        environment = os.environ | _python_path(self._tree, "KVFERRYD_PYTHONPATH")
+        environment = os.environ | python_path(self._tree, "KVFERRYD_PYTHONPATH")
         self._process = subprocess.Popen(command, env=environment)
         deadline = time.monotonic() + timeout
         while not list(self.runtime_dir.glob("*/kvferry.sock")):
@@ -213,10 +215,10 @@ class PegaFlow:
     """PegaFlow's server for one GPU. PegaFlow must be installed beside vLLM."""
 
     def __init__(self, device: int = 0, pool: str = "8gb") -> None:
-        self.port = _free_port()
+        self.port = free_port()
         command = [sys.executable, "-m", "pegaflow._server", "--devices", str(device)]
         command += ["--addr", f"127.0.0.1:{self.port}", "--pool-size", pool]
-        command += ["--http-addr", f"127.0.0.1:{_free_port()}", "--log-level", "warn"]
+        command += ["--http-addr", f"127.0.0.1:{free_port()}", "--log-level", "warn"]
         self._process = subprocess.Popen(command, start_new_session=True)
         deadline = time.monotonic() + 60
         while not _listens(self.port):
@@ -233,14 +235,14 @@ class PegaFlow:
         self._process.wait()
 
 
-def _python_path(tree: str, variable: str = "PYTHONPATH") -> dict[str, str]:
+def python_path(tree: str, variable: str = "PYTHONPATH") -> dict[str, str]:
     """The environment of a process that uses a source tree; without one, the variable unchanged."""
     path = os.environ.get(variable, os.environ.get("PYTHONPATH", ""))
     parts = [str(Path(tree) / part) for part in ("proto", "client", "daemon", "tests")]
     return {"PYTHONPATH": ":".join([*parts, path] if tree else [path])}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return int(listening.getsockname()[1])
 
@@ -251,10 +253,9 @@ def _listens(port: int) -> bool:
     return False
 
 
-def _folder(model: dict[str, Any]) -> Path:
-    keys = "num_hidden_layers", "num_key_value_heads", "sliding_window"
-    name = "-".join(str(model[key]) for key in keys if key in model)
-    folder = Path(tempfile.gettempdir()) / f"kvferry-llama-{name}"
+def model_folder(model: dict[str, Any]) -> Path:
+    name = f"{model['model_type']}-{zlib.crc32(json.dumps(model).encode()):08x}"
+    folder = Path(tempfile.gettempdir()) / f"kvferry-{name}"
     folder.mkdir(exist_ok=True)
     unfinished = folder / f"{os.getpid()}.part"
     unfinished.write_text(json.dumps(model))

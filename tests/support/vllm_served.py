@@ -15,6 +15,9 @@ def serve(chosen: dict[str, Any]) -> None:
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
+    if chosen["options"].get("load_format") == "sensitive":
+        import support.sensitive_loader  # noqa: F401 - registers the load format
+
     options = {
         "skip_tokenizer_init": True,
         "load_format": "dummy",

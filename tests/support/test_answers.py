@@ -1,23 +1,12 @@
-"""The distance of two answers of a model, and the model's weights."""
+"""The distance of two answers of a model."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.sensitive_weights import TIE, answer_distance, shapes, write_weights
-
-MODEL = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 100,
-}
+from support.answers import TIE, answer_distance
 
 
 def answer(*steps: tuple[int, dict[int, float]]) -> dict[str, Any]:
@@ -53,16 +42,3 @@ def test_tokens_after_a_tie_are_not_compared() -> None:
     after_second, after_tie = (9, {9: -1.0, 1: -2.0}), (2, {2: -1.0, 3: -2.0})
     first, other = answer(FIRST, SECOND, after_second), answer(FIRST, tie, after_tie)
     assert answer_distance(first, other) <= TIE
-
-
-def test_a_checkpoint_is_written_once(tmp_path: Path) -> None:
-    load_file = pytest.importorskip("safetensors.torch").load_file
-    write_weights(tmp_path, MODEL)
-    (file,) = tmp_path.iterdir()
-    weights, written = load_file(file), file.stat().st_mtime_ns
-    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == shapes(MODEL)
-    assert (weights["model.norm.weight"] == 1).all()
-    queries, keys = (weights[f"model.layers.1.self_attn.{x}_proj.weight"].float() for x in "qk")
-    assert 2.5 < queries.std() / keys.std() < 3.5
-    write_weights(tmp_path, MODEL)
-    assert file.stat().st_mtime_ns == written
