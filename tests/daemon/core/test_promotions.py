@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvferry.daemon.core.actions import CommitBlocks, SendMessage
-from kvferry.daemon.core.promotions import MAX_SEARCHES
+from kvferry.daemon.core.search_queue import MAX_SEARCHES
 from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
     DropStore,
@@ -179,13 +179,23 @@ def test_at_most_half_of_the_blocks_are_promoted_at_a_time() -> None:
     assert keys_of(promote(fixture, b"ij")) == b"ij"
 
 
-def test_too_many_searches_of_a_session_are_refused_until_one_ends() -> None:
+def test_too_many_searches_of_a_session_are_refused() -> None:
     fixture = new_fixture()
-    searches = [start_search(fixture, b"a") for _ in range(MAX_SEARCHES)]
+    for _ in range(MAX_SEARCHES):
+        fixture.send("a", wire.FindInTiers(1, each(b"a")))
     message = wire.FindInTiers(1, each(b"a"))
     assert fixture.error("a", message) == (Code.BUSY, str(MAX_SEARCHES))
-    end_search(fixture, searches[0], -1)
-    start_search(fixture, b"a")
+
+
+def test_searches_that_were_not_asked_yet_follow() -> None:
+    fixture = new_fixture()
+    first = start_search(fixture, b"a")
+    start_search(fixture, b"b")
+    assert fixture.send("a", wire.FindInTiers(2, each(b"cd"))) == []
+    find, *actions = end_search(fixture, first, -1)
+    assert keys_of(find) == b"cd"
+    assert reply_of(actions) == wire.TiersFound(1, 0)
+    assert reply_of(end_search(fixture, find, 0, 0)) == wire.TiersFound(2, 2, 2, 0.25)
 
 
 def test_the_reply_to_a_reset_waits_until_the_tiers_dropped_the_namespace() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import select
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -201,6 +202,19 @@ async def test_an_idle_process_has_the_full_reply_timeout(fixture: ClientFixture
     before = fixture.process
     fixture.client._last_reply -= 100
     fixture.read(request_of(2))
+    assert fixture.client._watch is not None
+    fixture.client._watch.cancel()
+    fixture.client._check()
+    await fixture.wait_for_sums()
+    assert fixture.process is before
+
+
+async def test_a_process_whose_reply_has_arrived_is_not_replaced(fixture: ClientFixture) -> None:
+    """Although the daemon reads it after the timeout, because its event loop was busy."""
+    before = fixture.process
+    fixture.read(request_of(1))
+    select.select([fixture.client._socket], [], [])  # blocks the event loop
+    fixture.client._last_reply -= 100
     assert fixture.client._watch is not None
     fixture.client._watch.cancel()
     fixture.client._check()

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,57 @@ def test_a_stopped_tier_costs_one_lookup_and_no_probe(rude: Rude) -> None:
     assert tier.put([1]) == [OK]
     assert tier.contains([1]) == [True]
     assert tier.client.counters.deaths == 1
+
+
+def send_lookups(rude: Rude, results: list[Any]) -> Path:
+    """Send four lookups with a short deadline. Returns a file that exists once the tier has sent
+    its answers."""
+    client, last = rude.tier.client, key_of(5)
+    rude.on("note lookups")
+
+    async def send() -> None:
+        for number in range(1, 5):
+            client.contains(NAMESPACE, [key_of(number)], 0.05, results.extend)
+        client.contains(NAMESPACE, [last], 30.0, lambda _: None)  # they are answered in order
+
+    rude.tier.runner.run(send())
+    return rude.folder / f"lookup-{last.hex()}"
+
+
+def block_event_loop(rude: Rude, answered: Path, seconds: float) -> None:
+    """Block it for that time and until the tier has answered."""
+    until = time.monotonic() + seconds
+
+    async def block() -> None:
+        while time.monotonic() < until or not answered.exists():
+            time.sleep(0.001)
+
+    rude.tier.runner.run(block())
+
+
+def test_an_answer_that_has_arrived_is_not_late(rude: Rude) -> None:
+    """Although the daemon reads it after the deadline, because its event loop was busy."""
+    results = list[Any]()
+    rude.tier.put([1, 2, 3, 4])
+    block_event_loop(rude, send_lookups(rude, results), 0.1)
+    rude.tier.wait_until(lambda: len(results) == 4)
+    assert results == [OK] * 4
+    assert rude.tier.client.is_prompt
+
+
+def test_a_process_whose_answers_have_arrived_is_not_killed(start: Start, tmp_path: Path) -> None:
+    rude = Rude(tmp_path, start, TierTimes(grace=1.0))
+    tier, results = rude.tier, list[Any]()
+    pid = tier.client.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    answered = send_lookups(rude, results)
+    tier.wait_until(lambda: len(results) == 4)
+    assert results == [LATE] * 4
+    os.kill(pid, signal.SIGCONT)
+    block_event_loop(rude, answered, 1.0)
+    tier.wait_until(lambda: not tier.client.in_flight)
+    assert (tier.client.pid, tier.client.counters.deaths) == (pid, 0)
 
 
 def test_what_was_read_in_time_counts(rude: Rude) -> None:

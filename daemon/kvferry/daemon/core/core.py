@@ -161,7 +161,7 @@ class Core:
             case Pong():  # for observability
                 return []
             case KeysFound():
-                actions, error = self._promotions.promote_found(report), None
+                actions, error = self._promotions.handle_found(report), None
             case BlocksFetched():
                 actions, error = self._promotions.end_fetch(report), None
             case FetchReleased():

@@ -1,6 +1,6 @@
 """Promotion: copying keys from the tiers below into the host pool, before they are requested.
 
-    FindInTiers -> FindKeys ... KeysFound -> FetchBlocks, TiersFound
+    FindInTiers -> FindKeys ... KeysFound (perhaps in parts) -> FetchBlocks, TiersFound
     ... BlocksFetched (keys become loadable or absent) ... FetchReleased (blocks are released)
 
 A prefix is promoted only if reading it is expected to be faster than computing it. If it is not,
@@ -21,25 +21,22 @@ from kvferry.daemon.core.actions import Action, BlockSet, CommitBlocks, SendMess
 from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.namespaces import Namespaces
+from kvferry.daemon.core.search_queue import KeySearch, SearchQueue
 from kvferry.daemon.core.tier_actions import (
     MAX_TIER_KEYS,
     BlocksFetched,
     DropStore,
     FetchBlocks,
     FetchReleased,
-    FindKeys,
     KeysFound,
     StoreDropped,
     StoreDroppedElsewhere,
     TierDescription,
     fetch_serial,
 )
-from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.messages import Done, FindInTiers, TiersFound
 
-# Searches of one session in flight.
-MAX_SEARCHES = 256
 # Limits of the deadline of a promotion, in seconds. What a request loses if a tier stops answering:
 # a quarter of a second is hardly noticed, once. On a busy machine processes wait for tenths of a
 # second, and what they read must not be a miss for that.
@@ -49,16 +46,6 @@ MIN_SECONDS, MAX_SECONDS = 0.25, 2.0
 PROMOTED_PART = 0.5
 # Bytes that are read to measure the rate of a tier.
 MEASURED_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Search:
-    session: str
-    message: FindInTiers
-    namespace: Namespace
-    generation: int
-    # The keys that the tiers were asked for.
-    asked: tuple[OffloadKey, ...]
 
 
 @dataclass(slots=True)
@@ -78,12 +65,11 @@ class Promotions:
     def __init__(self, namespaces: Namespaces, tiers: tuple[TierDescription, ...]) -> None:
         self.tiers = tiers
         self._namespaces = namespaces
-        self._searches: dict[int, _Search] = {}
+        self._searches = SearchQueue()
         self._fetches: dict[int, _Fetch] = {}
         # Resets that wait for StoreDropped: session ("": of another daemon), request id, namespace.
         self._drops: dict[int, tuple[str, int, Namespace]] = {}
         self._numbers = count(1)
-        self._searching = Counter[str]()
         # Of each tier, the keys that it has and that are computed instead.
         self._skipped = [0] * len(tiers)
 
@@ -99,10 +85,7 @@ class Promotions:
 
     def close_session(self, session: str) -> None:
         """The searches of a session end without a reply."""
-        self._searching.pop(session, None)
-        ended = [number for number, one in self._searches.items() if one.session == session]
-        for number in ended:
-            del self._searches[number]
+        self._searches.close_session(session)
 
     def find_keys(self, session: str, message: FindInTiers) -> list[Action]:
         """Ask the tiers for the absent keys, or reply at once. Raises Refused."""
@@ -115,45 +98,15 @@ class Promotions:
         store = namespace.store_name
         if not self.tiers or store is None or not absent or dropping:
             return [_resident_reply(namespace, session, message)]
-        if self._searching[session] >= MAX_SEARCHES:
-            busy = f"{MAX_SEARCHES} searches of this session are in flight; wait for their replies"
-            raise Refused(Code.BUSY, busy, MAX_SEARCHES)
-        self._searching[session] += 1
-        asked, number = tuple(absent), next(self._numbers)
-        self._searches[number] = _Search(session, message, namespace, namespace.generation, asked)
-        return [FindKeys(number, store, asked)]
+        search = KeySearch(session, message, namespace, store, namespace.generation, tuple(absent))
+        self._searches.add(search)
+        return [*self._searches.next_parts()]
 
-    def promote_found(self, report: KeysFound) -> list[Action]:
-        """Promote the prefix that was found, if that is worth it, and reply to the search."""
-        search = self._searches.pop(report.search, None)
-        if search is None:
-            return []
-        namespace, message = search.namespace, search.message
-        self._searching -= Counter((search.session,))  # drops sessions without a search
-        if namespace.generation != search.generation:
-            return [_resident_reply(namespace, search.session, message)]
-        tier_of = dict(zip(search.asked, report.tier_of, strict=True))
-        found = _found_prefix(message.keys, namespace.cache.states(message.keys), tier_of)
-        most = max(1, int(PROMOTED_PART * namespace.region.num_blocks))
-        found = found[: max(0, most - namespace.promoting)]
-        estimate = _estimate_seconds(namespace, [tier_of[key] for key in found], report)
-        computing = message.compute_seconds * len(found)
-        seconds = _deadline(estimate, computing)
-        skips = 0 < computing <= estimate
-        if skips:
-            for tier, skipped in Counter(tier_of[key] for key in found).items():
-                self._skipped[tier] += skipped
-            found, seconds = _measured_keys(namespace, found, tier_of, report), MAX_SECONDS
-        blocks = namespace.cache.tier_access.prepare_promotion(found, message.keys)
-        found = found[: blocks.size]
-        prefix = namespace.count_prefix(message.keys)
-        promoted = 0 if skips else len(found)
-        reply = TiersFound(message.request_id, prefix, promoted, seconds if promoted else 0.0)
-        return [
-            *self._namespaces.take_key_events(),
-            *self._start_fetches(namespace, found, blocks, [tier_of[k] for k in found], seconds),
-            SendMessage(search.session, reply),
-        ]
+    def handle_found(self, report: KeysFound) -> list[Action]:
+        """Send the next part of a search; if this one was the last of its search, reply."""
+        search = self._searches.end_part(report)
+        promoted = [] if search is None else self._promote_found(search, report)
+        return [*self._searches.next_parts(), *promoted]
 
     def end_fetch(self, report: BlocksFetched) -> list[Action]:
         """Keys that were read become loadable, others absent. The blocks stay held."""
@@ -207,6 +160,37 @@ class Promotions:
                     return [others]
                 self._drops[number] = "", 0, namespace
                 return [*self._namespaces.reset_namespace(namespace), others]
+
+    def _promote_found(self, search: KeySearch, report: KeysFound) -> list[Action]:
+        """Promote the prefix that was found, if that is worth it, and reply to the search.
+
+        report: the last one, with the newest rates.
+        """
+        namespace, message = search.namespace, search.message
+        if namespace.generation != search.generation:
+            return [_resident_reply(namespace, search.session, message)]
+        tier_of = dict(zip(search.keys, search.tier_of, strict=True))
+        found = _found_prefix(message.keys, namespace.cache.states(message.keys), tier_of)
+        most = max(1, int(PROMOTED_PART * namespace.region.num_blocks))
+        found = found[: max(0, most - namespace.promoting)]
+        estimate = _estimate_seconds(namespace, [tier_of[key] for key in found], report)
+        computing = message.compute_seconds * len(found)
+        seconds = _deadline(estimate, computing)
+        skips = 0 < computing <= estimate
+        if skips:
+            for tier, skipped in Counter(tier_of[key] for key in found).items():
+                self._skipped[tier] += skipped
+            found, seconds = _measured_keys(namespace, found, tier_of, report), MAX_SECONDS
+        blocks = namespace.cache.tier_access.prepare_promotion(found, message.keys)
+        found = found[: blocks.size]
+        prefix = namespace.count_prefix(message.keys)
+        promoted = 0 if skips else len(found)
+        reply = TiersFound(message.request_id, prefix, promoted, seconds if promoted else 0.0)
+        return [
+            *self._namespaces.take_key_events(),
+            *self._start_fetches(namespace, found, blocks, [tier_of[k] for k in found], seconds),
+            SendMessage(search.session, reply),
+        ]
 
     def _written_in(self, tier: int) -> list[int]:
         """The tiers into which blocks that were promoted from this tier are not written."""

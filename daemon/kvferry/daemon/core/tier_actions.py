@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.core.records import RegionOwner
 
-# Keys of one FetchBlocks or WriteJob: what a tier accepts in one request.
+# Keys of one FindKeys, FetchBlocks or WriteJob: what a tier accepts in one request.
 MAX_TIER_KEYS = 1024
 
 
@@ -36,9 +36,10 @@ class TierDescription:
 
 @dataclass(frozen=True, slots=True)
 class FindKeys:
-    """Find out which of these keys the tiers have; the reply is KeysFound.
+    """Find out which of at most MAX_TIER_KEYS keys the tiers have; the reply is KeysFound.
 
-    store: the name of a namespace's store in the tiers, see Namespace.store_name.
+    search: a number, which the reply repeats. store: the name of a namespace's store in the tiers,
+    see Namespace.store_name.
     """
 
     search: int

@@ -187,7 +187,9 @@ class ChecksumClient:
         left = self._last_reply + self._reply_timeout - self._loop.time()
         if left > 0:
             self._watch = self._loop.call_later(left, self._check)
-        else:
+            return
+        self._receive()  # if the event loop was busy, a reply may have arrived
+        if self._watch is None and self._sent:
             self._replace(f"no reply within {self._reply_timeout} s")
 
     def _replace(self, why: str) -> None:

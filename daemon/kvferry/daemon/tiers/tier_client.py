@@ -228,6 +228,9 @@ class TierClient:
 
     def _miss_deadline(self, number: int) -> None:
         pending = self._pending[number]
+        self._process.read_arrived()
+        if not self._is_unanswered(pending):
+            return
         left = self._moved + PUT_SECONDS - time.monotonic()
         if isinstance(pending.request, PutRequest) and left > 0:
             pending.timer = self._loop.call_later(left, self._miss_deadline, number)
@@ -242,7 +245,14 @@ class TierClient:
         elif isinstance(pending.request, ContainsRequest):
             self.breaker.record_lookup(in_time=False)
 
+    def _is_unanswered(self, pending: _Pending) -> bool:
+        """Whether the process may still answer this request."""
+        return self._started and self._pending.get(pending.request.number) is pending
+
     def _kill_silent(self, pending: _Pending) -> None:
+        self._process.read_arrived()
+        if not self._is_unanswered(pending):
+            return
         kind = type(pending.request).__name__
         log.warning("tier does not answer", tier=self.spec.name, request=kind)
         self._process.kill(f"no answer within {self.spec.times.grace} s after a deadline")

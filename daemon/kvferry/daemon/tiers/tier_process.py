@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import socket
+import struct
 import subprocess
+import termios
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -129,14 +132,22 @@ class TierProcess:
         self._loop.add_reader(self._socket.fileno(), self._receive)
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._pidfd, self._reap)
-        seconds = self._spec.times.start
-        self._timer = self._loop.call_later(seconds, self.kill, f"not ready within {seconds} s")
+        self._timer = self._loop.call_later(self._spec.times.start, self._kill_unready)
 
     def send(self, request: TierRequest) -> None:
         """Send a request, or keep it until the socket has room. It is lost if the process is."""
         if self._socket is not None:
             self._outgoing.append(encode(request))
             self._flush()
+
+    def read_arrived(self) -> None:
+        """Handle the replies that have arrived. Call it before a reply counts as late: if the event
+        loop was busy, it may be among them."""
+        if self._socket is None:
+            return
+        (left,) = struct.unpack("i", fcntl.ioctl(self._socket, termios.FIONREAD, bytes(4)))
+        while left > 0 and self._socket is not None:
+            left -= self._receive() or left
 
     def note_started(self) -> None:
         """The process has opened its tier."""
@@ -168,20 +179,25 @@ class TierProcess:
             self._process.send_signal(signal.SIGKILL)
             await self._closed
 
-    def _receive(self) -> bool:
-        """Handle the next reply, or the end. Returns whether there was one."""
+    def _kill_unready(self) -> None:
+        self.read_arrived()
+        if self._timer is not None:
+            self.kill(f"not ready within {self._spec.times.start} s")
+
+    def _receive(self) -> int:
+        """Handle the next reply, or the end. Returns the bytes of the reply; 0: there is none."""
         assert self._socket is not None
         try:
             data = self._socket.recv(MAX_BYTES)
         except BlockingIOError:
-            return False
+            return 0
         except OSError:
             data = b""
         if data:
             self._receive_reply(decode_reply(data))
         else:
             self.kill("it has ended")
-        return bool(data)
+        return len(data)
 
     def _flush(self) -> None:
         if self._socket is None:

@@ -28,7 +28,6 @@ from kvferry.daemon.core.tier_actions import (
 )
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.drop_queue import DropQueue
-from kvferry.daemon.tiers.messages import MAX_KEYS
 from kvferry.daemon.tiers.read_rate import ReadRate
 from kvferry.daemon.tiers.tier_blocks import TierBlocks
 from kvferry.daemon.tiers.tier_client import TierClient, nothing
@@ -72,7 +71,7 @@ class AttachedTier:
 
 @dataclass(eq=False, slots=True)
 class _Search:
-    """tier_of: of each key the fastest tier that has it so far. left: answers that are missing."""
+    """tier_of: of each key the fastest tier that has it so far. left: tiers without an answer."""
 
     tier_of: list[int]
     left: int
@@ -139,17 +138,13 @@ class Tiering:
     # Searches
 
     def _find_keys(self, action: FindKeys) -> None:
-        keys = action.keys
-        parts = [slice(at, at + MAX_KEYS) for at in range(0, len(keys), MAX_KEYS)]
-        search = _Search([-1] * len(keys), len(parts) * len(self._tiers))
-        if not search.left:
-            self._loop.call_soon(self._report_found, action.search, search)
+        search = _Search([-1] * len(action.keys), len(self._tiers))
 
-        def receive(results: Sequence[Result], tier: int, part: slice) -> None:
+        def receive(results: Sequence[Result], tier: int) -> None:
             hits = results.count(Result.OK)
             self._tiers[tier].hits += hits
             self._tiers[tier].misses += len(results) - hits
-            for place, result in enumerate(results, part.start):
+            for place, result in enumerate(results):
                 if result is Result.OK and not 0 <= search.tier_of[place] < tier:
                     search.tier_of[place] = tier
             search.left -= 1
@@ -157,9 +152,8 @@ class Tiering:
                 self._report_found(action.search, search)
 
         for number, tier in enumerate(self._tiers):
-            for part in parts:
-                done = partial(receive, tier=number, part=part)
-                tier.client.contains(action.store, keys[part], FIND_SECONDS, done)
+            done = partial(receive, tier=number)
+            tier.client.contains(action.store, action.keys, FIND_SECONDS, done)
 
     def _report_found(self, number: int, search: _Search) -> None:
         rates = tuple(tier.rate.bytes_per_second for tier in self._tiers)
