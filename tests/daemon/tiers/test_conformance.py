@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 
 from kvferry.testing.mooncake_store import MooncakeStore, is_installed
 from kvferry.testing.tier_conformance import *  # noqa: F403
-from kvferry.testing.tier_subjects import TierSetup
+from kvferry.testing.tier_subjects import PoolMemory, TierSetup, open_subject
 
 from .setups import MEMORY, MOONCAKE, disk_setup, memory_setup
 
@@ -32,3 +34,38 @@ def tier_setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierS
                 pytest.skip("MOONCAKE IS NOT TESTED: install mooncake-transfer-engine-non-cuda")
             with MooncakeStore(segment_bytes=SEGMENT) as store:
                 yield TierSetup(MOONCAKE, {"master": store.address}, SEGMENT)
+
+
+def test_a_tier_that_cannot_be_opened_is_explained(pool: PoolMemory) -> None:
+    with (
+        pytest.raises(RuntimeError, match="tier no_tier not opened: No module named 'no_tier'"),
+        open_subject(TierSetup("no_tier", {}), pool),
+    ):
+        pass
+
+
+OWN_TIER = """
+from kvferry.daemon.tiers.memory_tier import MemoryTier
+
+def open_tier(options, memory):
+    return MemoryTier(options["size"])
+"""
+OWN_TESTS = """
+import pytest
+from kvferry.testing.tier_conformance import *
+from kvferry.testing.tier_conformance import TierSetup
+
+@pytest.fixture
+def tier_setup(tmp_path):
+    return TierSetup("own_tier", {"size": 4 << 20}, 4 << 20)
+"""
+
+
+def test_a_tier_may_be_in_the_current_directory(tmp_path: Path) -> None:
+    (tmp_path / "own_tier.py").write_text(OWN_TIER)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_own_tier.py").write_text(OWN_TESTS)
+    pytest_command = [sys.executable, "-P", "-m", "pytest"]  # -P: as `pytest` finds modules
+    command = [*pytest_command, "-q", "-k", "found_and_fetched", "tests"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "2 passed" in ran.stdout

@@ -8,9 +8,11 @@
     def tier_setup(tmp_path):
         return TierSetup("my.module", {"path": str(tmp_path), "size": 4 << 20}, capacity=4 << 20)
 
-The tests call `open_tier(options, memory)` of that module in the process of a tier, and use the
-tier as the daemon does. Each test opens a new tier, which must be empty. They check the bytes of
-all fetched blocks. `kvferry.daemon.tiers` documents the interface and its rules.
+The module may also be in the current directory, or beside the test module. The tests call
+`open_tier(options, memory)` in the process of a tier, and use the tier as the daemon does. If it
+cannot be opened, each test fails at once with the reason. Each test opens a new tier, which must be
+empty. They check the bytes of all fetched blocks. `kvferry.daemon.tiers` documents the interface
+and its rules.
 """
 
 import pytest

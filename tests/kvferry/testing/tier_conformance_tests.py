@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -36,7 +38,13 @@ def pool(request: pytest.FixtureRequest) -> Iterator[PoolMemory]:
 
 
 @pytest.fixture
-def tier(tier_setup: TierSetup, pool: PoolMemory) -> Iterator[Subject]:
+def tier(
+    tier_setup: TierSetup, pool: PoolMemory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Subject]:
+    """The tier's process finds modules where this process does, and in the current directory."""
+    path = [*sys.path, os.getcwd()]
+    monkeypatch.setattr(sys, "path", path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
     with open_subject(tier_setup, pool) as opened:
         yield opened
 

@@ -254,7 +254,7 @@ class TierSetup:
 
 @contextmanager
 def open_subject(setup: TierSetup, pool: PoolMemory) -> Iterator[Subject]:
-    """Open a tier. It is closed at the end."""
+    """Open a tier. It is closed at the end. Raises RuntimeError if it cannot be opened."""
     opened: DirectSubject | ProcessSubject
     if setup.in_process:
         module = importlib.import_module(setup.module)
@@ -263,7 +263,9 @@ def open_subject(setup: TierSetup, pool: PoolMemory) -> Iterator[Subject]:
         opened = ProcessSubject(pool, TierSpec("tested", setup.module, setup.options, setup.times))
     try:
         if isinstance(opened, ProcessSubject):
-            opened.wait_until(lambda: opened.client.is_on)
+            opened.wait_until(lambda: opened.client.is_on or opened.client.failure)
+            if opened.client.failure:
+                raise RuntimeError(f"tier {setup.module} not opened: {opened.client.failure}")
         yield opened
     finally:
         opened.close()
