@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from rich.progress import Progress
 
 from kvferry.testing import demo_cluster
 from kvferry.testing.engine import until
-from kvferry.testing.mooncake_store import is_installed
+from kvferry.testing.mooncake_store import MooncakeStore, is_installed
 
 pytestmark = pytest.mark.skipif(
     not is_installed(), reason="Mooncake is not installed: pip install 'kvferry[mooncake]'"
@@ -26,6 +27,19 @@ def test_one_daemon_finds_the_blocks_of_the_other(capsys: pytest.CaptureFixture[
     output = capsys.readouterr().out
     assert "is the one that engine A stored: yes" in output
     assert "after a reset no key is found: yes" in output
+
+
+def test_the_packages_of_a_missing_library_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = "libibverbs.so.1: cannot open shared object file: No such file or directory"
+    loader = f"echo 'mooncake_master: error while loading shared libraries: {reason}'; exit 127"
+    store = partial(MooncakeStore, commands=(["sh", "-c", loader], ()))
+    monkeypatch.setattr(demo_cluster, "MooncakeStore", store)
+    assert demo_cluster.main([]) == 1
+    output = capsys.readouterr().out
+    assert f"mooncake_master cannot be started: {reason}; " in output
+    assert "apt-get install libcurl4 libibverbs1 libnuma1" in output
 
 
 def test_the_demo_detects_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,7 +315,7 @@ def test_a_tier_that_cannot_be_opened_says_why(options: dict[str, Any], message:
     ("installed", "advice"),
     [
         ((), r"install kvferry\[mooncake\]"),
-        (("mooncake-transfer-engine",), "the libraries that mooncake-transfer-engine needs, or"),
+        (("mooncake-transfer-engine",), "apt-get install libcurl4 libibverbs1 libnuma1"),
         (
             ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
             "uninstall mooncake-transfer-engine and mooncake-transfer-engine-non-cuda",

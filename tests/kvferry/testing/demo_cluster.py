@@ -147,7 +147,7 @@ def start_engine(name: str, master: str, blocks: int) -> Iterator[ClusterEngine]
         client.open_namespace(Fingerprint("demo-cluster", BLOCK_BYTES))
         with OffloadingManager(client) as manager:
             engine = ClusterEngine(client, manager, blocks)
-            _until(lambda: client.status().tiers[0].state == "on")
+            _until(lambda: _is_tier_on(client))
             yield engine
 
 
@@ -219,6 +219,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _content(block: int) -> Bytes:
     """The bytes of one block: (BLOCK_BYTES,), uint8."""
     return expected(((0, BLOCK_BYTES),), [block], seed=1).reshape(-1)
+
+
+def _is_tier_on(client: OffloadClient) -> bool:
+    """Raises RuntimeError if the daemon cannot open it."""
+    (tier,) = client.status().tiers
+    if tier.failure:
+        raise RuntimeError(tier.failure)
+    return tier.state == "on"
 
 
 def _until(condition: Callable[[], bool]) -> None:

@@ -26,8 +26,12 @@ from types import TracebackType
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from kvferry.daemon.tiers.mooncake.store_client import INSTALL_LIBRARIES
+
 # Seconds to wait for a process to be ready.
 READY_SECONDS = 30.0
+# What the dynamic loader writes if a library is missing.
+_LOADER_ERROR = "error while loading shared libraries: "
 # Fetches a URL with the same command prefix as a program, for example in its network namespace.
 _FETCH = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=2).read().decode())"
 
@@ -41,7 +45,7 @@ class MooncakeStore:
     the output of both.
 
     Both run once the constructor has returned. Raises TimeoutError if they are not ready in
-    READY_SECONDS, and RuntimeError if the wheel is not installed.
+    READY_SECONDS, and RuntimeError if the wheel, or a library that it needs, is not installed.
     """
 
     def __init__(
@@ -197,6 +201,10 @@ class MooncakeStore:
                 raise TimeoutError(f"{program} not ready in {READY_SECONDS} s: {self.log[-2000:]}")
             for process in (self.master, self.store):
                 if process is not None and process.poll() is not None:
+                    _, _, loader_error = self.log.partition(_LOADER_ERROR)
+                    if loader_error:
+                        missing = f"{program} cannot be started: {loader_error.splitlines()[0]}"
+                        raise RuntimeError(f"{missing}; {INSTALL_LIBRARIES}")
                     raise RuntimeError(f"{process.args!r} has ended: {self.log[-2000:]}")
             time.sleep(0.02)
 

@@ -25,6 +25,8 @@ DISTRIBUTIONS = (
     "mooncake-transfer-engine-cuda13",
     "mooncake-transfer-engine-non-cuda",
 )
+# How to install the libraries of the system that it needs.
+INSTALL_LIBRARIES = "on Debian or Ubuntu: apt-get install libcurl4 libibverbs1 libnuma1"
 # Methods that older versions lack.
 NEEDED = ("batch_get_into_multi_buffers", "batch_put_from_multi_buffers", "batch_remove")
 # Codes of the library.
@@ -194,7 +196,8 @@ def _how_to_install() -> str:
         case []:
             return "install kvferry[mooncake]"
         case [name]:
-            return f"install the libraries that {name} needs, or another build of it"
+            needed = f"install the libraries that {name} needs ({INSTALL_LIBRARIES})"
+            return f"{needed}, or another build of it"
         case names:
             return f"uninstall {' and '.join(names)}, which share files, then install one of them"
 
