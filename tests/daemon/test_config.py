@@ -15,6 +15,7 @@ from kvferry.daemon.config import Config, description, options
 from kvferry.daemon.config_reader import flag_of, read
 from kvferry.daemon.engine.cuda.engine import MIN_STAGING
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.version import kvferry_version
 
 
@@ -101,6 +102,13 @@ def test_the_runtime_directory_follows_from_the_environment(
     assert re.fullmatch(expected, str(Config(runtime_dir=own).directory))
 
 
+def test_a_size_may_be_a_number(write: Any) -> None:
+    file = write("[pool]\nsize = 6.8719476736e+10\n[tiers.disk]\npath = '/a'\nsize = 17179869184\n")
+    config = read([file])
+    assert parse_bytes(config.pool.size) == 64 << 30
+    assert parse_bytes(config.tiers.disk.size) == 16 << 30
+
+
 # Refused values
 
 
@@ -110,7 +118,8 @@ def test_the_runtime_directory_follows_from_the_environment(
         ("colour = 1", "colour"),
         ("[pool]\nsizes = '1GiB'", "sizes"),
         ("[tool]\nsize = '1GiB'", "tool"),
-        ("[pool]\nsize = 1048576", "pool.size"),
+        ("[pool]\nsize = -1048576", "pool.size"),
+        ("[pool]\nsize = true", "pool.size"),
         ("[pool]\nsize = 'much'", "much"),
         ("[pool]\nchunk = '-1'", "-1"),
         ("[pool]\ncheck_memory = 'perhaps'", "check_memory"),

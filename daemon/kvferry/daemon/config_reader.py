@@ -31,7 +31,7 @@ from kvferry.proto.version import kvferry_version
 MAX_FILE_BYTES = 1 << 20
 # Smallest size of a disk tier: its files have an overhead of some MiB.
 MIN_DISK_BYTES = 16 << 20
-# Keys that are numbers of bytes.
+# Keys that are numbers of bytes, beside tiers.disk.size, which may be empty.
 SIZES = (
     "pool.size",
     "pool.chunk",
@@ -69,6 +69,8 @@ def read(arguments: Sequence[str] | None = None) -> Config:
                             f"{section} = {target!r} is not a table [{section}] with {name}"
                         )
                 target[name] = _table(key, value) if key in tables else value
+        for key in (*SIZES, "tiers.disk.size"):
+            _write_as_text(tree, key)
         config = msgspec.convert(tree, Config, strict=False)
     except OSError as error:
         message = f"cannot read {path} ({error.strerror}); name a readable TOML file"
@@ -92,6 +94,15 @@ def read(arguments: Sequence[str] | None = None) -> Config:
     _check_custom_tier(config.tiers.custom)
     _check_mooncake_tier(config.tiers.mooncake)
     return config
+
+
+def _write_as_text(tree: Any, key: str) -> None:
+    """Turn a size that the file gives as a number into text, for parse_bytes."""
+    *sections, name = key.split(".")
+    for section in sections:
+        tree = tree.get(section) if isinstance(tree, dict) else None
+    if isinstance(tree, dict) and type(tree.get(name)) in (int, float):
+        tree[name] = str(tree[name])
 
 
 def _table(key: str, text: str) -> Any:
@@ -179,7 +190,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvferryd",
         description="Moves KV-cache blocks between one device and host memory for LLM engines.",
-        epilog="Each flag is a key of the TOML file: --pool-size is size in [pool].",
+        epilog="Each flag is a key of the TOML file: --pool-size is size in [pool]. Sizes: 64GiB "
+        "or 64Gi is 64 x 1024^3 bytes, 64GB or 64G is 64 x 1000^3; also k, M and T; 6.4e10 is a "
+        "number of bytes.",
     )
     version = f"kvferryd {kvferry_version()}"
     parser.add_argument("--version", action="version", version=version, help="print the version")

@@ -1,29 +1,37 @@
 """The parser of sizes: the daemon's configuration, vLLM's, and options of the command line.
 
-Called when these are read, on any thread.
+The grammar is that of Kubernetes' quantities up to T: a number, which may have decimals and an
+exponent, and a unit. k, M, G and T are powers of 1000; Ki, Mi, Gi and Ti are powers of 1024. A "B"
+may follow. Lower case is refused: for docker and Java "64g" is 64 GiB. Called when a configuration
+or an option is read, on any thread.
 """
 
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from kvferry.proto.errors import Code, Refused
 
 # The address space of an x86-64 process without five-level paging.
 MAX_SIZE = 1 << 47
-_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+_DECIMAL = {name: 1000**power for power, name in enumerate(("", "k", "M", "G", "T"))}
+_BINARY = {name: 1024**power for power, name in enumerate(("Ki", "Mi", "Gi", "Ti"), 1)}
+_UNITS = _DECIMAL | _BINARY
+# Two digits of an exponent are enough, and bound the result.
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2})?)\s*(k|M|G|T|Ki|Mi|Gi|Ti|)B?\s*")
 
 
 def parse_bytes(text: str, what: str = "size") -> int:
-    """ "64GiB", "512 MiB", "1048576" -> bytes; units are powers of 1024.
+    """ "64GiB", "64Gi", "64GB", "512 MiB", "1048576", "6.87e+10" -> bytes, rounded down.
 
     what: the key or option that has this value, for the message. Raises Refused (BAD_CONFIG).
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?|b)?\s*", text, re.IGNORECASE)
+    match = _SIZE.fullmatch(text)
     if match is None:
-        message = f'{what} = {text!r} is not a size; write it like "64GiB" or "1048576"'
+        message = f'{what} = {text!r} is not a size; write it like "64GiB", "64GB" or "1048576"'
         raise Refused(Code.BAD_CONFIG, message, text)
-    nbytes = float(match[1]) * (1 << _UNITS[(match[2] or "").lower()])
+    nbytes = Decimal(match[1]) * _UNITS[match[2]]
     if nbytes > MAX_SIZE:
         message = f"{what} = {text!r} is more than {MAX_SIZE} bytes; set a smaller size"
         raise Refused(Code.BAD_CONFIG, message, text)

@@ -93,7 +93,10 @@ def test_options_are_spelled_as_vllms() -> None:
 
 @pytest.mark.parametrize(
     ("said", "nbytes"),
-    [("64GiB", 64 << 30), ("1.5 GiB", 3 << 29), (float(1 << 36), 1 << 36), (0, 0), (None, None)],
+    [
+        *(("64GiB", 64 << 30), ("64Gi", 64 << 30), ("64GB", 64 * 10**9)),
+        *((float(1 << 36), 1 << 36), ("6.8719476736e+10", 1 << 36), (0, 0), (None, None)),
+    ],
 )
 def test_sizes_are_written_as_for_the_daemon(said: Any, nbytes: int | None) -> None:
     assert place({"cpu_bytes_to_use": said}).options["cpu_bytes_to_use"] == nbytes

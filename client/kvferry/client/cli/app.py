@@ -220,7 +220,8 @@ def bench(
     sizes: Annotated[
         str | None,
         typer.Option(
-            help="Fragment sizes of bandwidth and beside (default: 7 to 9 from 1KiB to 2MiB).",
+            help="Fragment sizes of bandwidth and beside, as 4KiB,16384 (default: 7 to 9 from "
+            "1KiB to 2MiB).",
             callback=_check_sizes,
             metavar="LIST",
         ),
