@@ -36,6 +36,7 @@ from kvferry.daemon.device.worker import DeviceWorker
 from kvferry.daemon.engine.base import CopyEngine
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.logs import start_logging, unfailing
+from kvferry.daemon.memory.numa import can_bind
 from kvferry.daemon.memory.pool import HostPool, check_fits, whole_pages
 from kvferry.daemon.observability.event_log import EventLog
 from kvferry.daemon.observability.health import Health, HealthTimeouts
@@ -47,6 +48,7 @@ from kvferry.daemon.persistence.checksum_client import ChecksumClient
 from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
 from kvferry.daemon.persistence.recovery import RecoveredState, chunks_of, recover_pool
 from kvferry.daemon.persistence.region_store import RegionStore
+from kvferry.daemon.processes import can_lower_priority
 from kvferry.daemon.reload import Reload
 from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor
@@ -169,6 +171,7 @@ async def run(
     kept: RecoveredState,
     signals: SignalHandlers,
 ) -> None:
+    log_denied_calls(engine.numa_node)
     metrics = Metrics()
     metrics_server = make_metrics_server(config, metrics)
     stores, loads = config.limits.max_stores, config.limits.max_loads
@@ -252,6 +255,18 @@ async def run(
         region_store.close()
         pool.close(engine)
     log.info("stopped")
+
+
+def log_denied_calls(numa_node: int | None) -> None:
+    """Log the system calls that a seccomp profile denies and that the daemon can do without."""
+    if not can_lower_priority():
+        effect = "the checksum and tier processes have the daemon's priority"
+        log.warning("system call denied; allow it in seccomp", call="setpriority", effect=effect)
+    if numa_node is not None and not can_bind():
+        effect = "the pool may be on another NUMA node than the GPU"
+        log.warning(
+            "system call denied; allow it in seccomp", call="sched_setaffinity", effect=effect
+        )
 
 
 def make_pool(

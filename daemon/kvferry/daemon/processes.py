@@ -3,7 +3,8 @@
 Such a process ends when its socket is closed. The kernel kills it when the daemon dies, even if it
 is stopped or still starts: its stdin is a pipe of which the daemon has the other end, and the
 kernel signals SIGKILL when that is closed. A process cannot ask for that before it runs, and code
-cannot run in it before exec, because the daemon has threads. Event loop only.
+cannot run in it before exec, because the daemon has threads. Event loop only, but for
+`lower_priority`, which the processes call.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 
 def start_worker(
@@ -47,3 +49,18 @@ def start_worker(
         fcntl.fcntl(read_end, fcntl.F_SETFL, os.O_ASYNC)
     ours.setblocking(False)
     return process, ours
+
+
+def lower_priority(increment: int) -> None:
+    """Add to the nice value of this process, if it may change that (`can_lower_priority`)."""
+    with suppress(OSError):
+        os.nice(increment)
+
+
+def can_lower_priority() -> bool:
+    """Whether processes may set their priority. A seccomp profile may deny it."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0))
+    except OSError:
+        return False
+    return True

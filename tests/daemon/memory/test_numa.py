@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 from pathlib import Path
@@ -13,6 +14,7 @@ from kvferry.daemon.memory import numa
 from kvferry.daemon.memory.numa import bind_to_node, cpus_of, node_of
 from kvferry.daemon.memory.pool import HostPool
 from kvferry.daemon.memory.shared_memory import PAGE, MappedFiles
+from support.denied_calls import call_with_denied, on_x86_64
 
 ADDRESS = "0000:3B:00.0"
 OWN_CPUS = frozenset(os.sched_getaffinity(0))
@@ -93,3 +95,20 @@ def test_the_pool_is_touched_near_its_device(
     assert len(affinities) >= 8
     assert all(cpus == node_cpus for cpus in affinities)
     assert os.sched_getaffinity(0) == OWN_CPUS
+
+
+@on_x86_64
+@pytest.mark.parametrize("call", ["sched_setaffinity", "sched_getaffinity"])
+def test_a_pool_is_filled_if_its_threads_may_not_choose_their_cpus(
+    sysfs: FakeSysfs, call: str
+) -> None:
+    sysfs.write_cpus(1, str(min(OWN_CPUS)))
+    engine, pool = ReferenceEngine(), HostPool(64 * PAGE, 64 * PAGE)
+    engine.numa_node = 1
+    sizes: queue.SimpleQueue[int] = queue.SimpleQueue()
+    call_with_denied(
+        {call: errno.EPERM},
+        lambda: pool.start_filling(engine, sizes.put, lambda error: sizes.put(-1)),
+    )
+    assert sizes.get(timeout=10) == pool.nbytes
+    pool.close(engine)

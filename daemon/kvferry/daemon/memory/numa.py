@@ -8,6 +8,7 @@ NUMAPolicy= of systemd) or that node is full. Called on the pinning threads and 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 SYSFS = Path("/sys")
@@ -35,6 +36,16 @@ def cpus_of(node: int) -> frozenset[int]:
 
 
 def bind_to_node(node: int | None) -> None:
-    """Bind this thread to the CPUs of a node, if it has any."""
-    if node is not None and (cpus := cpus_of(node)):
-        os.sched_setaffinity(0, cpus)
+    """Bind this thread to the CPUs of a node, if it has any and the kernel allows it."""
+    with suppress(OSError):
+        if node is not None and (cpus := cpus_of(node)):
+            os.sched_setaffinity(0, cpus)
+
+
+def can_bind() -> bool:
+    """Whether threads may choose their CPUs. A seccomp profile may deny it."""
+    try:
+        os.sched_setaffinity(0, os.sched_getaffinity(0))
+    except OSError:
+        return False
+    return True

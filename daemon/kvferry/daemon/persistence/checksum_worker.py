@@ -24,6 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import xxhash
 
+from kvferry.daemon.processes import lower_priority
+
 # Maximum size of a datagram.
 MAX_BYTES = 1 << 20
 # A reply begins with the number of the request; uint64 checksums follow.
@@ -96,8 +98,7 @@ def _mapped(descriptor: int) -> memoryview:
 def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the daemon handles them
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(PermissionError):  # seccomp may deny it
-        os.nice(NICE_INCREMENT)
+    lower_priority(NICE_INCREMENT)
     descriptor, threads, chunk_bytes, *descriptors = map(int, arguments)
     pool, peer = PoolReader(descriptors, chunk_bytes), socket.socket(fileno=descriptor)
     for each in descriptors:

@@ -10,7 +10,6 @@ dies.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import signal
@@ -30,6 +29,7 @@ import msgspec
 import structlog
 
 from kvferry.daemon.memory.shared_memory import MappedFiles
+from kvferry.daemon.processes import lower_priority
 from kvferry.daemon.tiers.base import (
     Blocks,
     Result,
@@ -309,8 +309,7 @@ def log_to(peer: socket.socket) -> None:
 def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the daemon handles them
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(PermissionError):  # seccomp may deny it
-        os.nice(NICER)
+    lower_priority(NICER)
     given = msgspec.json.decode(arguments[0], type=TierArguments)
     if os.getppid() != given.daemon:  # it died before `start_worker` returned
         os._exit(2)
