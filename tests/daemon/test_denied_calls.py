@@ -11,10 +11,18 @@ from structlog.testing import capture_logs
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.client.doctor import Verdict, run_checks
 from kvferry.daemon.app import log_denied_calls
+from kvferry.proto.errors import Code, Refused
 from kvferry.testing.engine import until
 from support.denied_calls import call_with_denied, on_x86_64
 
 pytestmark = on_x86_64
+
+
+@pytest.mark.parametrize("call", ["memfd_create", "pidfd_open", "sched_setscheduler"])
+def test_a_start_without_a_call_that_is_needed_is_refused(call: str) -> None:
+    with pytest.raises(Refused, match=rf"system call {call} fails .*Linux 5\.3") as refused:
+        call_with_denied({call: errno.ENOSYS}, LocalDaemon)
+    assert refused.value.code == Code.BAD_CONFIG
 
 
 @pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS])

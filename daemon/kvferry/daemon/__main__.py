@@ -1,8 +1,8 @@
 """The entry point of kvferryd: checks that must pass before the daemon's libraries are imported.
 
-It opens closed standard streams. If address space or a package is missing, it prints one line and
-exits. Ctrl-c exits without a message. SIGHUP is blocked until the daemon can reload. Runs on the
-main thread.
+It opens closed standard streams. If address space, a system call or a package is missing, it prints
+one line and exits. Ctrl-c exits without a message. SIGHUP is blocked until the daemon can reload.
+Runs on the main thread.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ import sys
 from collections.abc import Callable, Sequence
 
 from kvferry.proto.errors import Refused
-from kvferry.proto.process import SPARE_ADDRESS_SPACE, check_address_space, open_standard_streams
+from kvferry.proto.process import (
+    SPARE_ADDRESS_SPACE,
+    check_address_space,
+    check_system_calls,
+    open_standard_streams,
+)
 
 # Packages that the daemon needs and the client does not: the extra "daemon".
 EXTRA = frozenset({"prometheus_client", "structlog", "uvloop", "xxhash"})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run until SIGTERM. Exit status as in app.py; 2 if a package or address space is missing."""
+    """Run until SIGTERM. Exit status as in app.py; 2 if something is missing."""
     open_standard_streams()
     signal.pthread_sigmask(
         signal.SIG_BLOCK, {signal.SIGHUP}
@@ -32,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ.pop(name, None)
     try:
         check_address_space(SPARE_ADDRESS_SPACE, "kvferryd")
+        check_system_calls()
         _kvferryd()(arguments)
     except Refused as error:
         print(f"kvferryd: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Checks of the calling process: standard streams and address space.
+"""Checks of the calling process: standard streams, address space, and system calls.
 
 Called by kvferryd and kvferry before they import libraries that abort instead of raising (OpenBLAS
 and libzmq do so when they cannot start a thread), and by the daemon before it maps memory. Imports
@@ -7,9 +7,13 @@ the standard library and the errors only.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import resource
 import sys
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvferry.proto.errors import Code, Refused
@@ -18,6 +22,8 @@ from kvferry.proto.errors import Code, Refused
 SPARE_ADDRESS_SPACE = 1 << 30
 # Address space of an x86-64 process without five-level paging.
 _MAX_ADDRESS_SPACE = 1 << 47
+# The first kernel with all system calls that the daemon cannot do without.
+MIN_KERNEL = "5.3"
 
 
 def open_standard_streams() -> None:
@@ -59,3 +65,46 @@ def address_space_left() -> int:
 def _limit() -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return _MAX_ADDRESS_SPACE if limit == resource.RLIM_INFINITY else min(limit, _MAX_ADDRESS_SPACE)
+
+
+def check_system_calls(*names: str) -> None:
+    """Raise Refused (BAD_CONFIG) if the kernel lacks a system call, or a seccomp profile denies it.
+
+    names: those to check, in this order; default: all that the daemon cannot do without. A client
+    needs all but pidfd_open.
+    """
+    for name in names or _NEEDED_CALLS:
+        try:
+            _NEEDED_CALLS[name]()
+        except (OSError, AttributeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            message = (
+                f"the system call {name} fails on Linux {platform.release()} ({reason}); use Linux "
+                f"{MIN_KERNEL} or newer, and allow this call in the seccomp profile"
+            )
+            raise Refused(Code.BAD_CONFIG, message, name) from error
+
+
+def _create_memfd() -> None:
+    os.close(os.memfd_create("kvferry-check", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+
+
+def _open_pidfd() -> None:
+    os.close(os.pidfd_open(os.getpid()))  # AttributeError: Python was built for an older kernel
+
+
+def _keep_scheduling() -> None:
+    """What each thread of libzmq calls; libzmq ends the process if it fails."""
+    libc, thread = ctypes.CDLL(None), ctypes.c_ulong(threading.get_ident())
+    policy, parameters = ctypes.c_int(), ctypes.create_string_buffer(64)
+    error = libc.pthread_getschedparam(thread, ctypes.byref(policy), parameters)
+    error = error or libc.pthread_setschedparam(thread, policy, parameters)
+    if error:
+        raise OSError(error, os.strerror(error))
+
+
+_NEEDED_CALLS: Mapping[str, Callable[[], None]] = {
+    "memfd_create": _create_memfd,
+    "pidfd_open": _open_pidfd,
+    "sched_setscheduler": _keep_scheduling,
+}

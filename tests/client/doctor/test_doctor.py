@@ -29,6 +29,7 @@ def test_all_checks_of_a_healthy_daemon(
     wanted = [
         "directory",
         "sockets",
+        "kernel",
         "connection",
         "version",
         "status",

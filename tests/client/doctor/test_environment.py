@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
 import pytest
 
 from kvferry.client.doctor import CheckContext, Verdict, environment
+from support.denied_calls import call_with_denied, on_x86_64
 
 
 def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,3 +63,24 @@ def test_little_shared_memory() -> None:
     (finding,) = environment.shared_memory(CheckContext(None, 1.0), minimum=1 << 60)
     assert finding.verdict is Verdict.WARN
     assert "--shm-size" in finding.change
+
+
+@on_x86_64
+@pytest.mark.parametrize(
+    ("call", "directory", "verdict"),
+    [
+        ("setpriority", None, Verdict.OK),
+        ("pidfd_open", None, Verdict.FAIL),
+        ("pidfd_open", Path("/run/kvferry/cpu"), Verdict.OK),  # its daemon runs elsewhere
+        ("memfd_create", Path("/run/kvferry/cpu"), Verdict.FAIL),
+        ("sched_setscheduler", Path("/run/kvferry/cpu"), Verdict.FAIL),
+    ],
+)
+def test_a_system_call_that_is_missing(call: str, directory: Path | None, verdict: Verdict) -> None:
+    context = CheckContext(None, 1.0, directory)
+    (finding,) = call_with_denied({call: errno.ENOSYS}, lambda: list(environment.kernel(context)))
+    assert finding.verdict is verdict
+    assert (context.directory is None) == (directory is None or verdict is Verdict.FAIL)
+    if verdict is Verdict.FAIL:
+        assert call in finding.found
+        assert "Linux 5.3" in finding.change

@@ -22,6 +22,7 @@ CHECKS: tuple[Check, ...] = (
     environment.packages,
     daemon.directory,
     daemon.sockets,
+    environment.kernel,
     daemon.connection,
     daemon.version,
     daemon.status,

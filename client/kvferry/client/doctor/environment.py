@@ -1,4 +1,4 @@
-"""Checks of the engine's environment: packages, memory, settings."""
+"""Checks of the engine's environment: packages, the kernel, memory, settings."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 
 from kvferry.client.doctor.check import CheckContext, Finding, fail, ok, warn
+from kvferry.proto.errors import Refused
+from kvferry.proto.process import check_system_calls
 from kvferry.proto.version import installed_version
 
 REQUIRED = {"msgspec": "0.18.6", "numpy": "1.26", "pyzmq": "26"}
@@ -40,8 +42,24 @@ def packages(_: CheckContext) -> Iterator[Finding]:
     yield ok("packages", ", ".join([f"Python {platform.python_version()}", *installed_text]))
 
 
+def kernel(context: CheckContext) -> Iterator[Finding]:
+    """Whether the system calls are there that this process needs, and a daemon that has no socket.
+
+    Without them, libzmq would end this process when it connects.
+    """
+    is_served = context.directory is not None  # its daemon has what it needs, wherever it runs
+    needed = ("memfd_create", "sched_setscheduler", *(() if is_served else ("pidfd_open",)))
+    try:
+        check_system_calls(*needed)
+    except Refused as error:
+        context.directory = None
+        found, _, change = error.message.partition("; ")
+        yield fail("kernel", found, change)
+    else:
+        yield ok("kernel", f"Linux {platform.release()} has the system calls that are needed")
+
+
 def shared_memory(_: CheckContext, minimum: int = MIN_SHM) -> Iterator[Finding]:
-    os.close(os.memfd_create("kvferry-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     try:
         room = os.statvfs("/dev/shm")
     except OSError as error:
@@ -49,7 +67,7 @@ def shared_memory(_: CheckContext, minimum: int = MIN_SHM) -> Iterator[Finding]:
         yield warn("shared memory", f"/dev/shm: {error.strerror}", change)
         return
     size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    found = f"/dev/shm has {size >> 20} MiB, {free >> 20} MiB free; memfds work"
+    found = f"/dev/shm has {size >> 20} MiB, {free >> 20} MiB free"
     if free < minimum:
         change = "docker run --shm-size=8g (kvferry needs none of it; torch and NCCL do)"
         yield warn("shared memory", found, change)
