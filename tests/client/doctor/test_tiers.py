@@ -1,0 +1,57 @@
+"""The doctor on tiers: why blocks are not written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.client.doctor import CheckContext, Verdict, run_checks
+from kvferry.client.doctor.tiers import tiers
+from kvferry.proto.status import DaemonStatus, TierStatus
+from kvferry.testing.engine import until
+from kvferry.testing.plugin import StartKvferryd
+
+
+@pytest.fixture
+def status(kvferryd: LocalDaemon) -> DaemonStatus:
+    with OffloadClient(kvferryd.directory) as client:
+        return client.status()
+
+
+@pytest.mark.parametrize(
+    ("fields", "found", "change"),
+    [
+        ({}, "on, 3 MiB used", ""),
+        (
+            {"read_only": "room for 7 bytes more; free disk space", "dropped_writes": 1200},
+            "nothing can be written: room for 7 bytes more; 1,200 blocks left the pool before",
+            "free disk space",
+        ),
+        ({"read_only": "[Errno 30] Read-only file system"}, "Read-only file system", "log"),
+        ({"dropped_writes": 5, "openings": 2}, "full, slower than the stores, or off (2", "rate"),
+        ({"state": "off", "failure": "/a is in use; give a path"}, "off: /a is in use", "give a"),
+        ({"state": "off"}, "off: too many errors", "log"),
+        ({"state": "starting"}, "starting", ""),
+    ],
+)
+def test_a_tier_that_does_not_write(
+    status: DaemonStatus, fields: dict[str, Any], found: str, change: str
+) -> None:
+    tier = msgspec.structs.replace(TierStatus("disk", "on", used_bytes=3 << 20), **fields)
+    context = CheckContext(None, 1.0, status=msgspec.structs.replace(status, tiers=(tier,)))
+    (finding,) = tiers(context)
+    assert (finding.check, finding.verdict) == ("tier disk", Verdict.WARN if change else Verdict.OK)
+    assert found in finding.found
+    assert change in finding.change
+
+
+def test_a_directory_that_cannot_be_used(start_kvferryd: StartKvferryd) -> None:
+    daemon = start_kvferryd(tier_disk="/proc/none", tier_disk_size="16MiB")
+    with OffloadClient(daemon.directory) as client:
+        until(lambda: bool(client.status().tiers[0].failure), 30.0)
+    (finding,) = [each for each in run_checks(daemon.directory) if each.check == "tier disk"]
+    assert finding.verdict is Verdict.WARN
+    assert "/proc/none" in finding.found
