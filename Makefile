@@ -5,7 +5,7 @@ PYTHON ?= python3
 READY := $(VENV)/.ready
 CUDA := daemon/kvferry/daemon/engine/cuda
 
-.PHONY: help demo demo-cluster test trials check coverage format faults fuzz soak load bench gpu kernels clean \
+.PHONY: help demo demo-cluster test lowest trials check coverage format faults fuzz soak load bench gpu kernels clean \
 	vllm vllm-tests
 
 help:  ## list the targets
@@ -19,6 +19,16 @@ demo-cluster: $(READY)  ## share a cache between two daemons and one Mooncake St
 
 test: $(READY)  ## all tests that need no GPU, inject no faults and boot no container
 	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m "not gpu and not systemd" --ignore tests/faults
+
+# The lowest versions have wheels for the lowest Python only.
+lowest: .lowest/.ready  ## run the commands with the lowest versions of Python and of the dependencies
+	.lowest/bin/python tests/lowest_versions.py
+
+.lowest/.ready: pyproject.toml tests/lowest_versions.py
+	python3.11 -m venv .lowest
+	.lowest/bin/python tests/lowest_versions.py --constraints > .lowest/constraints.txt
+	.lowest/bin/python -m pip install --quiet --disable-pip-version-check -c .lowest/constraints.txt -e '.[daemon,cli]'
+	touch $@
 
 trials: $(READY)  ## short forms of the tests with faults, hostile frames, soak and load; the systemd unit
 	$(BIN)/python -m pytest -q -m "not gpu" tests/faults
@@ -90,7 +100,7 @@ format: $(READY)  ## format the sources, and fix what ruff can fix
 	$(BIN)/ruff format .
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .vllm .lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
