@@ -79,10 +79,10 @@ WritePolicy: TypeAlias = Annotated[
     Literal["clean_ahead", "write_through", "off"],
     Meta(
         description="which blocks the daemon writes into the tier in the background; clean_ahead: "
-        "the coldest quarter of each namespace, and what was stored before, before they are "
-        "evicted; write_through: all blocks, also those that were read from a slower tier; both "
-        "write a prompt from its head on; off: none, but the daemon still finds the blocks that "
-        "the tier has"
+        "those that are evicted next (the coldest quarter of each namespace), and all that were "
+        "stored before them; write_through: all blocks, also those that were read from a slower "
+        "tier; both write a prompt from its head on, and not what is evicted before its turn; off: "
+        "none, but the daemon still finds the blocks that the tier has"
     ),
 ]
 AdmitAfter: TypeAlias = Annotated[
