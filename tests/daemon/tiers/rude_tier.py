@@ -70,6 +70,11 @@ class RudeTier(MemoryTier):
         self._wait_for("slow drop")
         super().drop(namespace, keys)
 
+    def generation(self, namespace: str) -> int:
+        """The number in the file "generation"; without it, not known."""
+        path = self._folder / "generation"
+        return int(path.read_text()) if path.exists() else -1
+
     def _count(self, keys: Sequence[bytes]) -> int:
         """How many results to return."""
         return len(keys) - self._is_on("too few")

@@ -393,3 +393,17 @@ def test_it_ends_if_the_daemon_died_while_it_started(pool: PoolMemory, tmp_path:
     with child, ours:
         assert child.wait(30) == 2
         assert not (tmp_path / "tier").exists()
+
+
+def test_another_generation_of_a_namespace_that_was_never_searched_is_noticed(rude: Rude) -> None:
+    """The first one that is known is no change."""
+    client, dropped = rude.tier.client, list[str]()
+    client.dropped_elsewhere = dropped.append
+    client.namespaces = lambda: [NAMESPACE]
+    for generation in ("5", "7"):
+        (rude.folder / "generation").write_text(generation)
+        rude.tier.usage()
+    assert dropped == [NAMESPACE]
+    rude.tier.usage()
+    assert rude.tier.contains([1]) == [False]
+    assert dropped == [NAMESPACE]

@@ -14,7 +14,7 @@ split.
 
 A tier that several daemons share has a method `generation(namespace)`, too. It returns how often
 the namespace was dropped, by anyone, as far as the tier knows without asking; -1: not known. It is
-called after each `contains`, and once per second for each namespace that was looked for. When it
+called after each `contains`, and once per second for each namespace in the pool. When it
 has grown without a drop of this daemon, the daemon drops the namespace from its pool and its other
 tiers. What it puts belongs to the generation in the call: blocks of an old one must not be found by
 anyone.

@@ -23,6 +23,9 @@ COLDEST = {"clean_ahead": 0.25, WRITE_THROUGH: 1.0}
 class Source(WriteSource, WrittenSource, Protocol):
     """Core.writes."""
 
+    def namespaces(self) -> Sequence[str]:
+        """The names of all namespaces."""
+
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
@@ -62,6 +65,7 @@ def compose_tiering(
     """tiers: started with these settings; fastest first. source, checksums_of: see write_out.py,
     write_check.py. report, promoted: see tiering.py."""
     for number, (tier, its) in enumerate(zip(tiers, settings, strict=True)):
+        tier.client.namespaces = source.namespaces
         if its.write in COLDEST:
             options = WriteOptions(number, COLDEST[its.write], its.rate)
             tier.write_out = WriteOut(source, checksums_of, tier.client, options, report)

@@ -81,7 +81,10 @@ class DropRequest(_Message, frozen=True):
 
 
 class UsageRequest(_Message, frozen=True):
+    """namespaces: those in the pool."""
+
     number: int
+    namespaces: Sequence[str]
 
 
 class Answer(_Message, frozen=True):
@@ -94,7 +97,7 @@ class Answer(_Message, frozen=True):
 
 
 class UsageAnswer(_Message, frozen=True):
-    """generations: as in Answer, of all namespaces that were looked for."""
+    """generations: as in Answer, of the namespaces in the request."""
 
     number: int
     usage: TierUsage

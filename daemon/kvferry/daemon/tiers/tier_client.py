@@ -109,6 +109,8 @@ class TierClient:
         self._moved = 0.0
         # Drops that the process has not confirmed; repeated first thing after a restart.
         self._drops: dict[int, _Pending] = {}
+        # Returns the namespaces in the pool.
+        self.namespaces: Callable[[], Sequence[str]] = tuple
         # Of each namespace how often it was dropped, as far as known; see tiers/__init__.py.
         self._generations: dict[str, int] = {}
         # Called with the name of a namespace that another daemon has dropped.
@@ -204,7 +206,7 @@ class TierClient:
     def refresh_usage(self) -> None:
         """Ask for the usage; `usage` is replaced when the answer arrives."""
         if self._started and not self._closed:
-            request = UsageRequest(next(self._numbers))
+            request = UsageRequest(next(self._numbers), self.namespaces())
             self._submit(request, _Pending(request, 0, nothing), DROP_SECONDS)
 
     async def close(self) -> None:

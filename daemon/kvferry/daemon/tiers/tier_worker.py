@@ -37,7 +37,6 @@ from kvferry.daemon.tiers.base import (
     TierUsage,
     block_checksum,
     is_part_of,
-    without_part,
 )
 from kvferry.daemon.tiers.block_memory import view_memory
 from kvferry.daemon.tiers.messages import (
@@ -147,8 +146,6 @@ class TierWorker:
         self._jobs = threading.Lock()
         self._ending = threading.Event()
         self._usage = TierUsage()
-        # Namespaces, without their parts, of a tier that has generations.
-        self._looked_for = set[str]()
         self._call_bytes = getattr(tier, "call_bytes", CALL_BYTES)
         count = getattr(tier, "io_threads", IO_THREADS)
         self._threads = [threading.Thread(target=self._move, daemon=True) for _ in range(count)]
@@ -172,8 +169,8 @@ class TierWorker:
         match request:
             case FetchRequest() | PutRequest():
                 self._start(request)
-            case UsageRequest(number):
-                generations = {name: self._generation_of(name) for name in self._looked_for}
+            case UsageRequest(number, namespaces):
+                generations = {name: self._generation_of(name) for name in namespaces}
                 self._send(UsageAnswer(number, self._refresh_usage(), generations))
             case ContainsRequest(number, namespace, keys):
                 try:
@@ -199,7 +196,6 @@ class TierWorker:
         ask = getattr(self._tier, "generation", None)
         if ask is None:
             return -1
-        self._looked_for.add(without_part(namespace))
         return int(ask(namespace))
 
     def _refresh_usage(self) -> TierUsage:
