@@ -96,17 +96,16 @@ class Cluster:
     def share(self) -> None:
         """Store blocks at A. B must find and load them, with the same bytes."""
         numbers = range(first := next(self._new), first + 4)
-        self.a.store(numbers)
 
-        def resident() -> bool:
+        def shared() -> bool:
+            self.a.store(numbers)  # those that are absent: once, and if the store lost its epoch
             states = {self.b.manager.lookup(key) for key in keys(numbers)}
             if Lookup.MISS in states:
                 self.b.find(numbers)
                 time.sleep(0.05)
-            return states == {Lookup.HIT}
+            return states == {Lookup.HIT} and self.b.load_resident(numbers)
 
-        until(resident, RECOVERY_SECONDS)
-        self.b.load(numbers)
+        until(shared, RECOVERY_SECONDS)
 
     def work(self, seconds: float) -> tuple[float, float]:
         """Store at A, search and load at B, for some seconds.
@@ -119,13 +118,18 @@ class Cluster:
             for call in (
                 lambda new=new: self.a.store(new),
                 lambda new=new: self.b.find(new),
-                lambda: self.b.load(RESIDENT),
+                self.load_resident,
             ):
                 begin = time.monotonic()
                 call()
                 loads.append(time.monotonic() - begin)
                 longest = max(longest, loads[-1])
         return longest, statistics.median(loads[2::3])
+
+    def load_resident(self) -> None:
+        """Load from B's pool. If the store has lost its epoch, the pool is empty: store again."""
+        if not self.b.load_resident(RESIDENT):
+            self.b.store(RESIDENT)
 
     def fill(self, megabytes: int, kind: str) -> int:
         """Let another program fill the store. Returns how many megabytes were refused."""
@@ -164,10 +168,26 @@ def test_another_host_loads_stored_blocks_until_a_reset(stack: ExitStack) -> Non
     b.promote(range(32))
     b.load(range(32))
     a.manager.reset_cache()
-    until(lambda: cluster.store.key_count() < 64)  # the reset leaves a marker
+    until(lambda: cluster.store.key_count() < 64)  # the reset leaves pointer and marker
     assert b.find(range(32, 64)).prefix == 0
     until(lambda: {b.manager.lookup(key) for key in keys(range(32))} == {Lookup.MISS})
     cluster.share()
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_host_that_never_searches_notices_a_reset(stack: ExitStack, restarted: bool) -> None:
+    """Also if the master has lost everything before."""
+    cluster = Cluster(stack, 64 << 20)
+    a, b, blocks = cluster.a, cluster.b, range(8)
+    a.store(blocks)
+    a.wait_written(len(blocks))
+    if restarted:
+        cluster.store.kill_master()
+        cluster.store.start_master()
+    b.manager.reset_cache()
+    until(lambda: {a.manager.lookup(key) for key in keys(blocks)} == {Lookup.MISS})
+    cluster.share()
+    assert b.find(blocks).prefix == 0
 
 
 def start_load(

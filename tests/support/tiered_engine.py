@@ -17,6 +17,7 @@ from kvferry.client import (
     Lookup,
     OffloadClient,
     OffloadingManager,
+    Refused,
     TensorLayout,
     TensorRef,
     offload_key,
@@ -63,16 +64,24 @@ class TieredEngine:
             for block, number in enumerate(part):
                 self.pages[block] = content(number)
             source = GPULoadStoreSpec(range(len(part)))
-            self._run((source, KeyLoadStoreSpec(keys(part))))
+            assert self._run((source, KeyLoadStoreSpec(keys(part))))
 
     def load(self, numbers: Sequence[int]) -> None:
         """Load keys, and check their bytes."""
+        assert self.load_resident(numbers)
+
+    def load_resident(self, numbers: Sequence[int]) -> bool:
+        """Load keys, and check their bytes. False if some are absent."""
         self.pages.zero_()
-        spec = self.manager.prepare_load(keys(numbers))
-        self._run((spec, GPULoadStoreSpec(range(len(numbers)))))
+        try:
+            spec = self.manager.prepare_load(keys(numbers))
+        except Refused:
+            return False
+        success = self._run((spec, GPULoadStoreSpec(range(len(numbers)))))
         self.manager.complete_load(spec.keys)
-        for block, number in enumerate(numbers):
+        for block, number in enumerate(numbers if success else ()):
             assert torch.equal(self.pages[block].cpu(), content(number)), f"key {number}"
+        return success
 
     def find(self, numbers: Sequence[int], compute_seconds: float = 0.0) -> TiersFound:
         return self.raw.ask(FindInTiers(2, keys(numbers), compute_seconds), TiersFound)
@@ -95,9 +104,10 @@ class TieredEngine:
     def wait_written(self, count: int) -> None:
         until(lambda: self.tier().written >= count, SECONDS)
 
-    def _run(self, spec: Any) -> None:
+    def _run(self, spec: Any) -> bool:
+        """Whether a transfer has succeeded."""
         self._jobs += 1
         self.client.transfer_async(self._jobs, spec)
         self.client.wait([self._jobs])
         (result,) = self.client.get_finished()
-        assert result.success, result
+        return result.success

@@ -12,12 +12,12 @@ configuration names the module. Optional attributes of a Tier: `io_threads`, the
 that call `fetch` and `put`, and `call_bytes`, the bytes that one call moves: larger batches are
 split.
 
-A tier that several daemons share has a method `generation(namespace)`, too. It returns how often
-the namespace was dropped, by anyone, as far as the tier knows without asking; -1: not known. It is
-called after each `contains`, and once per second for each namespace in the pool. When it
-has grown without a drop of this daemon, the daemon drops the namespace from its pool and its other
-tiers. What it puts belongs to the generation in the call: blocks of an old one must not be found by
-anyone.
+A tier that several daemons share has a method `generation(namespace)`, too. It returns a number
+that changes when anyone drops the namespace, as far as the tier knows without asking; -1: not
+known. It is called after each `contains`, and once per second for each namespace in the pool. When
+the number has changed without a drop of this daemon, the daemon drops the namespace from its pool
+and its other tiers. A `put` names the generation of its blocks: those of another one than the
+current one must not be found by anyone.
 
 Who owns a host block, and until when:
 

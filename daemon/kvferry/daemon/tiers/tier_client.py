@@ -111,7 +111,7 @@ class TierClient:
         self._drops: dict[int, _Pending] = {}
         # Returns the namespaces in the pool.
         self.namespaces: Callable[[], Sequence[str]] = tuple
-        # Of each namespace how often it was dropped, as far as known; see tiers/__init__.py.
+        # Of each namespace its generation, as far as known; see tiers/__init__.py.
         self._generations: dict[str, int] = {}
         # Called with the name of a namespace that another daemon has dropped.
         self.dropped_elsewhere: Callable[[str], None] = nothing
@@ -356,15 +356,15 @@ class TierClient:
         pending.released(answer)
 
     def _note_generation(self, namespace: str, generation: int, *, own: bool = False) -> bool:
-        """Returns whether it has grown. own: by a drop of this daemon."""
+        """Returns whether it has changed. own: by a drop of this daemon."""
         if generation < 0:
             return False
         name = without_part(namespace)
         known = self._generations.get(name, generation)
-        self._generations[name] = max(known, generation)
-        if generation > known and not own:
+        self._generations[name] = generation
+        if generation != known and not own:
             self.dropped_elsewhere(name)
-        return generation > known
+        return generation != known
 
     # Probes
 

@@ -123,12 +123,9 @@ class StoreClient:
         codes: list[int] = self._store.batch_put_from_multi_buffers(names, addresses, sizes)
         return codes
 
-    def put_pinned(self, names: Sequence[str], address: int, nbytes: int) -> None:
-        """Put objects that are not evicted, all with the same bytes. Raises StoreError."""
-        count = len(names)
-        codes = self._store.batch_put_from(names, [address] * count, [nbytes] * count, self._pinned)
-        if worst := min(codes):
-            raise StoreError.of_call(f"{names[codes.index(worst)]} cannot be put", worst)
+    def put_pinned(self, name: str, address: int, nbytes: int) -> int:
+        """Put an object that is not evicted: 0, also if it exists, or a code."""
+        return int(self._store.batch_put_from([name], [address], [nbytes], self._pinned)[0])
 
     def get(
         self,

@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage, without_part
-from kvferry.daemon.tiers.mooncake.epochs import Epochs, markers
+from kvferry.daemon.tiers.mooncake.epochs import NO_EPOCH, UNKNOWN, Epochs, marker
 from kvferry.daemon.tiers.mooncake.store_client import (
     NO_SPACE,
     TOO_LARGE,
@@ -62,9 +62,11 @@ class MooncakeTier:
         name = without_part(namespace)
         for _ in range(MAX_LOOKS):
             epoch = self._epochs.known(name)
+            if epoch == NO_EPOCH:
+                return [False] * len(keys)
             objects = [_object(namespace, epoch, keys[place]) for place in asked]
-            at_epoch, at_next, *present = self._store.exist([*markers(name, epoch), *objects])
-            if self._epochs.update(name, epoch, at_epoch, at_next):
+            is_valid, *present = self._store.exist([marker(name, epoch), *objects])
+            if self._epochs.update(name, epoch, is_valid):
                 break
         else:
             present = [False] * len(asked)
@@ -75,30 +77,38 @@ class MooncakeTier:
         return found
 
     def fetch(self, blocks: Blocks, deadline: float) -> Sequence[Fetched]:
+        epoch = self._epochs.known(without_part(blocks.namespace))
+        if epoch == NO_EPOCH:
+            return [Fetched(Result.MISS)] * len(blocks.keys)
         results = list[Fetched]()
         for part in _parts(blocks):
             if time.monotonic() >= deadline:
                 results.extend([Fetched(Result.LATE)] * len(part.keys))
             else:
-                results.extend(self._fetch(part))
+                results.extend(self._fetch(part, epoch))
         return results
 
     def put(self, blocks: Blocks, checksums: Sequence[int]) -> Sequence[Result]:
         self._warn_if_small(blocks.nbytes)
+        epoch = self._epochs.known(without_part(blocks.namespace))
+        if epoch == NO_EPOCH or blocks.generation not in (UNKNOWN, epoch):
+            return [Result.FULL] * len(blocks.keys)
         results = list[Result]()
         for part in _parts(blocks):
-            results.extend(self._put(part, checksums[len(results) : len(results) + len(part.keys)]))
+            sums = checksums[len(results) : len(results) + len(part.keys)]
+            results.extend(self._put(part, epoch, sums))
         return results
 
     def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
         name = without_part(namespace)
         if keys is not None:
-            epoch = self._epochs.current(name)
+            epoch = self._epochs.known(name)
             self._store.remove([_object(namespace, epoch, key) for key in keys])
             return
-        epoch = self._epochs.raise_epoch(name)
-        # The keys are not found any more; this frees their memory.
-        removed = self._store.remove_matching(f"^kvferry/{name}(-[^/]*)?/(?!{epoch}/)[0-9]+/")
+        epoch = self._epochs.begin_epoch(name)
+        # The keys are not found any longer; this frees their memory, and that of old markers.
+        old = rf"(epoch/)?(?!{epoch}\b)[0-9]+"
+        removed = self._store.remove_matching(f"^kvferry/{name}(-[^/]*)?/{old}")
         if removed < 0:
             log.warning("old keys not removed", namespace=name, error=removed)
 
@@ -118,8 +128,9 @@ class MooncakeTier:
     def close(self) -> None:
         """Nothing is to be written back, and the library would take a second to close."""
 
-    def _fetch(self, blocks: Blocks) -> list[Fetched]:
-        names, trailers = self._names(blocks), self._of_thread.trailers
+    def _fetch(self, blocks: Blocks, epoch: int) -> list[Fetched]:
+        names = [_object(blocks.namespace, epoch, key) for key in blocks.keys]
+        trailers = self._of_thread.trailers
         count, nbytes = len(names), blocks.nbytes
         trailers.clear(count)
         codes = self._store.get(names, *_buffers(blocks, trailers))
@@ -140,8 +151,9 @@ class MooncakeTier:
         _log_failures("get", codes, [each.result for each in results])
         return results
 
-    def _put(self, blocks: Blocks, checksums: Sequence[int]) -> list[Result]:
-        names, trailers = self._names(blocks), self._of_thread.trailers
+    def _put(self, blocks: Blocks, epoch: int, checksums: Sequence[int]) -> list[Result]:
+        names = [_object(blocks.namespace, epoch, key) for key in blocks.keys]
+        trailers = self._of_thread.trailers
         for place, (name, checksum) in enumerate(zip(names, checksums, strict=True)):
             trailers.write(place, name, blocks.nbytes, checksum)
         codes = self._store.put(names, *_buffers(blocks, trailers))
@@ -150,14 +162,6 @@ class MooncakeTier:
         results = [outcomes.get(code, Result.ERROR) for code in codes]
         _log_failures("put", codes, results)
         return results
-
-    def _names(self, blocks: Blocks) -> list[str]:
-        name, epoch = without_part(blocks.namespace), blocks.generation
-        if epoch < 0:
-            epoch = self._epochs.current(name)
-        else:
-            self._epochs.learn(name, epoch)
-        return [_object(blocks.namespace, epoch, key) for key in blocks.keys]
 
     def _is_short(self, name: str, code: int, nbytes: int) -> bool:
         """Whether a transfer failed because the object has too few bytes."""
