@@ -335,3 +335,12 @@ def test_writes_alternate_between_namespaces() -> None:
     stores = [job.store for job in jobs]
     assert stores[0] != stores[1]
     assert stores[:2] == stores[2:]
+
+
+def test_a_namespace_is_in_use_while_it_has_a_session() -> None:
+    fixture = new_fixture(b"a")
+    (name,) = fixture.core.writes.namespaces()
+    (job,) = take_writes(fixture)
+    assert fixture.core.writes.namespaces() == {name: job.store}
+    fixture.close_sessions("a")
+    assert fixture.core.writes.namespaces() == {name: ""}

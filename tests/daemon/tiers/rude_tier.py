@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,9 @@ class RudeTier(MemoryTier):
         """The number in the file "generation"; without it, not known."""
         path = self._folder / "generation"
         return int(path.read_text()) if path.exists() else -1
+
+    def note_used(self, namespaces: Collection[str]) -> None:
+        (self._folder / "used").write_text(" ".join(sorted(namespaces)))
 
     def _count(self, keys: Sequence[bytes]) -> int:
         """How many results to return."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from kvferry.daemon.tiers.base import IN_TIER, Result
 from kvferry.daemon.tiers.disk import namespace_store
-from kvferry.daemon.tiers.disk.tier import SHARE_SECONDS
+from kvferry.daemon.tiers.disk.index import index_bytes
+from kvferry.daemon.tiers.disk.shares import SHARE_SECONDS
 from kvferry.testing.engine import until
 from kvferry.testing.tier_subjects import NAMESPACE, PoolMemory
 
@@ -76,6 +78,45 @@ def test_a_namespace_that_is_searched_keeps_its_share(disk: KillableDisk) -> Non
     disk.open()
     fill(disk, OTHER)
     assert sum(disk.contains(range(300))) > 50
+
+
+def test_namespaces_that_are_not_in_use_take_nothing_from_one_that_is(disk: KillableDisk) -> None:
+    """Without any, the first one takes its first slab. The next ones take that."""
+    disk.tier.note_used([NAMESPACE])
+    fill(disk, NAMESPACE)
+    store = disk.tier._stores[NAMESPACE]
+    least = index_bytes(0) + store.growth
+    before = store.nbytes
+    for number in range(20):
+        name = f"{number:016}"
+        disk.put(range(30), f"{name}-now")
+        until(lambda name=name: is_written(disk, name), 10.0)  # type: ignore[misc]
+        disk.put(range(30), name)
+    assert store.nbytes >= before - least - store.meta.slab_bytes
+
+
+def test_a_namespace_that_is_not_in_use_keeps_a_share(disk: KillableDisk) -> None:
+    """So the blocks of an engine outlive its restart."""
+    fill(disk, NAMESPACE)
+    disk.tier.note_used([OTHER])
+    fill(disk, OTHER)
+    mine, theirs = (disk.tier._stores[name].nbytes for name in (NAMESPACE, OTHER))
+    assert 0.6 < mine / theirs < 1.7
+
+
+def test_namespaces_that_are_not_in_use_have_one_share_together(disk: KillableDisk) -> None:
+    for number in range(4):
+        disk.put(range(30), f"{number:016}")
+    disk.tier.note_used([NAMESPACE])
+    until(lambda: is_written(disk, NAMESPACE), 10.0)
+    numbers = count(100)
+
+    def has_its_share() -> bool:
+        disk.tier.maintain()
+        disk.put([next(numbers)], NAMESPACE)
+        return disk.tier._stores[NAMESPACE].nbytes > 0.45 * SIZE
+
+    until(has_its_share, 10.0)
 
 
 def test_a_tier_that_is_smaller_than_a_block_says_so(pool: PoolMemory, tmp_path: Path) -> None:

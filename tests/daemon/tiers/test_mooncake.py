@@ -131,7 +131,7 @@ def follow(host: Host, space: str) -> list[str]:
     gets the namespace when it is dropped elsewhere."""
     client, dropped = host.tier.client, list[str]()
     client.dropped_elsewhere = dropped.append
-    client.namespaces = lambda: [space]
+    client.namespaces = lambda: {space: ""}
     host.tier.wait_until(lambda: space in client._generations)
     return dropped
 

@@ -399,11 +399,16 @@ def test_another_generation_of_a_namespace_that_was_never_searched_is_noticed(ru
     """Also a smaller one. The first one that is known is no change."""
     client, dropped = rude.tier.client, list[str]()
     client.dropped_elsewhere = dropped.append
-    client.namespaces = lambda: [NAMESPACE]
-    for generation in ("7", "5"):
-        (rude.folder / "generation").write_text(generation)
-        rude.tier.usage()
-    assert dropped == [NAMESPACE]
-    rude.tier.usage()
+    client.namespaces = lambda: {NAMESPACE: ""}
+    (rude.folder / "generation").write_text("7")
+    rude.tier.wait_until(lambda: NAMESPACE in client._generations)
+    (rude.folder / "generation").write_text("5")
+    rude.tier.wait_until(lambda: dropped)
     assert rude.tier.contains([1]) == [False]
     assert dropped == [NAMESPACE]
+
+
+def test_the_process_is_told_which_stores_are_in_use(rude: Rude) -> None:
+    rude.tier.client.namespaces = lambda: {"a": "a-part", "b": "", "c": "c-part"}
+    rude.tier.usage()
+    rude.tier.wait_until(lambda: (rude.folder / "used").read_text() == "a-part c-part")

@@ -53,9 +53,11 @@ class Writes:
         # Of each tier the namespace and the block at which `next_written` continues.
         self._next_written: dict[int, tuple[str, int]] = {}
 
-    def namespaces(self) -> list[str]:
-        """The names of all namespaces."""
-        return [namespace.name for namespace in self._namespaces]
+    def namespaces(self) -> dict[str, str]:
+        """All namespaces; of one with a session the name of its store, else an empty one."""
+        return {
+            one.name: (one.store_name or "") if one.sessions else "" for one in self._namespaces
+        }
 
     def take_writes(self, tier: int, limit: int, coldest: float) -> list[WriteJob]:
         """Hold up to `limit` blocks that are loadable and not in this tier, until BlocksWritten.

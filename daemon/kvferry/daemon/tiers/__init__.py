@@ -19,6 +19,9 @@ the number has changed without a drop of this daemon, the daemon drops the names
 and its other tiers. A `put` names the generation of its blocks: those of another one than the
 current one must not be found by anyone.
 
+A tier that divides its room among namespaces may have a method `note_used(namespaces)`. It is
+called once per second with the names of those that engines have open.
+
 Who owns a host block, and until when:
 
     fetch   The core reserves the block. From the request until `released` the tier may write into

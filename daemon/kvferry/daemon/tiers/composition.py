@@ -23,8 +23,8 @@ COLDEST = {"clean_ahead": 0.25, WRITE_THROUGH: 1.0}
 class Source(WriteSource, WrittenSource, Protocol):
     """Core.writes."""
 
-    def namespaces(self) -> Sequence[str]:
-        """The names of all namespaces."""
+    def namespaces(self) -> dict[str, str]:
+        """All namespaces; of one in use the name of its store, else an empty one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,10 +81,10 @@ class DropRequest(_Message, frozen=True):
 
 
 class UsageRequest(_Message, frozen=True):
-    """namespaces: those in the pool."""
+    """namespaces: those in the pool; of one in use the name of its store, else an empty one."""
 
     number: int
-    namespaces: Sequence[str]
+    namespaces: dict[str, str]
 
 
 class Answer(_Message, frozen=True):

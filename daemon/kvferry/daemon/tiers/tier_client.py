@@ -109,8 +109,8 @@ class TierClient:
         self._moved = 0.0
         # Drops that the process has not confirmed; repeated first thing after a restart.
         self._drops: dict[int, _Pending] = {}
-        # Returns the namespaces in the pool.
-        self.namespaces: Callable[[], Sequence[str]] = tuple
+        # Returns the namespaces in the pool, see UsageRequest.
+        self.namespaces: Callable[[], dict[str, str]] = dict
         # Of each namespace its generation, as far as known; see tiers/__init__.py.
         self._generations: dict[str, int] = {}
         # Called with the name of a namespace that another daemon has dropped.

@@ -171,6 +171,8 @@ class TierWorker:
                 self._start(request)
             case UsageRequest(number, namespaces):
                 generations = {name: self._generation_of(name) for name in namespaces}
+                if note_used := getattr(self._tier, "note_used", None):
+                    note_used(frozenset(filter(None, namespaces.values())))
                 self._send(UsageAnswer(number, self._refresh_usage(), generations))
             case ContainsRequest(number, namespace, keys):
                 try:

@@ -1,8 +1,7 @@
 """The disk tier: stores of all namespaces below one root, with one bound on their bytes.
 
-A namespace has an equal share of the bound, and may use more while others do not need theirs: a
-namespace below its share takes slabs from the one that is furthest above. One that was not used for
-long has no share. Any thread; `maintain` on one.
+A namespace has a share of the bound, and may use more while others do not need theirs: see
+shares.py. Any thread; `maintain` on one.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from kvferry.daemon.tiers.disk.root_files import (
     prepare_root,
     remove_trash,
 )
+from kvferry.daemon.tiers.disk.shares import Shares
 from kvferry.daemon.tiers.disk.slab import slot_bytes_of
 from kvferry.daemon.tiers.durable_files import sync_directory, write_file
 from kvferry.proto.errors import Code, Refused
@@ -45,8 +45,6 @@ MAX_SLAB_BYTES = 1 << 30
 # No slab is added if the file system would have less free space: 1/FLOOR of its size, or this.
 FLOOR = 50
 MAX_FLOOR_BYTES = 4 << 30
-# Seconds without use after which a namespace gives its slabs to any other, and then its index.
-SHARE_SECONDS = 86400.0
 # Seconds between two syncs, and of a run after which the start counts as successful.
 SYNC_EVERY = 3.0
 LONG_RUN = 60.0
@@ -79,7 +77,7 @@ class DiskTier:
     def __init__(self, options: DiskOptions) -> None:
         self._root, self._size = Path(options.path), options.size
         self.io_threads = options.io_threads
-        self._lock = threading.Lock()
+        self._lock, self._shares = threading.Lock(), Shares(options.size)
         self._stores: dict[str, NamespaceStore] = {}
         # Dropped stores, whose files `maintain` deletes.
         self._trash: list[NamespaceStore] = []
@@ -129,6 +127,9 @@ class DiskTier:
         with self._lock:
             for name in [each for each in self._stores if is_part_of(each, namespace)]:
                 self._discard(self._stores[name])
+
+    def note_used(self, namespaces: Collection[str]) -> None:
+        self._shares.used = namespaces
 
     def usage(self) -> TierUsage:
         refused = time.monotonic() < self._refused_until + REFUSAL_SHOWN
@@ -248,7 +249,7 @@ class DiskTier:
                 reason = f"tiers.disk.size {self._size} is below the {least} bytes for one block"
                 self._refuse(reason, blocks.namespace, RETRY_NAMESPACE)
                 return None
-            if not self._make_room(index_bytes(0), None):
+            if not self._make_room(index_bytes(0), blocks.namespace):
                 reason = self._shortage(index_bytes(0)) or "no room for another namespace"
                 self._refuse(reason, blocks.namespace, 0.0)
                 return None
@@ -323,18 +324,20 @@ class DiskTier:
     def _grow(self, store: NamespaceStore) -> bool:
         """Add a slab to a store if the bound and the file system have room, or another gives."""
         with self._lock:
-            if self._make_room(store.growth, store) and store.add_slab():
+            if self._make_room(store.growth, store.name) and store.add_slab():
                 return True
             if not store.slabs.num_slots and (reason := self._shortage(store.growth)):
                 self._refuse(reason, store.name, 0.0)
             return False
 
-    def _make_room(self, nbytes: int, store: NamespaceStore | None) -> bool:
-        """Whether `nbytes` more fit, for a store or a new one. Others may give slabs up for it."""
+    def _make_room(self, nbytes: int, name: str) -> bool:
+        """Whether `nbytes` more fit, for a namespace. Others may give slabs up for it."""
         if nbytes > self._room():
             return False
         while self._used_bytes() + nbytes > self._size:
-            giver = self._choose_giver(nbytes, store)
+            if self._trash and not self._shares.is_used(name):
+                return False  # there is more room soon
+            giver = self._shares.choose_giver(list(self._stores.values()), name, nbytes)
             if giver is None:
                 return False
             if not giver.slabs.num_slots:
@@ -346,20 +349,6 @@ class DiskTier:
             if not giver.give_up_slab():
                 return False
         return True
-
-    def _choose_giver(self, nbytes: int, store: NamespaceStore | None) -> NamespaceStore | None:
-        """The store that gives up a slab, so that another one gets `nbytes` more; or None."""
-        others = [each for each in self._stores.values() if each is not store]
-        if not others:
-            return None
-        coldest = min(others, key=lambda each: each.last_used)
-        if coldest.last_used < time.time() - SHARE_SECONDS:
-            return coldest
-        largest, share = max(others, key=lambda each: each.nbytes), self._size // (len(others) + 1)
-        if nbytes + (0 if store is None else store.nbytes) <= share:
-            return largest if largest.nbytes > share else None
-        # The share of very many is less than the first slab, without which nothing can be written.
-        return coldest if store is None or not store.slabs.num_slots else None
 
     def _room(self) -> int:
         """Bytes of the file system that the tier may still take."""
