@@ -93,13 +93,22 @@ async def test_every_committed_block_is_read(
     scrub.stop()
 
 
-@pytest.mark.parametrize(("rate", "blocks", "pause"), [(BLOCK, 1, 1.0), (16 * BLOCK, 4, 0.25)])
+@pytest.mark.parametrize(
+    ("rate", "blocks", "counted", "pause"),
+    [(BLOCK, 1, 0, 1.0), (16 * BLOCK, 4, 0, 0.25), (16 * BLOCK, 4, 8 * BLOCK, 2.0)],
+)
 async def test_the_pause_after_a_batch_follows_from_the_rate(
-    pool: StoredPool, rate: int, blocks: int, pause: float, monkeypatch: pytest.MonkeyPatch
+    pool: StoredPool,
+    rate: int,
+    blocks: int,
+    counted: int,
+    pause: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """counted: the bytes that a smaller block counts as."""
     table, checks, pauses = pool.table(RAW), ScrubbedBlocks(), list[float]()
     pool.commit(table, *range(8))
-    scrub = Scrub(checks, rate, lambda: [table])  # type: ignore[arg-type]
+    scrub = Scrub(checks, rate, lambda: [table], counted_bytes=counted)  # type: ignore[arg-type]
     monkeypatch.setattr(scrub, "_pause", pauses.append)
     scrub.start()
     assert checks.requests == [list(range(blocks))]
