@@ -22,8 +22,13 @@ NVFP4 = SimpleNamespace(dtype="torch.uint8", kv_quant_mode=5)
 def caches(*specs: Any, num_blocks: int = 10, stride: int = 0, **fields: Any) -> Any:
     """A KVCacheConfig of vLLM before 0.29: a tensor per layer, or packed ones with a stride."""
     tensors = [
-        SimpleNamespace(size=TWO_MIB // 2 * num_blocks, shared_by=[], block_stride=stride)
-        for _ in range(2)
+        SimpleNamespace(
+            size=TWO_MIB // 2 * num_blocks,
+            shared_by=[name],
+            block_stride=stride,
+            offset=n * stride // 2,
+        )
+        for n, name in enumerate("ab")
     ]
     groups = [
         SimpleNamespace(layer_names=["a", "b"], kv_cache_spec=spec) for spec in specs or (BF16,)

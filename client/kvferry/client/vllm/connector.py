@@ -150,6 +150,16 @@ class FaultTolerantWorker(OffloadingConnectorWorker):
         self._failed_requests: set[str] = set()
         self._has_no_forward_pass = False
 
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """vLLM's own method describes packed groups as whole rows: the bytes of all groups."""
+        config = self.spec.engine_config
+        if config.packed is None:
+            super().register_kv_caches(kv_caches)
+        else:
+            first = next(iter(kv_caches.values()))
+            buffer = first[0] if isinstance(first, list) else first
+            self._init_worker(config.packed.canonical(buffer, config.factor))
+
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """The first call of a step."""
         super().handle_preemptions(kv_connector_metadata)

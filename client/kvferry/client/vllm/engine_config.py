@@ -24,7 +24,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvferry.client.endpoint import find_daemon
-from kvferry.client.vllm.fingerprint import block_bytes, kv_layout, read_fingerprint
+from kvferry.client.vllm.fingerprint import (
+    block_bytes,
+    kv_layout,
+    packed_groups,
+    read_fingerprint,
+)
+from kvferry.client.vllm.packed_groups import PackedGroups
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.status import Fingerprint
@@ -93,6 +99,8 @@ class EngineConfig:
     first_device: int
     # The devices assigned to vLLM, in the driver's numbering; empty if all are.
     assigned: tuple[int, ...] = ()
+    # What a block of each group holds, if that is not what vLLM's connector copies.
+    packed: PackedGroups | None = None
 
     def for_rank(self, rank: int) -> EngineConfig:
         return replace(self, rank=rank)
@@ -134,6 +142,7 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any, blocks: BlockSize
         directories=(directories,) if isinstance(directories, str) else tuple(directories),
         first_device=_first_device(parallel),
         assigned=tuple(getattr(parallel, "assigned_physical_gpu_ids", None) or ()),
+        packed=packed_groups(vllm_config, kv_cache_config),
     )
 
 

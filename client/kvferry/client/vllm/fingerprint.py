@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvferry.client.vllm.model import digest, hub_snapshot, model_fields, read_path
+from kvferry.client.vllm.packed_groups import PackedGroups, read_packed_groups
 from kvferry.proto.status import Fingerprint
 from kvferry.proto.version import installed_version
 
@@ -119,10 +120,12 @@ def read_fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes)
     algorithm = read_path(vllm_config, "cache_config.prefix_caching_hash_algo")
     layout = kv_layout(vllm_config, kv_cache_config)
     groups = offloaded_groups(kv_cache_config)
+    packed = packed_groups(vllm_config, kv_cache_config)
+    nbytes = block_bytes(kv_cache_config) if packed is None else max(packed.group_bytes)
     model = str(vllm_config.model_config.model)
     return Fingerprint(
         model=hub_snapshot(model).name or model,
-        host_block_bytes=block_bytes(kv_cache_config) * blocks.factor,
+        host_block_bytes=nbytes * blocks.factor,
         revision=read_path(vllm_config, "model_config.revision"),
         dtype=read_path(vllm_config, "model_config.dtype"),
         kv_dtype=_kv_dtype(vllm_config, groups),
@@ -138,6 +141,7 @@ def read_fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes)
             ("blocks per chunk", str(blocks.factor)),
             ("layers", str(sum(len(group.layer_names) for group in groups))),
             ("pages", _pages(vllm_config, kv_cache_config, layout)),
+            *_group_bytes(packed),
             ("model runner v2", read_path(vllm_config, "use_v2_model_runner")),
             ("quantization", read_path(vllm_config, "model_config.quantization")),
             ("load format", read_path(vllm_config, "load_config.load_format")),
@@ -169,6 +173,17 @@ def offloaded_groups(kv_cache_config: Any) -> list[Any]:
     groups = kv_cache_config.kv_cache_groups
     ids = getattr(kv_cache_config, "prefix_cacheable_group_ids", range(len(groups)))
     return [groups[group_id] for group_id in ids]
+
+
+def packed_groups(vllm_config: Any, kv_cache_config: Any) -> PackedGroups | None:
+    """The groups of a packed buffer; None if host blocks are what vLLM's connector copies.
+
+    Ranks of a pipeline have other layers, and the scheduler knows those of rank 0 only: None then.
+    """
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return None
+    layout = kv_layout(vllm_config, kv_cache_config)
+    return read_packed_groups(kv_cache_config, offloaded_groups(kv_cache_config), layout)
 
 
 def kv_layout(vllm_config: Any, kv_cache_config: Any) -> str:
@@ -216,6 +231,12 @@ def _pages(vllm_config: Any, kv_cache_config: Any, layout: str) -> str:
     if not layout.startswith("L"):  # else strides depend on the number of blocks
         facts += map(str, _placement(kv_cache_config))
     return digest(*facts)
+
+
+def _group_bytes(packed: PackedGroups | None) -> Iterator[tuple[str, str]]:
+    """What host blocks hold if it is not what vLLM's connector copies: no field otherwise."""
+    if packed is not None:
+        yield "group bytes", _short(",".join(map(str, packed.group_bytes)))
 
 
 def _spec_facts(group: Any) -> list[str]:

@@ -51,8 +51,8 @@ POLL_INTERVAL = 20e-6
 
 
 class WorkerSide:
-    """kv_caches: vLLM's CanonicalKVCaches. wait_timeout: seconds, see `wait`. connect_timeout:
-    seconds to wait for a daemon that runs when the engine starts."""
+    """kv_caches: vLLM's CanonicalKVCaches, or kvferry's. wait_timeout: seconds, see `wait`.
+    connect_timeout: seconds to wait for a daemon that runs when the engine starts."""
 
     def __init__(
         self,
@@ -64,7 +64,9 @@ class WorkerSide:
     ) -> None:
         self._config, self._wait_timeout = config, wait_timeout
         self._connect_timeout = connect_timeout
-        self._kv_caches = canonical_kv_caches(kv_caches, config.factor)
+        if not isinstance(kv_caches, CanonicalKVCaches):
+            kv_caches = canonical_kv_caches(kv_caches, config.factor)
+        self._kv_caches: CanonicalKVCaches = kv_caches
         self._device = self._kv_caches.tensors[0].device
         # Results for the next get_finished.
         self._results: list[TransferResult] = []
