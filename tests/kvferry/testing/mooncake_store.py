@@ -26,10 +26,10 @@ from types import TracebackType
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from kvferry.daemon.tiers.mooncake.store_client import INSTALL_LIBRARIES
-
 # Seconds to wait for a process to be ready.
 READY_SECONDS = 30.0
+# As the daemon says it, of which this package only uses the command.
+INSTALL_LIBRARIES = "on Debian or Ubuntu: apt-get install libcurl4 libibverbs1 libnuma1"
 # What the dynamic loader writes if a library is missing.
 _LOADER_ERROR = "error while loading shared libraries: "
 # Fetches a URL with the same command prefix as a program, for example in its network namespace.
