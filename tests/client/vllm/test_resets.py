@@ -81,7 +81,7 @@ def test_blocks_that_are_offered_during_a_reset_are_stored_after_it(
     daemon = start_kvferryd()
     engine = core.EngineCore(daemon.directory, ("full",))
     first, scheduler = prompt(64, random.Random(5)), engine.scheduler
-    name = engine.add(first, 32)
+    name = engine.add(first, 400)  # more than the steps for which a store takes
     engine.run_until(lambda: scheduler.requests[name].num_computed_tokens > 68)
     engine.settle()
     daemon.process.send_signal(signal.SIGSTOP)
