@@ -29,7 +29,9 @@ from support.vllm_process import VLLM, GpuDaemon, make_prompts
 from support.vllm_served import Prompts
 
 CONVERSATIONS, ROUNDS, STEP, GENERATED = 48, 4, 512, 16
-HOST = 16 << 30
+HOST = 6 << 30
+# The KV cache has a fixed size, so that engines of several families can start beside each other.
+ENGINE = {"kv_cache_memory_bytes": 3 << 30, "gpu_memory_utilization": 0.05, "max_model_len": 4096}
 # Seconds after which the daemon is killed, while blocks are loaded and stored.
 KILL_SECONDS = 0.3
 # The prompts and the answers of each round, by seed.
@@ -61,7 +63,7 @@ def main() -> None:
 def compute(family: Family, seeds: int) -> Chats:
     """The answers of an engine that computes every token of every prompt."""
     chats: Chats = {}
-    options = family.options | {"enable_prefix_caching": False, "kv_cache_memory_bytes": 8 << 30}
+    options = family.options | ENGINE | {"enable_prefix_caching": False}
     with VLLM("none", model=family.model, sensitive=True, **options) as engine:
         for seed in range(seeds):
             prompts: Prompts = [[] for _ in range(CONVERSATIONS)]
@@ -81,11 +83,8 @@ def compare(family: Family, chats: Chats, connector: str) -> list[Record]:
 
     With kvferry, the last round is then asked again while the daemon is killed.
     """
-    options: dict[str, Any] = family.options | {
-        "num_gpu_blocks_override": family.gpu_blocks,
-        "kv_cache_memory_bytes": 8 << 30,
-        "max_model_len": 4096,
-    }
+    options: dict[str, Any] = family.options | ENGINE
+    options["num_gpu_blocks_override"] = family.gpu_blocks
     rows = []
     with GpuDaemon(pool=str(HOST)) as daemon:
         extra: Record = {"cpu_bytes_to_use": HOST}
