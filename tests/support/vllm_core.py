@@ -130,8 +130,9 @@ class EngineCore:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def waits_for_loads(self) -> bool:
-        waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
-        return any(request.status is waiting for request in self.scheduler.requests.values())
+        """Whether loads are in flight, also of aborted requests, which keep their blocks."""
+        waiting, requests = RequestStatus.WAITING_FOR_REMOTE_KVS, self.scheduler.requests.values()
+        return any(one.status is waiting or one.is_finished() for one in requests)
 
     def run(self, *prompts: list[int], seconds: float = 30.0) -> list[int]:
         """Run requests. Returns the number of tokens of each that were found in a cache."""

@@ -57,7 +57,6 @@ def test_an_older_version_is_refused(vllm: Any) -> None:
 
 
 def test_what_would_corrupt_kv_is_refused(vllm: Any) -> None:
-    from vllm.v1.kv_cache_interface import MambaSpec
 
     from kvferry.client.vllm.connector import KVFerryConnector, check_supported
 
@@ -71,14 +70,29 @@ def test_what_would_corrupt_kv_is_refused(vllm: Any) -> None:
     caches.kv_cache_groups[0].host_resident = True
     with pytest.raises(Refused, match="hisparse_config"):
         check_supported(config, caches)
-    caches.kv_cache_groups[0].host_resident = False
+
+
+def test_a_vllm_without_the_hook_for_its_block_pool_is_refused(vllm: Any) -> None:
+    from kvferry.client.vllm import compat
+
+    with pytest.raises(Refused, match=r"use vLLM 0\.26 to"):
+        compat.check_version("0.26.0", object)
+
+
+def test_with_mamba_layers_only_the_newer_model_runner_writes_blocks_early(vllm: Any) -> None:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    from kvferry.client.vllm import compat
+
+    config, caches = vllm_config("engine", {}), vllm.kv_cache_config(8)
+    config.use_v2_model_runner = True
+    assert not compat.writes_blocks_early(config, caches)
     caches.kv_cache_groups[0].kv_cache_spec = MambaSpec(
         block_size=16, shapes=((1,),), dtypes=(torch.int8,)
     )
-    check_supported(config, caches)
-    config.use_v2_model_runner = True
-    with pytest.raises(Refused, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-        check_supported(config, caches)
+    assert compat.writes_blocks_early(config, caches)
+    config.use_v2_model_runner = False
+    assert not compat.writes_blocks_early(config, caches)
 
 
 def test_synchronous_loads_are_turned_off(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -55,8 +55,17 @@ except ImportError:
 SYNC_LOADS = "sync_load_budget_bytes"
 
 
-def check_version(version: str) -> None:
-    """Raise Refused (BAD_CONFIG) for a vLLM older than supported; warn if it is newer."""
+def check_version(version: str, connector: type = connector_base.KVConnectorBase_V1) -> None:
+    """Raise Refused (BAD_CONFIG) for a vLLM that is too old or misses a hook; warn if it is newer.
+
+    Called when the connector is imported, before vLLM loads a model. connector: vLLM's base class.
+    """
+    if not hasattr(connector, "bind_gpu_block_pool"):
+        message = (
+            f"vLLM {version} does not give its block pool to connectors, so blocks could change "
+            f"while they are stored; use vLLM {SUPPORTED}"
+        )
+        raise Refused(Code.BAD_CONFIG, message, "bind_gpu_block_pool")
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or "dev" in version:  # built from a checkout
         log.warning(
@@ -108,7 +117,7 @@ def writes_blocks_early(vllm_config: Any, kv_cache_config: Any) -> bool:
     """Whether vLLM sets blocks to zero, or copies states into them, before handle_preemptions.
 
     Its model runner v2 (the default from 0.29) does so with Mamba layers and with KV caches of
-    several precisions.
+    several precisions. Then stores hold their blocks (held_blocks.py).
     """
     uses_v2 = getattr(vllm_config, "use_v2_model_runner", False)
     return bool(uses_v2 and getattr(kv_cache_config, "needs_kv_cache_zeroing", False))

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from kvferry.client.vllm import compat
 from kvferry.client.vllm.block_owners import BlockOwners
 from kvferry.client.vllm.engine_config import provide_config
+from kvferry.client.vllm.held_blocks import HeldBlocks
 from kvferry.client.vllm.prefill_rate import PrefillRate
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.version import installed_version
@@ -49,9 +50,11 @@ class KVFerryConnector(OffloadingConnector):
             transfer.kv_load_failure_policy = "recompute"
         with provide_config(vllm_config, kv_cache_config):
             super().__init__(vllm_config, role, kv_cache_config)
+        self._writes_blocks_early = compat.writes_blocks_early(vllm_config, kv_cache_config)
         # Used in the scheduler only; the last only in the worker.
         self._prefill_rate = PrefillRate()
         self._block_owners = BlockOwners()
+        self._held: HeldBlocks | None = None
         self._fault_tolerant: FaultTolerantWorker | None = None
         if role is KVConnectorRole.WORKER:
             worker: Any = getattr(self, "connector_worker")  # noqa: B009 - its type is unknown here
@@ -74,6 +77,24 @@ class KVFerryConnector(OffloadingConnector):
         return metrics
 
     # In the scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._writes_blocks_early:
+            scheduler: Any = self.connector_scheduler
+            self._held = HeldBlocks(gpu_block_pool, scheduler.config.num_workers)
+
+    def has_pending_block_frees(self) -> bool:
+        """Asked by newer versions before they preempt a request."""
+        return self._held is not None and self._held.will_free_blocks()
+
+    def has_pending_push_work(self) -> bool:
+        return bool(self._held) or super().has_pending_push_work()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        meta = connector_output.kv_connector_worker_meta
+        if self._held is not None and meta is not None:
+            self._held.report(meta.completed_jobs)
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
@@ -115,6 +136,9 @@ class KVFerryConnector(OffloadingConnector):
         metadata = super().build_connector_meta(scheduler_output)
         for state, chunk in progress:  # nothing was stored: vLLM offers it again in the next step
             state.next_stored_chunk_idx = chunk
+        if self._held is not None:
+            self._held.hold(metadata.store_jobs)
+            metadata.jobs_to_flush = self._held.jobs_to_wait_for(metadata.jobs_to_flush or set())
         observe_prefills(self._prefill_rate, scheduler, scheduler_output)
         metadata.has_no_forward_pass = scheduler_output.total_num_scheduled_tokens == 0
         written = metadata.load_jobs and compat.written_blocks(scheduler_output)
@@ -222,12 +246,6 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
             "hisparse_config in --attention-config"
         )
         raise Refused(Code.BAD_CONFIG, message, "host_resident")
-    if compat.writes_blocks_early(vllm_config, kv_cache_config):
-        message = (
-            "vLLM's model runner v2 may write into blocks that kvferry is still storing, because "
-            "this model has Mamba layers or several KV precisions; set VLLM_USE_V2_MODEL_RUNNER=0"
-        )
-        raise Refused(Code.BAD_CONFIG, message, "use_v2_model_runner")
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     if extra.get(compat.SYNC_LOADS):
         log.warning(
