@@ -31,7 +31,12 @@ from support.vllm_served import Prompts
 CONVERSATIONS, ROUNDS, STEP, GENERATED = 48, 4, 512, 16
 HOST = 6 << 30
 # The KV cache has a fixed size, so that engines of several families can start beside each other.
-ENGINE = {"kv_cache_memory_bytes": 3 << 30, "gpu_memory_utilization": 0.05, "max_model_len": 4096}
+ENGINE = {
+    "kv_cache_memory_bytes": 3 << 30,
+    "gpu_memory_utilization": 0.05,
+    "max_model_len": 4096,
+    "max_num_seqs": CONVERSATIONS,
+}
 # Seconds after which the daemon is killed, while blocks are loaded and stored.
 KILL_SECONDS = 0.3
 # The prompts and the answers of each round, by seed.
