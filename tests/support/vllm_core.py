@@ -1,13 +1,13 @@
-"""vLLM's own scheduler and KV cache manager over the connector, with a model that checks its KV.
+"""vLLM's own scheduler and KV cache manager over the connector, with a runner that checks its KV.
 
-The model runner is a fake: it writes every token's id into the KV cache of each group, and before
-that reads the tokens that attention reads. So a wrong, missing or late block is detected in the
-step that uses it. Importing this needs vLLM.
+The steps are done in the order of vLLM's model runner, v1 or v2. A wrong, missing or late block is
+detected in the step that uses it (vllm_runner.py). Importing this needs vLLM.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 import time
 from functools import cache
@@ -21,7 +21,9 @@ from vllm.config import (
     DeviceConfig,
     KVTransferConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -33,41 +35,24 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-    SlidingWindowSpec,
-)
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvferry.client import shared_empty
 from kvferry.client.vllm import KVFerryConnector, compat
 from support.vllm_engine import ONE_ALLOCATION
+from support.vllm_runner import PAGE, TOKENS, WIDTH, CheckedRunner, specs
 from support.vllm_stand_ins import wait_connected
-
-TOKENS = 16
-WINDOW = 40
-SPECS = {
-    "full": FullAttentionSpec(TOKENS, num_kv_heads=1, head_size=2, dtype=torch.int8),
-    "window": SlidingWindowSpec(
-        TOKENS, num_kv_heads=1, head_size=2, dtype=torch.int8, sliding_window=WINDOW
-    ),
-}
-# Bytes per token: K and V, of two bytes each.
-WIDTH = 4
-PAGE = TOKENS * WIDTH
 
 
 class EngineCore:
     """One scheduler and one worker.
 
-    groups: names in SPECS, of a layer each. blocks: of the GPU. overlaps: asynchronous scheduling:
-    a step is scheduled before the output of the last one is known.
-    `wrong` describes each token that was read and differs from the computed one.
+    groups: names in vllm_runner.specs, of a layer each. blocks: of the GPU. overlaps: asynchronous
+    scheduling: a step is scheduled before the output of the last one is known. drafts: tokens that
+    are drafted per step.
     """
 
     def __init__(
@@ -77,14 +62,15 @@ class EngineCore:
         blocks: int = 128,
         host_bytes: int = 1 << 20,
         overlaps: bool = False,
+        drafts: int = 0,
     ) -> None:
         extra = {
             "kvferry_dirs": str(directory),
             "cpu_bytes_to_use": host_bytes,
             "kvferry_salt": "test",
         }
-        config = _config(extra)
-        caches = _caches(groups, blocks)
+        config = _config(extra, groups, drafts)
+        caches = _caches(groups, blocks, drafts)
         config.cache_config.num_gpu_blocks = blocks
         scheduler_block, hash_block = resolve_kv_cache_block_sizes(caches, config)
         init_none_hash(sha256)
@@ -100,17 +86,19 @@ class EngineCore:
         )
         self.worker = KVFerryConnector(config, KVConnectorRole.WORKER, caches)
         # All groups share one buffer: a block belongs to one of them at a time.
-        self._cache = shared_empty((blocks, TOKENS, WIDTH), torch.int8, "cpu")
-        layer = self._cache.view(blocks, 1, TOKENS, WIDTH) if ONE_ALLOCATION else self._cache
-        self.worker.register_kv_caches(dict.fromkeys(groups, layer))
+        rows = shared_empty((blocks, PAGE), torch.int8, "cpu")
+        self.worker.register_kv_caches({group: _layer(rows, group) for group in groups})
+        self.runner = CheckedRunner(groups, rows, random.Random(1), overlaps and drafts > 0)
+        self._early = config.use_v2_model_runner
         wait_connected(self.scheduler.connector.connector_scheduler.manager._manager)
         wait_connected(self.worker.connector_worker.worker._client)
-        self._windows = [WINDOW if group == "window" else 1 << 30 for group in groups]
+        self._drafts = drafts
         self._overlaps = overlaps
         # The scheduler's output and the model's output of steps that have run.
         self._ran: list[tuple[Any, ModelRunnerOutput]] = []
         self._numbers = iter(range(1 << 30))
-        self.wrong: list[str] = []
+        # Chunks that were loaded.
+        self.loaded = 0
         # For each finished request, the number of tokens found in a cache.
         self.finished: dict[str, int] = {}
         self._found: dict[str, int] = {}
@@ -130,9 +118,13 @@ class EngineCore:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def waits_for_loads(self) -> bool:
-        """Whether loads are in flight, also of aborted requests, which keep their blocks."""
-        waiting, requests = RequestStatus.WAITING_FOR_REMOTE_KVS, self.scheduler.requests.values()
-        return any(one.status is waiting or one.is_finished() for one in requests)
+        """Whether requests that do not run have blocks, for a load in flight or complete.
+
+        vLLM cannot preempt these. An aborted one keeps its blocks until its load has ended.
+        """
+        blocks = self.scheduler.kv_cache_manager.get_block_ids
+        waiting = self.scheduler.requests.keys() - {r.request_id for r in self.scheduler.running}
+        return any(any(blocks(name)) for name in waiting)
 
     def run(self, *prompts: list[int], seconds: float = 30.0) -> list[int]:
         """Run requests. Returns the number of tokens of each that were found in a cache."""
@@ -152,14 +144,26 @@ class EngineCore:
         connector = self.scheduler.connector
         self.run_until(lambda: not connector.has_pending_push_work())
 
+    @property
+    def wrong(self) -> list[str]:
+        return self.runner.wrong
+
     def step(self) -> None:
         output = self.scheduler.schedule()
         metadata, worker = output.kv_connector_metadata, self.worker
+        self.loaded += sum(len(job.src_spec.keys) for job in metadata.load_jobs.values())
+        requests, tables = self.scheduler.requests, self.scheduler.kv_cache_manager.get_block_ids
+        if self._early:
+            self.runner.prepare(output, requests, tables)
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
+        if not self._early:
+            self.runner.prepare(output, requests, tables)
         if not ONE_ALLOCATION:  # before 0.29
             worker.start_load_kv(None)
-        sampled = self._compute(output)
+        for new in output.scheduled_new_reqs:
+            self._found.setdefault(new.req_id, new.num_computed_tokens)
+        sampled = self.runner.compute(output, tables)
         if ONE_ALLOCATION:
             worker.start_load_kv(None)
         worker.wait_for_save()
@@ -185,6 +189,14 @@ class EngineCore:
             for request in each.outputs:
                 if request.finish_reason is not None:
                     self.finished[request.request_id] = self._found[request.request_id]
+        if self._drafts:
+            names = [
+                name
+                for name, tokens in zip(result.req_ids, result.sampled_token_ids, strict=True)
+                if tokens
+            ]
+            drafted = [[7] * self._drafts for _ in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafted))
 
     def close(self) -> None:
         self.scheduler.connector.shutdown()
@@ -209,39 +221,6 @@ class EngineCore:
         reported.kv_connector_worker_meta = worker.build_connector_worker_meta()
         return reported
 
-    def _compute(self, output: Any) -> dict[str, list[int]]:
-        """Read and write the KV of the step's tokens. Returns the sampled tokens."""
-        sampled = {}
-        for name, count in output.num_scheduled_tokens.items():
-            request = self.scheduler.requests[name]
-            # The scheduler has already advanced this number.
-            end = request.num_computed_tokens
-            begin = end - count
-            self._found.setdefault(name, begin)
-            for table, window in zip(
-                self.scheduler.kv_cache_manager.get_block_ids(name), self._windows, strict=True
-            ):
-                self._read(request, table, max(0, begin - window + 1), begin)
-                for position in range(begin, end):
-                    block = table[position // TOKENS]
-                    self._cache[block, position % TOKENS] = mark(request, position)
-            # A preempted request computes its generated tokens again, and samples after the last.
-            known = request.num_prompt_tokens if self._overlaps else request.num_tokens
-            sampled[name] = [end % 100] if end >= known else []
-        return sampled
-
-    def _read(self, request: Request, table: list[int], begin: int, end: int) -> None:
-        for position in range(begin, end):
-            block, wanted = table[position // TOKENS], mark(request, position)
-            if block == 0 or not bool((self._cache[block, position % TOKENS] == wanted).all()):
-                self.wrong.append(f"{request.request_id} at {position} of {end}: block {block}")
-
-
-def mark(request: Request, position: int) -> int:
-    """The KV of a token. For a sampled token, which may not be known yet, it is the position."""
-    token = request.prompt_token_ids[position] if position < request.num_prompt_tokens else position
-    return int(token) % 127
-
 
 @cache
 def _model() -> ModelConfig:
@@ -264,9 +243,19 @@ def _model() -> ModelConfig:
     return ModelConfig(model=str(folder), skip_tokenizer_init=True, max_model_len=4096, seed=0)
 
 
-def _config(extra: dict[str, Any]) -> VllmConfig:
+def _config(extra: dict[str, Any], groups: tuple[str, ...] = (), drafts: int = 0) -> VllmConfig:
+    model = _model()
     config = VllmConfig(
-        model_config=_model(),
+        model_config=model,
+        speculative_config=SpeculativeConfig(
+            method="eagle",
+            model=model.model,
+            num_speculative_tokens=drafts,
+            target_model_config=model,
+            target_parallel_config=ParallelConfig(),
+        )
+        if drafts
+        else None,
         scheduler_config=SchedulerConfig(
             max_num_seqs=8,
             max_num_batched_tokens=256,
@@ -284,13 +273,24 @@ def _config(extra: dict[str, Any]) -> VllmConfig:
         ),
         device_config=DeviceConfig("cpu"),
     )
-    # vLLM sets it after it has loaded the model.
+    # vLLM sets these after it has loaded the model.
     if ONE_ALLOCATION:
         config.cache_config.kv_cache_layout = "LBHNC"
+    if "aligned states" in groups or "all states" in groups:
+        config.cache_config.mamba_cache_mode = "align" if "aligned states" in groups else "all"
+        config.cache_config.mamba_block_size = TOKENS
     return config
 
 
-def _caches(groups: tuple[str, ...], blocks: int) -> KVCacheConfig:
+def _layer(rows: torch.Tensor, group: str) -> Any:
+    """A layer's KV cache in the form in which vLLM gives it to connectors."""
+    if group.endswith("states"):
+        return rows if ONE_ALLOCATION else [rows]
+    shape = (1, TOKENS, WIDTH) if ONE_ALLOCATION else (TOKENS, WIDTH)
+    return rows.view(rows.shape[0], *shape)
+
+
+def _caches(groups: tuple[str, ...], blocks: int, drafts: int) -> KVCacheConfig:
     if ONE_ALLOCATION:
         tensors = [KVCacheTensor(blocks * PAGE, [name], blocks * PAGE, PAGE) for name in groups]
     else:
@@ -298,5 +298,8 @@ def _caches(groups: tuple[str, ...], blocks: int) -> KVCacheConfig:
     return KVCacheConfig(
         num_blocks=blocks,
         kv_cache_tensors=tensors,
-        kv_cache_groups=[KVCacheGroupSpec([name], SPECS[name]) for name in groups],
+        kv_cache_groups=[
+            KVCacheGroupSpec([name], specs(drafts)[name], is_eagle_group=name == "draft")
+            for name in groups
+        ],
     )

@@ -72,7 +72,6 @@ def worker(
     model: Any, start_kvferryd: StartKvferryd, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[PackedWorker]:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     opened = PackedWorker(model, start_kvferryd(pool_size="128MiB").directory)
     yield opened
     opened.close()
