@@ -24,6 +24,7 @@ from kvferry.proto.specs import MAX_KEYS
 if TYPE_CHECKING:
     from client.conftest import FakeDaemon
 from support.client_keys import FINGERPRINT, HIT, MISS, RETRY, A, B, C, answers
+from support.time_limits import TIMEOUT
 
 GPU = GPULoadStoreSpec([1])
 
@@ -117,7 +118,7 @@ def test_a_daemon_that_disconnects_before_the_mirror_is_complete(
 ) -> None:
     monkeypatch.setattr(fake_daemon, "_snapshot", lambda: [wire.Goodbye("stopping")])
     with pytest.raises(Gone, match="stopping"):
-        client.open_namespace(FINGERPRINT, timeout=20)
+        client.open_namespace(FINGERPRINT, timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize(

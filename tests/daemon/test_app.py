@@ -14,6 +14,7 @@ import pytest
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
+from support.time_limits import TIMEOUT
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def start_refused(tmp_path: Path) -> Callable[..., str]:
         command = [sys.executable, "-m", "kvferry.daemon", *map(str, arguments)]
         for name, value in flags.items():
             command += [f"--{name.replace('_', '-')}", str(value)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
         assert done.returncode == 2, done.stderr
         assert "Traceback" not in done.stderr, done.stderr
         assert not list(tmp_path.glob("*/*.sock"))
@@ -43,7 +44,7 @@ def test_a_missing_package_is_reported(package: str) -> None:
         "from kvferry.daemon.__main__ import main; main()",
     ):
         command = [sys.executable, "-c", missing + run]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
         install = "pip install '.[daemon]' in a checkout of kvferry"
         message = f"kvferryd: {package} is not installed: {install}\n"
         assert (done.returncode, done.stderr) == (2, message)
@@ -194,7 +195,7 @@ def test_a_daemon_serves_with_closed_standard_streams(short_path: Path, closed: 
     shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command, "--runtime-dir", str(short_path)]
     process = subprocess.Popen(shell)
     try:
-        until((short_path / "cpu" / "kvferry.sock").exists, 30)
+        until((short_path / "cpu" / "kvferry.sock").exists)
         with OffloadClient(short_path / "cpu") as client:
             assert client.status().pid == process.pid
         assert os.readlink(f"/proc/{process.pid}/fd/2") == os.devnull

@@ -36,7 +36,7 @@ def test_the_daemon_serves_without_priorities(tmp_path: Path, error: int) -> Non
         call_with_denied(denied, start) as daemon,
         OffloadClient(daemon.directory) as client,
     ):
-        until(lambda: client.status().tiers[0].state == "on", 30.0)
+        until(lambda: client.status().tiers[0].state == "on")
         assert run_checks(daemon.directory, 30.0)[-1].verdict is Verdict.OK
         assert client.status().tiers[0].deaths == 0
         assert daemon.log().count("system call denied") == 1

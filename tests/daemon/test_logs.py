@@ -60,7 +60,6 @@ def test_an_unexpected_error_is_logged_with_its_location(
     assert len(shown.splitlines()) < 10
 
 
-@pytest.mark.timeout(20)
 def test_a_line_longer_than_the_pipe_buffer_does_not_block() -> None:
     reader, writer = os.pipe()
     with open(writer, "w") as pipe:

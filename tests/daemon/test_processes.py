@@ -33,7 +33,7 @@ def test_a_worker_that_is_stopped_at_its_start_ends_with_the_daemon() -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
     worker = int(done.stdout)
     try:
-        until(lambda: not is_alive(worker), 10.0)
+        until(lambda: not is_alive(worker))
     finally:
         if is_alive(worker):
             os.kill(worker, signal.SIGKILL)

@@ -17,6 +17,7 @@ import pytest
 
 from kvferry.daemon.systemd import MAX_UNSENT, Supervisor
 from support.service_manager import ServiceManager
+from support.time_limits import PROMPTLY, TIMEOUT
 
 PROGRAM = """
 import os, sys, time
@@ -135,7 +136,7 @@ def full_queue(tmp_path: Path) -> Iterator[tuple[Supervisor, socket.socket]]:
             sender.setblocking(False)
             while True:
                 sender.send(b"OTHER=1")
-        receiver.settimeout(20)
+        receiver.settimeout(TIMEOUT)
         yield Supervisor({"NOTIFY_SOCKET": path}), receiver
 
 
@@ -178,7 +179,7 @@ def test_notifications_do_not_wait_for_a_manager_that_does_not_read(
     _store_memfd(supervisor, "two")
     supervisor.remove_fd("one")
     supervisor.stopping()
-    assert time.monotonic() - began < 8  # a blocking write would never end
+    assert time.monotonic() - began < PROMPTLY  # a blocking write would never end
     assert not supervisor.send_queued(0.05)
     received = _receive_queued(supervisor, receiver)
     reloading = received[3][0]

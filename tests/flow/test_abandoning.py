@@ -25,9 +25,9 @@ from kvferry.client import (
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 from support.block_specs import load, store
+from support.time_limits import PROMPTLY, TIMEOUT
 
 BLOCKS, PAGE = 16, 4096
-TIMEOUT = 30.0
 PATTERN = 77
 
 
@@ -84,7 +84,7 @@ def test_reused_blocks_are_not_overwritten(
 
         before = time.monotonic()
         client.abandon()
-        assert time.monotonic() - before < 8
+        assert time.monotonic() - before < PROMPTLY
         lost = client.get_finished()
         assert {result.job_id: result.outcome for result in lost} == dict.fromkeys(
             (10, 11, 12, 13), Outcome.LOST
@@ -158,7 +158,7 @@ def test_no_poll_waits_while_the_daemon_is_stopped(
         before = time.monotonic()
         with pytest.raises(Gone):
             client.status(timeout=0.2)
-        assert time.monotonic() - before < 8
+        assert time.monotonic() - before < PROMPTLY
         client.abandon()  # again, while it reconnects
         os.kill(kvferryd_to_stop.pid, signal.SIGCONT)
         until(lambda: client.get_finished() == [] and client.connected, TIMEOUT)

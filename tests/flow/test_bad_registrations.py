@@ -21,6 +21,7 @@ from kvferry.proto.messages import Error, Registered, RegisterKVCaches
 from kvferry.testing.engine import SmallEngine, StartSmallEngine
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient, collect, one_tensor, store
+from support.time_limits import TIMEOUT
 
 LAYOUT = one_tensor(8, 64)
 LOCATIONS = (Location(0, 0),)
@@ -49,7 +50,7 @@ def beside(start_engine: StartSmallEngine, start_kvferryd: StartKvferryd) -> Ite
 @pytest.fixture
 def raw(beside: SmallEngine) -> Iterator[RawClient]:
     """A session of another engine."""
-    with RawClient(beside.directory, "other", timeout=20) as session:
+    with RawClient(beside.directory, "other", timeout=TIMEOUT) as session:
         yield session
 
 
@@ -167,7 +168,7 @@ def test_a_client_that_registers_twice(beside: SmallEngine) -> None:
 def test_memory_that_shrinks_later(kvferryd: LocalDaemon) -> None:
     """The owner truncates its tensor's memory. The transfer fails, the daemon continues."""
     descriptor = memfd()
-    with RawClient(kvferryd.directory, "careless", timeout=20) as raw:
+    with RawClient(kvferryd.directory, "careless", timeout=TIMEOUT) as raw:
         allocations = (FdAllocation(raw.deposit(descriptor)[0], 512),)
         raw.ask(RegisterKVCaches(1, LAYOUT, allocations, LOCATIONS, 512), Registered)
         os.ftruncate(descriptor, 0)

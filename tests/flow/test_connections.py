@@ -18,6 +18,7 @@ import zmq
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.daemon.access.connections import PER_USER
 from kvferry.testing.engine import SmallEngine, StartSmallEngine, until
+from support.time_limits import TIMEOUT
 
 GREETINGS = {
     "ZMTP 1.0": b"\x01\x00",
@@ -44,7 +45,7 @@ def can_store(engine: SmallEngine, block: int) -> bool:
 
 def connect(path: Path, kind: int = socket.SOCK_STREAM) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, kind)
-    connection.settimeout(10)
+    connection.settimeout(TIMEOUT)
     connection.connect(str(path))
     return connection
 
@@ -89,7 +90,7 @@ def test_chosen_routing_ids_are_bounded(
         connection.close(0)
 
     def can_connect() -> bool:
-        with OffloadClient(kvferryd.directory, timeout=20) as client:
+        with OffloadClient(kvferryd.directory, timeout=TIMEOUT) as client:
             return client.status().pid == kvferryd.pid
 
     assert can_connect()
@@ -138,11 +139,11 @@ def test_a_removed_socket_makes_the_daemon_unhealthy(
         health = client.status().health
         return health is not None and health.healthy
 
-    until(healthy, 30)
+    until(healthy)
     (kvferryd.directory / "fds.sock").unlink()
 
     def reported() -> bool:
         health = client.status().health
         return health is not None and any("was removed" in why for why in health.reasons)
 
-    until(reported, 10)
+    until(reported)

@@ -16,11 +16,9 @@ from kvferry.client import Code, Gone, LocalDaemon, OffloadClient
 from kvferry.proto.status import EngineStatus
 from kvferry.testing.engine import SmallEngine, StartSmallEngine, WorkerProcess, until
 from support.raw_client import RawClient
+from support.time_limits import PROMPTLY, TIMEOUT
 
 NEVER = 1 << 40
-# Seconds. Less than the timeouts of 10 s; longer than usual, because other processes may use the
-# cores.
-PROMPTLY = 8.0
 
 SCHEDULER = """
 import sys, time
@@ -77,8 +75,8 @@ def test_waits_end_when_the_daemon_is_killed(
     job = engine.store([0], [0], wait_for=NEVER)
     killer = subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -9 {kvferryd.pid}"])
     began = time.monotonic()
-    engine.worker.wait([job], timeout=20)
-    engine.client.wait([job], timeout=20)
+    engine.worker.wait([job], timeout=TIMEOUT)
+    engine.client.wait([job], timeout=TIMEOUT)
     assert time.monotonic() - began < PROMPTLY
     assert engine.finish(job)[0].outcome == "lost"
     killer.wait()

@@ -29,10 +29,10 @@ from support.tier_processes import tier_process_of
 from support.tiered_engine import (
     FINGERPRINT,
     PAGE,
-    SECONDS,
     TieredEngine,
     keys,
 )
+from support.time_limits import TIMEOUT
 
 Enter = Callable[..., TieredEngine]
 
@@ -74,11 +74,11 @@ def test_blocks_are_found_after_the_daemon_and_its_pool(
         engine.store(numbers)
         engine.wait_written(16)
     first.process.send_signal(number)
-    first.process.wait(SECONDS)
+    first.process.wait(TIMEOUT)
     assert [each.model for each in list_namespaces(tmp_path / "tier")] == [FINGERPRINT.model]
     with ExitStack() as stack:
         engine = TieredEngine(start(), stack)
-        until(lambda: engine.tier().state == "on", SECONDS)
+        until(lambda: engine.tier().state == "on")
         assert engine.manager.lookup(keys([0])[0]) is Lookup.MISS
         engine.promote(numbers)
         engine.load(numbers)
@@ -112,7 +112,7 @@ def test_the_head_of_a_prompt_is_found_after_a_kill_amid_its_writes(start: Start
     daemon.kill()
     with ExitStack() as stack:
         engine = TieredEngine(start(), stack)
-        until(lambda: engine.tier().state == "on", SECONDS)
+        until(lambda: engine.tier().state == "on")
         found = engine.find(range(64)).prefix
         assert found >= 32
         engine.promote(range(found))
@@ -151,7 +151,7 @@ def test_blocks_that_are_computed_faster_are_not_promoted(start: Start) -> None:
             engine.find(range(4), compute_seconds=1e-12)
             return engine.tier().skipped
 
-        until(lambda: skipped() > 0, SECONDS)
+        until(lambda: skipped() > 0)
         assert engine.tier().skipped == 4
         assert engine.find(range(4), compute_seconds=1e-12) == TiersFound(2, 0)
         assert engine.find(range(4), compute_seconds=1.0).prefix == 4
@@ -165,7 +165,7 @@ def test_a_tier_process_that_dies_is_replaced(start: Start, enter: Enter) -> Non
     engine.wait_written(16)
     engine.store(range(100, 132))  # evicts them
     os.kill(the_tier_process(daemon), signal.SIGKILL)
-    until(lambda: engine.tier().deaths == 1, SECONDS)
+    until(lambda: engine.tier().deaths == 1)
     engine.promote(range(8))
     engine.load(range(8))
     assert "Traceback" not in daemon.log()
@@ -176,7 +176,7 @@ def test_a_root_that_cannot_be_used_costs_only_the_tier(start: Start, enter: Ent
     engine.store(range(4))
     assert engine.find(range(6)).prefix == 4
     engine.load(range(4))
-    until(lambda: engine.tier().deaths > 1, SECONDS)
+    until(lambda: engine.tier().deaths > 1)
     tier = engine.tier()
     assert tier.state == "off"
     assert "/proc/none" in tier.failure
@@ -186,10 +186,10 @@ def test_a_tier_process_ends_with_a_killed_daemon(start: Start) -> None:
     """Even one that is stopped: it must not write into the pool of the next daemon."""
     daemon = start()
     chunk = os.open(pool_files(daemon.pid)[0], os.O_RDONLY)
-    until(lambda: not wait_until_unlocked(chunk, 0.0), SECONDS)
+    until(lambda: not wait_until_unlocked(chunk, 0.0))
     os.kill(the_tier_process(daemon), signal.SIGSTOP)
     daemon.kill()
-    assert wait_until_unlocked(chunk, SECONDS)
+    assert wait_until_unlocked(chunk, TIMEOUT)
     os.close(chunk)
 
 
@@ -197,7 +197,7 @@ def test_a_subscriber_receives_which_blocks_are_on_disk(start: Start, enter: Ent
     daemon = start(tier_disk_write="write_through")
     engine = enter(daemon, cpu_bytes_to_use=32 * PAGE)
     with zmq.Context() as context, context.socket(zmq.SUB) as listener:
-        listener.setsockopt(zmq.RCVTIMEO, int(SECONDS * 1000))
+        listener.setsockopt(zmq.RCVTIMEO, int(TIMEOUT * 1000))
         listener.setsockopt(zmq.SUBSCRIBE, b"")
         listener.connect(f"ipc://{daemon.directory}/events.sock")
         time.sleep(0.2)  # a subscription takes a moment
@@ -224,7 +224,7 @@ def test_a_second_tier_has_what_the_first_has_not(start: Start, enter: Enter) ->
     )
     assert engine.opened.tiers == ("disk", "custom")
     engine.store(range(16))
-    until(lambda: engine.client.status().tiers[1].written == 16, SECONDS)
+    until(lambda: engine.client.status().tiers[1].written == 16)
     engine.store(range(100, 132))  # evicts them
     engine.promote(range(8))
     engine.load(range(8))

@@ -35,7 +35,7 @@ def test_a_pool_of_another_size_starts_empty_and_logs_it(
         await_committed(restarted_service.manager, 1)
     restarted_service.restart(**{option: 8 << 20})
     with restarted_service.engine() as engine:
-        until(lambda: engine.lookup(1) == [Lookup.HIT], 20)
+        until(lambda: engine.lookup(1) == [Lookup.HIT])
 
 
 BAD_OPTIONS: dict[str, dict[str, object]] = {
@@ -105,7 +105,7 @@ def test_a_start_that_fails_on_the_device_keeps_the_pool(
     assert restarted_service.manager.names == names
     restarted_service.start_as_before()
     with restarted_service.engine() as engine:
-        until(lambda: engine.lookup(1) == [Lookup.HIT], 20)
+        until(lambda: engine.lookup(1) == [Lookup.HIT])
 
 
 def test_a_refused_first_start_stores_nothing(tmp_path: Path) -> None:

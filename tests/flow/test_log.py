@@ -17,6 +17,7 @@ from kvferry.testing.engine import StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient
 from support.service_manager import kvferryd_command
+from support.time_limits import TIMEOUT
 
 NEVER = 1 << 40
 
@@ -88,10 +89,10 @@ def test_a_log_that_cannot_be_written(tmp_path: Path, output: str) -> None:
             else:
                 os.close(reader)
             for _ in range(3):
-                with OffloadClient(tmp_path / "cpu", timeout=20.0) as client:
+                with OffloadClient(tmp_path / "cpu", timeout=TIMEOUT) as client:
                     assert client.status().pid == daemon.pid
             daemon.terminate()
-            assert daemon.wait(20) == 0
+            assert daemon.wait(TIMEOUT) == 0
         finally:
             daemon.kill()
             os.close(writer)

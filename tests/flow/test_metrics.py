@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from kvferry.client import LocalDaemon
 from kvferry.testing.engine import SmallEngine, StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
+from support.time_limits import TIMEOUT
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def url_of(daemon: LocalDaemon, path: str) -> str:
 
 def get(daemon: LocalDaemon, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(url_of(daemon, path), timeout=20) as answer:
+        with urllib.request.urlopen(url_of(daemon, path), timeout=TIMEOUT) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -77,7 +78,7 @@ def test_samples_match_the_jobs(daemon: LocalDaemon, engine: SmallEngine) -> Non
     assert values["kvferry_job_device_seconds_count", store] == 3
     assert values["kvferry_job_device_seconds_sum", store] == pytest.approx(seconds)
     assert values["kvferry_job_queue_seconds_count", store] == 3
-    assert 0 < values["kvferry_job_queue_seconds_sum", store] < 10
+    assert 0 < values["kvferry_job_queue_seconds_sum", store] < TIMEOUT
     assert values["kvferry_job_queue_seconds_bucket", labels(**dict(store), le="+Inf")] == 3
     for direction, outcome, number in (
         ("store", "done", 3),
@@ -100,12 +101,14 @@ def test_the_wait_for_the_engine_is_part_of_the_queue_time(
     job = engine.store([0], [0], wait_for=engine.worker.signal() + 1)
     until(lambda: samples(daemon)["kvferry_oldest_job_seconds", labels(waiting="yes")] > 0)
     time.sleep(0.2)
+    signaled = time.monotonic()
     engine.worker.signal()
     engine.finish(job)
+    since_signal = time.monotonic() - signaled
     values = samples(daemon)
     store = labels(direction="store", mode="cpu")
     assert values["kvferry_job_queue_seconds_sum", store] >= 0.2
-    assert values["kvferry_job_device_seconds_sum", store] < 0.2
+    assert values["kvferry_job_device_seconds_sum", store] <= since_signal
 
 
 def tcp_sockets(daemon: LocalDaemon) -> set[str]:
@@ -127,4 +130,4 @@ def test_metrics_are_off_by_default(daemon: LocalDaemon, kvferryd: LocalDaemon) 
 def test_the_daemon_stops_beside_a_silent_http_connection(daemon: LocalDaemon) -> None:
     host, port = url_of(daemon, "").removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))):
-        assert daemon.stop(timeout=20) == 0
+        assert daemon.stop(timeout=TIMEOUT) == 0

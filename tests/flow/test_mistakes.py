@@ -9,6 +9,7 @@ import pytest
 
 from kvferry.client import Gone, LocalDaemon, OffloadClient, Outcome
 from kvferry.testing.engine import StartSmallEngine, until
+from support.time_limits import TIMEOUT
 
 FAULTY = """
 from kvferry.daemon import app
@@ -48,7 +49,7 @@ def test_the_client_is_disconnected_and_others_continue(
     (first,) = engine.finish(engine.store([0], [0]))
     assert first.outcome is Outcome.DONE
     job = engine.store([1], [1])
-    engine.client.wait([job], timeout=10)
+    engine.client.wait([job], timeout=TIMEOUT)
     (lost,) = engine.client.get_finished()
     assert (lost.job_id, lost.outcome) == (job, Outcome.LOST)
     with OffloadClient(daemon.directory) as observer:
@@ -69,6 +70,6 @@ def test_the_disconnected_client_receives_the_reason(
     engine = start_engine(daemon)
     engine.store([0], [0])
     job = engine.store([1], [1])
-    engine.client.wait([job], timeout=10)
+    engine.client.wait([job], timeout=TIMEOUT)
     with pytest.raises(Gone, match="see its log"):
         raise engine.client.gone or AssertionError("the client is connected")

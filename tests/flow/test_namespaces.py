@@ -34,6 +34,7 @@ from kvferry.client import (
 from kvferry.proto.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
+from support.time_limits import PROMPTLY
 from support.trace_replay import ReplayOutcome as Replayed
 from support.trace_replay import replay
 
@@ -44,9 +45,6 @@ FINGERPRINT = Fingerprint(
 LAYOUT = KVLayout(
     (TensorLayout(BLOCKS, PAGE, PAGE),) * TENSORS, (tuple(TensorRef(t, PAGE) for t in range(2)),)
 )
-# Seconds. Less than the timeouts of 10 s; longer than usual, because other processes may use the
-# cores.
-PROMPTLY = 8.0
 HIT, MISS, PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
 
 

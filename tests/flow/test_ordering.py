@@ -13,6 +13,7 @@ from kvferry.proto.results import Outcome
 from kvferry.testing.engine import SmallEngine, StartSmallEngine
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient, store
+from support.time_limits import TIMEOUT
 
 JOBS = 400
 BATCH = 50
@@ -91,13 +92,13 @@ def test_wait_covers_jobs_of_both_directions_and_other_processes(
     engine.finish(engine.store([1], [1]))
     value = engine.worker.signal()
     jobs = [engine.store([0], [0], wait_for=value + 1), engine.load([1], [1], wait_for=value + 2)]
-    engine.client.wait([NEVER, NEVER + 1], timeout=20)
+    engine.client.wait([NEVER, NEVER + 1], timeout=TIMEOUT)
     with pytest.raises(Gone):
         engine.worker.wait(jobs, timeout=0.05)
     engine.worker.signal()
     engine.worker.signal()
-    engine.worker.wait([*jobs, NEVER], timeout=20)
-    engine.client.wait([*jobs, NEVER], timeout=20)
+    engine.worker.wait([*jobs, NEVER], timeout=TIMEOUT)
+    engine.client.wait([*jobs, NEVER], timeout=TIMEOUT)
     results = engine.client.get_finished()
     assert {result.job_id for result in results} == set(jobs)
     assert all(result.success for result in results)

@@ -17,10 +17,10 @@ from support.eventually import eventually
 from support.reconnecting_fixture import (
     NEVER,
     PAGE,
-    TIMEOUT,
     DaemonService,
     ReconnectingFixture,
 )
+from support.time_limits import TIMEOUT
 
 
 async def connect_and_register(
@@ -78,7 +78,7 @@ async def test_closing_an_asyncio_client_while_the_daemon_is_down(
     client, engine = await connect_and_register(daemon_service)
     daemon_service.daemon.kill()
     await eventually(lambda: client.connecting)
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(TIMEOUT):
         await client.close()
     assert not client.connecting
     await asyncio.sleep(0.1)

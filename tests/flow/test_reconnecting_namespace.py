@@ -19,7 +19,6 @@ from kvferry.testing.engine import until
 from support.reconnecting_fixture import (
     FINGERPRINT,
     PAGE,
-    TIMEOUT,
     A,
     B,
     C,
@@ -28,6 +27,7 @@ from support.reconnecting_fixture import (
     wait_reconnected,
 )
 from support.service_manager import ServiceManager, kvferryd_command
+from support.time_limits import TIMEOUT
 
 from .block_tables import await_committed
 

@@ -47,14 +47,14 @@ def test_stored_keys_are_hits_after_a_restart(service_on_device: RestartedServic
     service_on_device.restart()
     with service_on_device.engine("two") as second:
         assert second.opened.reattached
-        until(lambda: second.lookup(1, 2, 3, 4) == [Lookup.HIT] * 4, 20)
+        until(lambda: second.lookup(1, 2, 3, 4) == [Lookup.HIT] * 4)
         assert second.lookup(6) == [Lookup.MISS]
         assert second.load(keys(3, 1), [20, 21, 22, 23]).success
         assert torch.equal(second.read(range(20, 24)), content[[4, 5, 0, 1]])
         half = second.load(keys(5), [24, 25])
         assert half.error is not None
         assert half.error.code == Code.KEY_ABSENT
-        until(lambda: verified(second.client), 20)
+        until(lambda: verified(second.client))
     assert "region restored" in service_on_device.manager.log()
 
 
@@ -64,7 +64,7 @@ def test_stores_between_restarts_accumulate(
     contents: dict[int, torch.Tensor] = {}
     for round_ in range(3):
         with restarted_service.engine() as engine:
-            until(lambda: engine.lookup(*range(round_)) == [Lookup.HIT] * round_, 20)  # noqa: B023
+            until(lambda: engine.lookup(*range(round_)) == [Lookup.HIT] * round_)  # noqa: B023
             for number in range(round_):
                 assert engine.load(keys(number), [0, 1]).success
                 assert torch.equal(engine.read(range(2)), contents[number])
@@ -176,7 +176,7 @@ def test_blocks_by_number_are_loadable_after_a_restart(
     with service_on_device.engine(namespace=False) as engine:
         assert engine.region.reattached
         spec = CPULoadStoreSpec([9, 7]), GPULoadStoreSpec(range(10, 14))
-        until(lambda: engine.run(spec).success, 20)
+        until(lambda: engine.run(spec).success)
         assert torch.equal(engine.read(range(10, 14)), content[[2, 3, 0, 1]])
         undefined = engine.run((CPULoadStoreSpec([7, 8]), GPULoadStoreSpec(range(10, 14))))
         assert undefined.error is not None

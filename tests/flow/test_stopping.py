@@ -12,12 +12,9 @@ import pytest
 from kvferry.client import Code, Gone, LocalDaemon, OffloadClient
 from kvferry.testing.engine import SmallEngine, StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
+from support.time_limits import PROMPTLY, TIMEOUT
 
 NEVER = 1 << 40
-TIMEOUT = 10.0
-# Seconds. Less than the timeouts of 10 s; longer than usual, because other processes may use the
-# cores.
-PROMPTLY = 8.0
 
 
 def wait_exit(daemon: LocalDaemon) -> int:
@@ -128,13 +125,14 @@ def test_a_stop_ends_waits_in_all_processes(
 
 
 def test_an_idle_daemon_stops_at_once(
-    start_engine: StartSmallEngine, kvferryd: LocalDaemon
+    start_engine: StartSmallEngine, start_kvferryd: StartKvferryd
 ) -> None:
-    engine = start_engine(kvferryd)
+    daemon = start_kvferryd(stop_drain_seconds=TIMEOUT)
+    engine = start_engine(daemon)
     began = time.monotonic()
-    assert kvferryd.stop() == 0
+    assert daemon.stop(TIMEOUT) == 0
     assert time.monotonic() - began < PROMPTLY
-    assert wait_exit(kvferryd) == 0
+    assert wait_exit(daemon) == 0
     until(lambda: raises_gone(engine))
 
 

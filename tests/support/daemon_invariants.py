@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvferry.client import OffloadClient
 from kvferry.testing.engine import until
+from support.time_limits import TIMEOUT
 
 
 def broken_invariants(observer: OffloadClient) -> list[str]:
@@ -32,7 +33,7 @@ def held_after_disconnect(observer: OffloadClient) -> list[str]:
     return left
 
 
-def check_released(directory: Path, timeout: float = 10.0) -> None:
+def check_released(directory: Path, timeout: float = TIMEOUT) -> None:
     """Raise AssertionError if an invariant is violated, or something is held after `timeout`."""
     with OffloadClient(directory, engine="observer") as observer:
         try:

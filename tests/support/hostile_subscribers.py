@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from support.child_processes import children_of
+from support.time_limits import TIMEOUT
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x03SUB"
 TOPIC_BYTES = 100
 FRAME_BYTES = 1 << 20
-TIMEOUT = 20.0
 
 
 def connect(path: str) -> socket.socket:

@@ -43,6 +43,7 @@ from kvferry.proto.specs import (
     TensorLayout,
     TensorRef,
 )
+from support.time_limits import TIMEOUT
 
 M = TypeVar("M")
 
@@ -50,7 +51,9 @@ M = TypeVar("M")
 class RawClient:
     """A DEALER connected to a daemon; with `engine`, with a session."""
 
-    def __init__(self, directory: Path, engine: str | None = None, timeout: float = 30.0) -> None:
+    def __init__(
+        self, directory: Path, engine: str | None = None, timeout: float = TIMEOUT
+    ) -> None:
         self.directory, self.timeout = directory, timeout
         self.session = ""
         self.on_gpu = False

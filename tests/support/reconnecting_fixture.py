@@ -19,11 +19,11 @@ from kvferry.client import (
 )
 from kvferry.testing.engine import until
 from support.block_specs import load, store
+from support.time_limits import TIMEOUT
 
 BLOCKS, PAGE = 16, 4096
 POOL = 1 << 20
 NEVER = 1 << 40
-TIMEOUT = 20.0
 FINGERPRINT = Fingerprint("llama", PAGE, key_bytes=4)
 A, B, C = b"aaaa", b"bbbb", b"cccc"
 

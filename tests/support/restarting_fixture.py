@@ -83,7 +83,7 @@ class RestartingEngine:
 
     def await_verified(self) -> None:
         """Wait until the daemon has verified every block of an earlier daemon."""
-        until(lambda: verified(self.client), 20)
+        until(lambda: verified(self.client))
 
     def lookup(self, *numbers: int) -> list[Lookup]:
         self.client.poll()

@@ -10,6 +10,7 @@ from kvferry.client.vllm.scheduler import (
     LookupCodes,
     SchedulerSide,
 )
+from support.time_limits import TIMEOUT
 from support.vllm_stand_ins import engine_config_at, request, wait_connected
 
 A, B, C, D = b"a" * 8, b"b" * 8, b"c" * 8, b"d" * 8
@@ -31,7 +32,7 @@ def answers(side: SchedulerSide, *keys: bytes, name: str = "request") -> list[st
 
 
 def until(condition: Callable[[], bool], side: SchedulerSide) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + TIMEOUT
     while not condition() and time.monotonic() < deadline:
         side.on_schedule_end()
         time.sleep(0.01)

@@ -26,6 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from support.time_limits import TIMEOUT
+
 SO_PASSCRED, SCM_CREDENTIALS = 16, 2
 TICK = 0.02
 
@@ -104,7 +106,7 @@ class ServiceManager:
 
     # Called by tests
 
-    def start(self, timeout: float = 60.0, *, ready: bool = True) -> None:
+    def start(self, timeout: float = TIMEOUT, *, ready: bool = True) -> None:
         """Start the program with the kept descriptors, and wait for READY if `ready`."""
         with self._changed:
             self.messages.clear()
@@ -119,17 +121,17 @@ class ServiceManager:
         self.process.kill()
         self.wait_dead()
 
-    def stop(self, timeout: float = 30.0) -> int:
+    def stop(self, timeout: float = TIMEOUT) -> int:
         """Send SIGTERM. Returns the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.wait_dead(timeout)
 
-    def wait_dead(self, timeout: float = 30.0) -> int:
+    def wait_dead(self, timeout: float = TIMEOUT) -> int:
         status = self.process.wait(timeout)
         self._running = False
         return status
 
-    def wait_for(self, name: str, value: str | None = None, timeout: float = 30.0) -> str:
+    def wait_for(self, name: str, value: str | None = None, timeout: float = TIMEOUT) -> str:
         """Wait until the program has sent `name`, with this value if given. Returns the value."""
         deadline = time.monotonic() + timeout
         with self._changed:

@@ -30,7 +30,6 @@ from support.raw_client import RawClient
 PAGE, BLOCKS = 4096, 128
 FINGERPRINT = Fingerprint("llama", PAGE, key_bytes=12)
 LAYOUT = KVLayout((TensorLayout(BLOCKS, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
-SECONDS = 30.0
 
 
 def keys(numbers: Sequence[int]) -> tuple[bytes, ...]:
@@ -95,14 +94,14 @@ class TieredEngine:
                 self.find(numbers)
             return states == {Lookup.HIT}
 
-        until(loadable, SECONDS)
+        until(loadable)
 
     def tier(self) -> TierStatus:
         (tier,) = self.client.status().tiers
         return tier
 
     def wait_written(self, count: int) -> None:
-        until(lambda: self.tier().written >= count, SECONDS)
+        until(lambda: self.tier().written >= count)
 
     def _run(self, spec: Any) -> bool:
         """Whether a transfer has succeeded."""

@@ -26,6 +26,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.client import shared_empty
 from kvferry.client.vllm import KVFerryConnector, compat
+from support.time_limits import TIMEOUT
 from support.vllm_stand_ins import vllm_config, wait_connected
 
 LAYERS = "layer.0", "layer.1"
@@ -120,7 +121,7 @@ class VLLMConnectorEngine:
         self.scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=(blocks,)), tokens)
         self.step(new)
 
-    def received_all(self, request: FakeRequest, seconds: float = 10.0) -> bool:
+    def received_all(self, request: FakeRequest, seconds: float = TIMEOUT) -> bool:
         """Step until a request's load has ended, with success or not."""
         deadline = time.monotonic() + seconds
         while request.request_id not in self.received and time.monotonic() < deadline:
@@ -207,7 +208,7 @@ class VLLMConnectorEngine:
 
         worker.load = record_and_load
 
-    def settle(self, seconds: float = 10.0) -> None:
+    def settle(self, seconds: float = TIMEOUT) -> None:
         """Step until no transfer is in flight."""
         deadline = time.monotonic() + seconds
         while self.scheduler.has_pending_push_work() and time.monotonic() < deadline:

@@ -12,12 +12,11 @@ import torch
 from kvferry.client import Fingerprint, LocalDaemon, TransferResult, shared_empty
 from kvferry.client.vllm.engine_config import EngineConfig
 from kvferry.client.vllm.worker import WorkerSide
+from support.time_limits import TIMEOUT
 
 PAGE = 4096
 BLOCKS = 16
 KEY_BYTES = 8
-# Seconds until a daemon that was just started has connected a client, on a busy machine.
-CONNECT_TIMEOUT = 60.0
 
 
 def engine_config_at(directory: Path | str, **options: Any) -> EngineConfig:
@@ -53,7 +52,7 @@ def open_worker(daemon: LocalDaemon, caches: Any = None, **options: Any) -> Work
 
 def wait_connected(client: Any) -> None:
     """client: OffloadClient or OffloadingManager. An engine does not wait for so long."""
-    client.wait_connected(CONNECT_TIMEOUT)
+    client.wait_connected(TIMEOUT)
 
 
 def gpu_blocks(*ids: int) -> Any:
@@ -66,7 +65,7 @@ def request(name: str = "request") -> Any:
     return SimpleNamespace(req_id=name)
 
 
-def finished(worker: WorkerSide, count: int, seconds: float = 20.0) -> dict[int, TransferResult]:
+def finished(worker: WorkerSide, count: int, seconds: float = TIMEOUT) -> dict[int, TransferResult]:
     """The next `count` results of a worker, by job; fewer if they do not arrive in time."""
     results: dict[int, TransferResult] = {}
     deadline = time.monotonic() + seconds

@@ -52,10 +52,9 @@ from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLay
 from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
 from kvferry.shm.memfd import sealed_memfd
 from support.region_records_model import NO_BLOCKS
+from support.time_limits import TIMEOUT
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
-# Seconds after which a test fails.
-TIMEOUT = 20.0
 # The number of a registration that never exists.
 UNKNOWN = 999
 

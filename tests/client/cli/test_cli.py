@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient, shared_empty
+from support.time_limits import TIMEOUT
 
 KVFERRY = [sys.executable, "-m", "kvferry.client.cli"]
-TIMEOUT = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ cli.main([])
 def test_a_signal_in_a_callback_ends_the_command(number: int, status: int) -> None:
     """A callback of the garbage collector, or of a weak set."""
     command = [sys.executable, "-c", IN_CALLBACK, str(int(number))]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert (ended.returncode, ended.stderr) == (status, "")
 
 

@@ -22,6 +22,7 @@ from kvferry.proto.status import (
     Totals,
 )
 from support.command_line import kvferry
+from support.time_limits import TIMEOUT
 
 Captured: TypeAlias = pytest.CaptureFixture[str]
 
@@ -134,5 +135,5 @@ def test_status_needs_no_torch(daemon: LocalDaemon) -> None:
         "from kvferry.client.cli import main; main(sys.argv[1:])"
     )
     command = [sys.executable, "-c", program, "status", "-d", str(daemon.directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert (done.returncode, done.stderr) == (0, "")

@@ -18,6 +18,7 @@ import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient, shared_empty
 from kvferry.client.cli import main
+from support.time_limits import TIMEOUT
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ class TopTerminal:
         os.close(child_end)
         self.text = ""
 
-    def wait_until(self, condition: Callable[[str], object], timeout: float = 20.0) -> None:
+    def wait_until(self, condition: Callable[[str], object], timeout: float = TIMEOUT) -> None:
         """Wait until the output since the last call fulfils the condition."""
         deadline = time.monotonic() + timeout
         self.text = ""

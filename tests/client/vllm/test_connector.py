@@ -18,6 +18,7 @@ import pytest
 
 from kvferry.client import OffloadClient, Refused
 from kvferry.testing.plugin import StartKvferryd
+from support.time_limits import TIMEOUT
 from support.vllm_stand_ins import vllm_config
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def matches(vllm: Any, engine: VLLMConnectorEngine, number: int, blocks: int) ->
 
 def in_the_end(engine: VLLMConnectorEngine, request: Any) -> int | None:
     """How many tokens are in host memory, asked until some are."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + TIMEOUT
     while not (found := engine.matched(request)) and time.monotonic() < deadline:
         engine.step()
     return found
@@ -203,14 +204,14 @@ def test_a_daemon_killed_with_loads_and_stores_under_way(
     daemon.kill()
     assert engine.received_all(request)
     assert has_failed(engine, request)
-    deadline = time.monotonic() + 10  # until the scheduler has noticed it, too
+    deadline = time.monotonic() + TIMEOUT  # until the scheduler has noticed it, too
     while engine.matched(vllm.prompt(1, 4)) != 0 and time.monotonic() < deadline:
         engine.step()
     assert engine.matched(vllm.prompt(1, 4)) == 0
     engine.finish(request, range(20, 24))
     engine.finish(storing, [])
     start_kvferryd(runtime_dir=tmp_path / "run")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + TIMEOUT
     found = 0
     while not found and time.monotonic() < deadline:
         engine.compute(vllm.prompt(3, 4), range(1, 5))
@@ -232,7 +233,7 @@ def test_a_reset_with_a_load_under_way(
     engine.finish(request, range(20, 24))
     engine.settle()
     manager = engine.scheduler.connector_scheduler.manager
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + TIMEOUT
     while manager.is_resetting():  # what a request offers at its end meanwhile may be dropped
         assert time.monotonic() < deadline
     engine.compute(vllm.prompt(1, 4), range(1, 5))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.testing.plugin import StartKvferryd
+from support.time_limits import TIMEOUT
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -43,7 +44,7 @@ def reset(engine: Any, preempts: bool = False) -> None:
 
 def wait_for_reset(engine: Any) -> None:
     manager = engine.scheduler.connector.connector_scheduler.manager._manager
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + TIMEOUT
     while manager.is_resetting:
         assert time.monotonic() < deadline
         manager.poll()

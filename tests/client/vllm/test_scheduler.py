@@ -25,6 +25,7 @@ from support.vllm_stand_ins import engine_config_at, request
 if TYPE_CHECKING:
     from client.conftest import FakeDaemon
 from support.scheduler_helpers import LOOKUP_CODES, A, B, C, D, answers, open_side, until
+from support.time_limits import TIMEOUT
 
 
 @pytest.fixture
@@ -329,7 +330,7 @@ def test_an_unrequested_error_ends_only_the_connection(
 ) -> None:
     fake_daemon.send_to_client(wire.Error(None, ErrorInfo(Code.NO_SESSION, "who are you?")))
     assert answers(side, A) == ["miss"]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + TIMEOUT
     while answers(side, A) != ["hit"] and time.monotonic() < deadline:
         side.on_schedule_end()
         fake_daemon.closed = False

@@ -227,7 +227,7 @@ def test_a_daemon_that_comes_later_is_found(
     worker.store(1, gpu_blocks(1), KeysSpec((A,)))
     assert ended(worker, 1) == {1: False}
     directories.append(start_kvferryd().directory)
-    until(lambda: is_connected(worker), 20)
+    until(lambda: is_connected(worker))
     worker.store(2, gpu_blocks(1), KeysSpec((A,)))
     assert ended(worker, 1) == {2: True}
     worker.shutdown()

@@ -19,6 +19,7 @@ import pytest
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
+from support.time_limits import TIMEOUT
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="starts processes of other users: root")
 
@@ -43,7 +44,7 @@ os.setgid(gid)
 os.setuid(uid)
 result = {}
 try:
-    with OffloadClient(directory, timeout=20) as client:
+    with OffloadClient(directory, timeout=30) as client:
         client.status()
     result["client"] = "connected"
 except KVFerryError as error:
@@ -68,7 +69,7 @@ os.setgroups([])
 os.setgid(int(sys.argv[3]))
 os.setuid(int(sys.argv[2]))
 try:
-    OffloadClient(Path(sys.argv[1]), engine="llama", timeout=20).close()
+    OffloadClient(Path(sys.argv[1]), engine="llama", timeout=30).close()
     print("connected")
 except KVFerryError as error:
     print(error.code)
@@ -85,7 +86,7 @@ def connect(daemon: LocalDaemon, uid: int, gid: int = OTHERS) -> Any:
 
 def connect_as(directory: Path, uid: int, gid: int) -> Any:
     command = [sys.executable, "-c", CONNECT, str(directory), str(uid), str(gid)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -179,7 +180,7 @@ def test_the_command_line_reports_missing_permission(
     environ = {name: value for name, value in os.environ.items() if "COVERAGE" not in name}
     environ["COLUMNS"] = "200"
     done = subprocess.run(
-        [*program, *arguments], capture_output=True, text=True, timeout=50, env=environ
+        [*program, *arguments], capture_output=True, text=True, timeout=TIMEOUT, env=environ
     )
     assert done.returncode == 1, done.stderr
     assert expected in done.stdout + done.stderr
@@ -205,9 +206,9 @@ def test_an_engine_in_use_belongs_to_one_user(
     open_permissions(daemon)
     command = [sys.executable, "-c", JOIN, str(daemon.directory), str(OTHER_USER), str(GROUP)]
     with OffloadClient(daemon.directory, engine="llama"):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
         assert done.stdout.strip() == "forbidden", done.stderr
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.stdout.strip() == "connected", done.stderr
 
 
@@ -266,7 +267,7 @@ DAEMON += [sys.executable, "-m", "kvferry.daemon", "--pool-size", "1MiB", "--run
 def start_refused(runtime_dir: Path, *flags: str) -> str:
     """Start DAEMON, which must refuse its configuration. Returns its error output."""
     command = [*DAEMON, str(runtime_dir), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 2, done.stderr
     assert "bad_config" in done.stderr
     return done.stderr

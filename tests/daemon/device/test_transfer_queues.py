@@ -25,11 +25,11 @@ from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import Direction
 from support.raw_client import one_tensor
+from support.time_limits import TIMEOUT
 from support.worker_fixture import (
     ERROR,
     LOAD,
     STORE,
-    TIMEOUT,
     UNKNOWN,
     StubEngine,
     TimelineFixture,

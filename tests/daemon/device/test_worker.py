@@ -23,11 +23,11 @@ from kvferry.proto.errors import Code, Failed, Refused
 from kvferry.proto.results import Outcome
 from kvferry.proto.status import CalibrationPoint, CopyStatus
 from kvferry.testing.engine import until
+from support.time_limits import TIMEOUT
 from support.worker_fixture import (
     ERROR,
     LOAD,
     STORE,
-    TIMEOUT,
     FakeChunk,
     StubEngine,
     TimelineFixture,

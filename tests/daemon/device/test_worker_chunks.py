@@ -12,10 +12,10 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.engine.base import ChunkBudget, ChunkRequest
 from kvferry.proto.specs import Direction
 from kvferry.testing.engine import until
+from support.time_limits import TIMEOUT
 from support.worker_fixture import (
     LOAD,
     STORE,
-    TIMEOUT,
     UNKNOWN,
     StubEngine,
     WorkerFixture,

@@ -24,7 +24,8 @@ from kvferry.proto.memory import CudaAllocation, FdAllocation, Location
 from kvferry.proto.specs import Direction, KVLayout
 from kvferry.shm.memfd import sealed_memfd
 from kvferry.testing.engine import until
-from support.worker_fixture import SMALL, STORE, TIMEOUT, WorkerFixture, layout, open_descriptors
+from support.time_limits import TIMEOUT
+from support.worker_fixture import SMALL, STORE, WorkerFixture, layout, open_descriptors
 
 
 @dataclass

@@ -48,7 +48,7 @@ def test_threads_end_if_nothing_is_left_to_close(release_closes: Callable[[], No
         closer.close_later(close_callback(descriptor))
     assert len(threads) == 5
     release_closes()
-    until(lambda: not threads, 10)
+    until(lambda: not threads)
     assert not any(map(is_open, descriptors))
 
 
@@ -65,10 +65,10 @@ def test_a_close_that_hangs_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> 
     closer = Closer(patience=0.05)
     closer.close_later(close_callback(slow))
     closer.close_later(close_callback(quick))
-    until(lambda: not is_open(quick), 10)
+    until(lambda: not is_open(quick))
     assert is_open(slow)
     released.set()
-    until(lambda: not is_open(slow), 10)
+    until(lambda: not is_open(slow))
 
 
 def test_the_number_of_threads_is_bounded(release_closes: Callable[[], None]) -> None:
@@ -78,8 +78,8 @@ def test_the_number_of_threads_is_bounded(release_closes: Callable[[], None]) ->
         closer.close_later(close_callback(descriptor))
     assert len(threads) == MAX_THREADS
     release_closes()
-    until(lambda: not any(map(is_open, descriptors)), 10)
-    until(lambda: not threads, 10)
+    until(lambda: not any(map(is_open, descriptors)))
+    until(lambda: not threads)
 
 
 def test_threads_start_again_after_all_have_ended(release_closes: Callable[[], None]) -> None:
@@ -88,5 +88,5 @@ def test_threads_start_again_after_all_have_ended(release_closes: Callable[[], N
     for _ in range(3):
         descriptor = os.memfd_create("closed")
         closer.close_later(close_callback(descriptor))
-        until(lambda: not threads, 10)
+        until(lambda: not threads)
         assert not is_open(descriptor)

@@ -15,6 +15,7 @@ from kvferry.daemon.memory.numa import bind_to_node, cpus_of, node_of
 from kvferry.daemon.memory.pool import HostPool
 from kvferry.daemon.memory.shared_memory import PAGE, MappedFiles
 from support.denied_calls import call_with_denied, on_x86_64
+from support.time_limits import TIMEOUT
 
 ADDRESS = "0000:3B:00.0"
 OWN_CPUS = frozenset(os.sched_getaffinity(0))
@@ -88,7 +89,7 @@ def test_the_pool_is_touched_near_its_device(
     engine.numa_node = 1
     sizes: queue.SimpleQueue[int] = queue.SimpleQueue()
     pool.start_filling(engine, sizes.put, lambda error: sizes.put(-1))
-    while (size := sizes.get(timeout=10)) != pool.nbytes:
+    while (size := sizes.get(timeout=TIMEOUT)) != pool.nbytes:
         assert size > 0
     pool.close(engine)
     affinities = [seen.get() for _ in range(seen.qsize())]
@@ -110,5 +111,5 @@ def test_a_pool_is_filled_if_its_threads_may_not_choose_their_cpus(
         {call: errno.EPERM},
         lambda: pool.start_filling(engine, sizes.put, lambda error: sizes.put(-1)),
     )
-    assert sizes.get(timeout=10) == pool.nbytes
+    assert sizes.get(timeout=TIMEOUT) == pool.nbytes
     pool.close(engine)

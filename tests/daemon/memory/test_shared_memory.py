@@ -48,9 +48,9 @@ def test_large_memory_is_closed_by_a_thread(closed_by: dict[int, str]) -> None:
         close_memory(descriptor)
     here = threading.current_thread().name
     assert (closed_by[small], closed_by[sparse]) == (here, here)
-    until(lambda: large in closed_by, 10)
+    until(lambda: large in closed_by)
     assert closed_by[large] == THREAD_NAME
-    until(lambda: not is_open(large), 10)
+    until(lambda: not is_open(large))
 
 
 def is_mapped(name: str) -> bool:

@@ -22,8 +22,6 @@ from kvferry.proto.messages import (
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import CPULoadStoreSpec, Direction
 
-TIMEOUT = 10.0
-
 
 class FakeCore:
     """Performs the requests of a probe at once, on its own memory.

@@ -20,6 +20,7 @@ from kvferry.daemon.observability.http import BACKLOG, MetricsServer
 from kvferry.daemon.observability.metrics import Metrics
 from kvferry.proto import status as wire
 from kvferry.proto.errors import Code, Refused
+from support.time_limits import TIMEOUT
 
 DEVICE = wire.DeviceInfo("cpu", "cpu", "host memory")
 STATUS = wire.DaemonStatus(
@@ -56,7 +57,7 @@ async def server(request: pytest.FixtureRequest) -> AsyncIterator[MetricsServer]
 
 def get(server: MetricsServer, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://{server.address}{path}", timeout=20) as response:
+        with urllib.request.urlopen(f"http://{server.address}{path}", timeout=TIMEOUT) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -111,13 +112,13 @@ async def test_a_blocked_loop_is_unhealthy_and_blocks_no_request(
 @contextmanager
 def connection_to(server: MetricsServer) -> Iterator[socket.socket]:
     host, _, port = server.address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=TIMEOUT) as connection:
         yield connection
 
 
 async def test_other_methods_are_refused(server: MetricsServer) -> None:
     def request() -> tuple[int, str | None]:
-        connection = http.client.HTTPConnection(server.address, timeout=20)
+        connection = http.client.HTTPConnection(server.address, timeout=TIMEOUT)
         connection.request("POST", "/metrics", b"kvferry_healthy 1")
         response = connection.getresponse()
         connection.close()

@@ -7,8 +7,9 @@ import pytest
 from kvferry.daemon.observability.probe import PAGE
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError
 from kvferry.proto.messages import AllocateKVCaches, Submit
+from support.time_limits import TIMEOUT
 
-from .conftest import TIMEOUT, FakeCore
+from .conftest import FakeCore
 
 
 async def test_a_round_copies_a_block_to_the_device_and_back(fake_core: FakeCore) -> None:

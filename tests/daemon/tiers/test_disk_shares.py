@@ -90,7 +90,7 @@ def test_namespaces_that_are_not_in_use_take_nothing_from_one_that_is(disk: Kill
     for number in range(20):
         name = f"{number:016}"
         disk.put(range(30), f"{name}-now")
-        until(lambda name=name: is_written(disk, name), 10.0)  # type: ignore[misc]
+        until(lambda name=name: is_written(disk, name))  # type: ignore[misc]
         disk.put(range(30), name)
     assert store.nbytes >= before - least - store.meta.slab_bytes
 
@@ -108,7 +108,7 @@ def test_namespaces_that_are_not_in_use_have_one_share_together(disk: KillableDi
     for number in range(4):
         disk.put(range(30), f"{number:016}")
     disk.tier.note_used([NAMESPACE])
-    until(lambda: is_written(disk, NAMESPACE), 10.0)
+    until(lambda: is_written(disk, NAMESPACE))
     numbers = count(100)
 
     def has_its_share() -> bool:
@@ -116,7 +116,7 @@ def test_namespaces_that_are_not_in_use_have_one_share_together(disk: KillableDi
         disk.put([next(numbers)], NAMESPACE)
         return disk.tier._stores[NAMESPACE].nbytes > 0.45 * SIZE
 
-    until(has_its_share, 10.0)
+    until(has_its_share)
 
 
 def test_a_tier_that_is_smaller_than_a_block_says_so(pool: PoolMemory, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_there_is_always_room_for_another_namespace(disk: KillableDisk) -> None:
     """Also if the share of each is less than a slab: the one used least recently is dropped."""
     names = [f"{number:016}" for number in range(20)]
     for name in names:
-        until(lambda name=name: is_written(disk, name), 10.0)  # type: ignore[misc]
+        until(lambda name=name: is_written(disk, name))  # type: ignore[misc]
         assert disk.fetch([1], name) == [Result.OK]
         assert disk.usage().used_bytes <= SIZE
     assert names[0] not in disk.tier._stores

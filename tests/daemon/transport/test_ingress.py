@@ -18,6 +18,7 @@ from kvferry.daemon.access.connections import Connections
 from kvferry.daemon.transport.ingress import READ, TURN, Frames, Ingress
 from kvferry.daemon.transport.peers import Peer, Peers
 from kvferry.proto.messages import PROTOCOL, Hello
+from support.time_limits import TIMEOUT
 
 HELLO = Hello(PROTOCOL, PROTOCOL, "a client", "an engine")
 # Messages arrive at once with inproc, but its connections have no descriptors and no credentials.
@@ -88,7 +89,7 @@ class IngressFixture:
 
     async def until(self, ready: Callable[[], bool]) -> None:
         """Run the loop until ready() is true. Adds LOOP_RAN to `events` after each iteration."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(TIMEOUT):
             while not ready():
                 await asyncio.sleep(0)
                 self.events.append(LOOP_RAN)

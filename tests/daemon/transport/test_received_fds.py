@@ -42,5 +42,5 @@ def test_received_descriptors_are_closed_by_kind(
 
     monkeypatch.setattr(os, "close", record_close)
     close_received_fd(descriptor)
-    until(lambda: bool(closed_by), 10)
+    until(lambda: bool(closed_by))
     assert (closed_by == [THREAD_NAME]) is by_a_thread

@@ -39,10 +39,11 @@ if TYPE_CHECKING:
     from kvferry.testing.worker import SmallEngineWorker, WorkerOpened
 
 POLL = 0.0005
-COMMAND_TIMEOUT = 60.0
+# Seconds; long, because other processes may use the cores.
+TIMEOUT = 60.0
 
 
-def until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
+def until(condition: Callable[[], bool], timeout: float = TIMEOUT) -> None:
     """Wait until `condition` is true. Raises TimeoutError after `timeout` seconds.
 
     The condition is checked once more after the timeout, because a busy machine may have delayed
@@ -82,11 +83,11 @@ class WorkerProcess:
     def call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
         """Call a method of the worker. Returns its value, or raises its error.
 
-        Raises TimeoutError after COMMAND_TIMEOUT seconds, and WorkerDied if the process has ended.
+        Raises TimeoutError after TIMEOUT seconds, and WorkerDied if the process has ended.
         """
         try:
             self._pipe.send((name, arguments, keywords))
-            if not self._pipe.poll(COMMAND_TIMEOUT):
+            if not self._pipe.poll(TIMEOUT):
                 raise TimeoutError(f"the worker did not reply to {name}")
             reply, error = self._pipe.recv()
         except (EOFError, ConnectionError) as broken:
@@ -141,7 +142,9 @@ class SmallEngine:
         self.history: list[TransferResult] = []
         self._job_ids, self._closed = count(1), False
         self.start_worker(process)
-        self.client = OffloadClient(directory, engine=options.name, client="scheduler")
+        self.client = OffloadClient(
+            directory, engine=options.name, client="scheduler", timeout=TIMEOUT
+        )
 
     def start_worker(self, process: WorkerProcess) -> None:
         """Make `process` the worker, also after the previous one has died."""
@@ -190,7 +193,7 @@ class SmallEngine:
         self.history += self.client.get_finished()
         return self.history
 
-    def finish(self, *job_ids: int, timeout: float = 20.0) -> list[TransferResult]:
+    def finish(self, *job_ids: int, timeout: float = TIMEOUT) -> list[TransferResult]:
         """Poll until these jobs have ended. Returns their results in the order of `job_ids`."""
         until(lambda: {result.job_id for result in self.poll()} >= set(job_ids), timeout)
         by_id = {result.job_id: result for result in self.history}
