@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvferry.testing.llama import LlamaConfig, PagedLlama
+from support.time_limits import TIMEOUT
 
 CONFIG = LlamaConfig(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, block_size=8)
 TABLE = [7, 2, 9, 0, 5, 11, 3, 8]
@@ -103,7 +104,7 @@ def test_pages_in_another_order_change_the_tokens(model: PagedLlama) -> None:
 
 def run_demo(*options: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "kvferry.testing.demo", "--device", "cpu", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * TIMEOUT)
     return done.returncode, done.stdout + done.stderr
 
 

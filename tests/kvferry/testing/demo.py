@@ -254,7 +254,11 @@ def play(chosen: argparse.Namespace, console: Console) -> Report:
     torch.manual_seed(0)
     cpu = chosen.device == "cpu"
     config, device = (SMALL, "cpu") if cpu else (LARGE, f"cuda:{chosen.device}")
-    if not cpu:
+    if cpu:
+        # The threads of a parallel operation spin for each other. Where other processes keep the
+        # cores busy, the demo would take ten times as long.
+        torch.set_num_threads(1)
+    else:
         torch.cuda.set_device(device)
     model, report, prompt = PagedLlama(config, device), Report(), prompt_of(chosen.prompt_tokens)
     pool_bytes = 2 * len(prompt) // config.block_size * config.block_bytes
