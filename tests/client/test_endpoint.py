@@ -111,7 +111,7 @@ def test_a_daemon_that_starts_in_time(
 ) -> None:
     """The daemon creates the directory. A client also accepts its parent."""
     with ThreadPoolExecutor(1) as executor:
-        waiting = executor.submit(OffloadClient, short_path / "later" / "cpu", timeout=30)
+        waiting = executor.submit(OffloadClient, short_path / "later" / "cpu", timeout=TIMEOUT)
         later = start_kvferryd(runtime_dir=short_path / "later")
         with waiting.result() as client:
             assert client.daemon.pid == later.pid

@@ -14,6 +14,7 @@ from kvferry.client import LocalDaemon, OffloadClient
 from support.attackers import KINDS
 from support.process_usage import ProcessUsage
 from support.raw_client import RawClient, store
+from support.time_limits import TIMEOUT
 from support.traffic_statistics import percentile
 
 pytestmark = pytest.mark.timeout(300)
@@ -63,5 +64,5 @@ def test_an_honest_client_beside_attackers(
             f"{1e3 * percentile(beside, 0.99):.1f} ms beside it, longest {1e3 * max(beside):.0f} ms"
             f" ({len(beside)} jobs); daemon +{grown / 1e6:.1f} MB"
         )
-    with OffloadClient(daemon.directory, timeout=30) as client:
+    with OffloadClient(daemon.directory, timeout=TIMEOUT) as client:
         assert client.status().pid == daemon.pid

@@ -31,6 +31,7 @@ from kvferry.testing.engine import until
 from support.fuzz import memfd
 from support.process_usage import ProcessUsage
 from support.raw_client import RawClient, one_tensor, store
+from support.time_limits import TIMEOUT
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -206,7 +207,7 @@ def test_a_second_daemon_beside_a_stopped_one(kvferryd: LocalDaemon) -> None:
     with OffloadClient(kvferryd.directory) as client:
         os.kill(kvferryd.pid, signal.SIGSTOP)
         try:
-            done = subprocess.run(kvferryd.command, capture_output=True, text=True, timeout=30)
+            done = subprocess.run(kvferryd.command, capture_output=True, text=True, timeout=TIMEOUT)
         finally:
             os.kill(kvferryd.pid, signal.SIGCONT)
         assert done.returncode == 2
@@ -240,7 +241,7 @@ check_fits(2 << 20, locked=True)
 def test_little_memory_may_be_locked() -> None:
     """A user with a limit of locked memory: a pool that fits is accepted, a larger one is not."""
     command = [sys.executable, "-c", LOCKS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 1, done.stderr
     assert "LimitMEMLOCK=infinity" in done.stderr
     assert str(2 << 20) in done.stderr

@@ -27,6 +27,7 @@ from kvferry.testing.engine import until
 from support.daemon_invariants import check_released
 from support.process_usage import ProcessUsage
 from support.raw_client import RawClient, one_tensor, store
+from support.time_limits import TIMEOUT
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -65,7 +66,7 @@ def flood(daemon: LocalDaemon, kind: str) -> Iterator[None]:
 
 def check_served(daemon: LocalDaemon, name: str) -> None:
     """A new client connects, registers, and its transfers are done."""
-    with RawClient(daemon.directory, name, timeout=30) as raw:
+    with RawClient(daemon.directory, name, timeout=TIMEOUT) as raw:
         raw.register()
         for job in range(3):
             raw.send(store(job, [job], [job]))
@@ -79,7 +80,7 @@ def test_a_flood(start_daemon: Callable[..., LocalDaemon], kind: str) -> None:
     with flood(daemon, kind):
         for number in range(3):
             check_served(daemon, f"new-{number}")
-        with OffloadClient(daemon.directory, engine="observer", timeout=30) as observer:
+        with OffloadClient(daemon.directory, engine="observer", timeout=TIMEOUT) as observer:
             before = observer.status().sessions
             raw = RawClient(daemon.directory, "dropped")
             assert observer.status().sessions == before + 1

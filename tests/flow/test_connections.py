@@ -123,7 +123,7 @@ def test_a_client_waits_in_the_parent_directory_for_a_daemon_that_starts_later(
     thread = threading.Thread(target=start)
     thread.start()
     try:
-        with OffloadClient(tmp_path, timeout=30) as client:
+        with OffloadClient(tmp_path, timeout=TIMEOUT) as client:
             assert client.directory == tmp_path / "cpu"
     finally:
         thread.join()

@@ -18,6 +18,7 @@ from kvferry.proto.status import HealthStatus
 from kvferry.testing.engine import StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
 from support.service_manager import ServiceManager, kvferryd_command
+from support.time_limits import TIMEOUT
 
 NEVER = 1 << 40
 
@@ -30,7 +31,7 @@ def health_of(client: OffloadClient) -> HealthStatus:
 
 def run_kvferry(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvferry.client.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
 
 
 def test_a_daemon_is_healthy_and_its_probe_is_not_counted(

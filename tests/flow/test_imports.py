@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.client import LocalDaemon
 from kvferry.testing.engine import StartSmallEngine
+from support.time_limits import TIMEOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACES = ["proto", "client", "daemon", "tests"]
@@ -34,7 +35,7 @@ print(*sys.modules)
 def imported_modules(code: str, *arguments: str) -> set[str]:
     """Run a program that prints the names of its imported modules. Returns them."""
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 

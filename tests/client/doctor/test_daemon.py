@@ -27,6 +27,7 @@ from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient
+from support.time_limits import TIMEOUT
 
 AS_NOBODY = """
 import os, sys
@@ -117,7 +118,7 @@ def test_another_user_is_warned_that_there_may_be_a_daemon(kvferryd: LocalDaemon
         "except Exception as error:\n    print(type(error).__name__, error)\n"
     )
     command = [sys.executable, "-c", program, str(kvferryd.runtime_dir)]
-    done = subprocess.run(command, capture_output=True, timeout=30, check=True, text=True)
+    done = subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=True, text=True)
     assert done.stdout.startswith("Refused [forbidden] file permissions deny your user access")
     assert str(kvferryd.directory) in done.stdout
 

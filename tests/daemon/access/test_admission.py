@@ -44,7 +44,7 @@ os.setgid(gid)
 os.setuid(uid)
 result = {}
 try:
-    with OffloadClient(directory, timeout=30) as client:
+    with OffloadClient(directory, timeout=60) as client:
         client.status()
     result["client"] = "connected"
 except KVFerryError as error:
@@ -69,7 +69,7 @@ os.setgroups([])
 os.setgid(int(sys.argv[3]))
 os.setuid(int(sys.argv[2]))
 try:
-    OffloadClient(Path(sys.argv[1]), engine="llama", timeout=30).close()
+    OffloadClient(Path(sys.argv[1]), engine="llama", timeout=60).close()
     print("connected")
 except KVFerryError as error:
     print(error.code)

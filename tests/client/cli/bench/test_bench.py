@@ -38,6 +38,7 @@ from kvferry.client.cli.bench.results import (
 from kvferry.client.cli.bench.rig import start_daemon
 from kvferry.proto.errors import Code, Failed, Refused
 from kvferry.proto.status import CalibrationPoint, CopyStatus
+from support.time_limits import TIMEOUT
 
 DIRECTIONS = {"store", "load", "both"}
 Captured: TypeAlias = pytest.CaptureFixture[str]
@@ -172,7 +173,7 @@ def test_a_results_file_can_be_plotted(tmp_path: Path) -> None:
     data, picture = tmp_path / "bench.json", tmp_path / "again.png"
     data.write_bytes(msgspec.json.encode(synthetic()))
     command = [sys.executable, "-W", "error", "-m", plotting.__name__, str(data), str(picture)]
-    assert subprocess.run(command, timeout=60).returncode == 0
+    assert subprocess.run(command, timeout=2 * TIMEOUT).returncode == 0
     assert picture.read_bytes()[16:24] == PICTURE
 
 
