@@ -18,7 +18,7 @@ from kvferry.daemon.core.cache.block_contents import Part
 from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.cache.jobs import Pins, Reservation
-from kvferry.daemon.core.layout import BlockLayout, GroupExtent, ResolvedBlocks
+from kvferry.daemon.core.layout import BlockLayout, GroupExtent, Int64s, ResolvedBlocks
 from kvferry.daemon.core.records import RecoveredRegion, RegionRecord
 from kvferry.daemon.core.regions import Region
 from kvferry.proto.errors import Code, Refused
@@ -29,7 +29,7 @@ from kvferry.proto.specs import MAX_KEYS, Direction, GPULoadStoreSpec, KeyLoadSt
 from kvferry.proto.status import Fingerprint, NamespaceStatus
 
 # Host blocks whose keys are in one part of a snapshot, which is encoded between other messages.
-SNAPSHOT_BLOCKS = 1 << 13
+SNAPSHOT_BLOCKS = MAX_KEYS
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -199,7 +199,7 @@ class Namespace:
             blocks, lease = self._reserve_keys(keys, parts, host.keep)
         else:
             blocks, lease = self._pin_keys(keys, parts, (0, layout.factor))
-        return layout.resolve_extents(group_extents, np.array(blocks, dtype=np.int64)), lease
+        return layout.resolve_extents(group_extents, blocks), lease
 
     def reset(self) -> DeferredFree:
         """Make every key absent, and refuse stores of the generation before. Returns the tables to
@@ -256,7 +256,7 @@ class Namespace:
 
     def _pin_keys(
         self, keys: Sequence[OffloadKey], parts: dict[int, Part], whole: Part
-    ) -> tuple[Sequence[int], Lease]:
+    ) -> tuple[Int64s, Lease]:
         pins = self.cache.prepare_load(keys)
         try:
             for position, key in enumerate(keys) if self.cache.has_parts else ():
@@ -278,7 +278,7 @@ class Namespace:
 
     def _reserve_keys(
         self, keys: Sequence[OffloadKey], parts: dict[int, Part], keep: Sequence[OffloadKey]
-    ) -> tuple[Sequence[int], Lease]:
+    ) -> tuple[Int64s, Lease]:
         """The host block of each key; -1 for keys that are not stored."""
         # Of a key that occurs twice, the first place counts. One pass: each group has two parts.
         first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True)) if parts else {}
@@ -292,7 +292,8 @@ class Namespace:
                 len(keys),
             )
         taken = dict(zip(reservation.keys, reservation.blocks, strict=True))
-        return [taken.pop(key, -1) for key in keys], Lease(self, reservation)
+        blocks = np.fromiter((taken.pop(key, -1) for key in keys), np.int64, len(keys))
+        return blocks, Lease(self, reservation)
 
 
 def _describe_host_block(pages: tuple[tuple[int, ...], ...] | None, factor: int) -> str:

@@ -201,7 +201,7 @@ class Cache:
         array = _array(blocks)
         if min(blocks, default=0) < 0 or not self._blocks.contents.is_loadable(array).all():
             raise not_loadable(self._blocks.contents, keys, blocks)
-        pins = Pins(tuple(keys), tuple(blocks))
+        pins = Pins(array)
         self._blocks.allocator.hold_blocks(array)
         self._blocks.marks.count_uses(array)
         self._jobs.add(pins)
@@ -210,11 +210,11 @@ class Cache:
     def complete_load(self, pins: Pins) -> None:
         """End a load. Raises Refused (NOT_PINNED) if these pins were already released."""
         if pins not in self._jobs:
-            first = b"".join(pins.keys[:1]).hex()
-            message = f"the pins of key {first} were already released; complete each load once"
-            raise Refused(Code.NOT_PINNED, message, first)
+            number = pins.blocks.size
+            message = f"the pins of {number} blocks were already released; complete each load once"
+            raise Refused(Code.NOT_PINNED, message, number)
         self._jobs.remove(pins)
-        self._blocks.allocator.release_blocks(_array(pins.blocks))
+        self._blocks.allocator.release_blocks(pins.blocks)
 
     def pin_loadable(self, keys: Sequence[bytes]) -> list[int]:
         """Hold the blocks of the loadable keys for a session. Returns the block of each key, -1 for

@@ -26,10 +26,12 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pins:
-    """A load: its keys, and the block of each, which stays in place until complete_load."""
+    """A load: the blocks of its keys, in their order, which stay in place until complete_load.
 
-    keys: tuple[bytes, ...]
-    blocks: tuple[int, ...]
+    Thousands of loads may be in flight: their keys would take five times the memory of all else.
+    """
+
+    blocks: Int64s
 
 
 @dataclass(frozen=True, slots=True)
