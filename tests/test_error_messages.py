@@ -30,7 +30,7 @@ from kvferry.daemon.core.records import engine_owner
 from kvferry.daemon.memory.pool import HostPool
 from kvferry.daemon.observability.probe import Probe
 from kvferry.proto import messages as wire
-from kvferry.proto.codec import MAX_OTHER_BYTES, decode_client_message
+from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_client_message
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError, error_of
 from kvferry.proto.memory import FdAllocation, HostRegion, Location
 from kvferry.proto.results import JobResult, Outcome
@@ -61,7 +61,7 @@ def bad_message(_: pytest.FixtureRequest) -> ErrorInfo:
 
 
 def message_too_large(_: pytest.FixtureRequest) -> ErrorInfo:
-    return raised(lambda: decode_client_message(bytes(MAX_OTHER_BYTES + 1)))
+    return raised(lambda: decode_client_message(bytes(MAX_MESSAGE_BYTES + 1)))
 
 
 def protocol_version(_: pytest.FixtureRequest) -> ErrorInfo:

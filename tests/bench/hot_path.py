@@ -138,7 +138,7 @@ class HotPathFixture:
         if asleep:
             sleep()
         began = clock()
-        data = self.client.submit(job_id, spec, 0)
+        (data,) = self.client.submit(job_id, spec, 0)
         submit = clock() - began
         if asleep:
             sleep()

@@ -25,7 +25,8 @@ from support import client_session
 from support.client_keys import FINGERPRINT, A, B
 
 M = TypeVar("M")
-WELCOME = wire.Welcome(1, "boot", "s1", "0.1", 1, DeviceInfo("cpu", "cpu", "host"), Limits(9, 9, 9))
+DEVICE, LIMITS = DeviceInfo("cpu", "cpu", "host"), Limits(9, 1 << 18, 99)
+WELCOME = wire.Welcome(1, "boot", "s1", "0.1", 1, DEVICE, LIMITS)
 
 
 class FakeDaemon:

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvferry.client.jobs import TransferResult
 from kvferry.client.session import ClientSession
+from kvferry.client.session_state import RegistrationState
+from kvferry.client.tensors.canonical import CanonicalKVCaches
 from kvferry.proto import messages as wire
-from kvferry.proto.codec import decode_client_message
+from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Failed, Gone, KVFerryError, Refused
+from kvferry.proto.memory import HostRegion
 from kvferry.proto.results import Outcome
-from kvferry.proto.specs import Direction, GPULoadStoreSpec, KeyLoadStoreSpec
+from kvferry.proto.specs import (
+    MAX_MESSAGE_IDS,
+    CPULoadStoreSpec,
+    Direction,
+    GPULoadStoreSpec,
+    KeyLoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+)
 from support.client_session import (
     KEYED_LOAD,
     KEYED_STORE,
     LOAD,
     MAX_JOBS,
     STORE,
+    WELCOME,
     finish,
     outcomes,
     submit,
@@ -29,7 +43,8 @@ from support.client_session import (
 @pytest.mark.parametrize("spec", [STORE, LOAD, KEYED_STORE, KEYED_LOAD])
 def test_a_job_is_sent_unchanged(session: ClientSession, spec: Any) -> None:
     src, dst = spec
-    assert decode_client_message(session.submit(7, spec, 12)) == wire.Submit(7, src, dst, 12)
+    (data,) = session.submit(7, spec, 12)
+    assert decode_client_message(data) == wire.Submit(7, src, dst, 12)
 
 
 def test_a_result_is_returned_once(session: ClientSession) -> None:
@@ -108,6 +123,100 @@ def test_a_message_that_was_not_sent_is_no_job(session: ClientSession) -> None:
     assert session.jobs
 
 
+# Jobs in parts
+
+
+MANY = MAX_MESSAGE_IDS + 10
+
+
+@pytest.fixture
+def large(session: ClientSession) -> ClientSession:
+    """A session with room for large jobs, and with KV caches of one GPU block per host block."""
+    limits = msgspec.structs.replace(WELCOME.limits, max_gpu_blocks=1 << 20)
+    session.receive_message(encode(msgspec.structs.replace(WELCOME, limits=limits)))
+    layout = KVLayout((TensorLayout(MANY, 1, 1),), ((TensorRef(0, 1),),))
+    caches = CanonicalKVCaches(layout, ())
+    session.kv_caches_registered(RegistrationState(caches, None, None), HostRegion(MANY, 1, False))
+    return session
+
+
+def submit_many(session: ClientSession, job_id: int) -> list[wire.ClientMessage]:
+    """Submit a store of two parts."""
+    spec = GPULoadStoreSpec(range(MANY)), CPULoadStoreSpec(range(MANY))
+    messages = session.submit(job_id, spec, 12)
+    session.submitted(job_id, spec, len(messages))
+    return [decode_client_message(data) for data in messages]
+
+
+def test_a_large_job_is_sent_in_parts(large: ClientSession) -> None:
+    tail = np.arange(MAX_MESSAGE_IDS, MANY)
+    head = np.arange(MAX_MESSAGE_IDS)
+    assert submit_many(large, 7) == [
+        wire.Submit(7, GPULoadStoreSpec(ids, (ids.size,), (ids[0],)), CPULoadStoreSpec(ids), 12, n)
+        for n, ids in enumerate([tail, head])
+    ]
+
+
+def test_a_job_in_parts_has_one_result(large: ClientSession) -> None:
+    submit_many(large, 7)
+    finish(large, 7, nbytes=4096, seconds=0.5)
+    assert (large.jobs.take_results(), large.in_flight([7])) == ([], [7])
+    finish(large, 7, nbytes=1024, seconds=0.25)
+    done = TransferResult(7, True, 5120, 0.75, ("GPU", "CPU"), Outcome.DONE)
+    assert (large.jobs.take_results(), large.in_flight([7])) == ([done], [])
+
+
+@pytest.mark.parametrize("outcomes_", [["done", "refused"], ["refused", "done"]])
+def test_a_job_with_a_part_that_is_not_done_is_not_done(
+    large: ClientSession, outcomes_: list[str]
+) -> None:
+    submit_many(large, 7)
+    for outcome in outcomes_:
+        error = None if outcome == "done" else ErrorInfo(Code.CACHE_FULL, "full", "1")
+        finish(large, 7, outcome=Outcome(outcome), nbytes=4096 * (error is None), error=error)
+    (result,) = large.jobs.take_results()
+    assert (result.outcome, result.transfer_size) == ("refused", 0)
+    assert result.error is not None
+    assert result.error.code == Code.CACHE_FULL
+
+
+def test_the_first_part_that_is_not_done_counts(large: ClientSession) -> None:
+    submit_many(large, 7)
+    for code in (Code.CACHE_FULL, Code.BUSY):
+        finish(large, 7, outcome=Outcome.REFUSED, error=ErrorInfo(code, "no", "1"))
+    (result,) = large.jobs.take_results()
+    assert result.error is not None
+    assert result.error.code == Code.CACHE_FULL
+
+
+def test_each_part_uses_a_credit(large: ClientSession) -> None:
+    submit_many(large, 1)
+    with pytest.raises(Refused) as caught:
+        submit_many(large, 2)
+    assert (caught.value.code, caught.value.value, large.in_flight([2])) == (Code.BUSY, "2", [])
+    finish(large, 1)
+    submit_many(large, 2)
+    assert large.in_flight([1, 2]) == [1, 2]
+
+
+def test_gpu_blocks_in_flight_are_bounded(session: ClientSession) -> None:
+    large = GPULoadStoreSpec(range(7)), CPULoadStoreSpec(range(7))
+    submit(session, 1, large)
+    with pytest.raises(Refused) as caught:
+        session.submit(2, (large[1], large[0]), 0)
+    assert (caught.value.code, caught.value.value) == (Code.BUSY, "14")
+    submit(session, 2)
+    finish(session, 1)
+    submit(session, 3, large)
+
+
+def test_a_large_job_needs_the_size_of_a_host_block(session: ClientSession) -> None:
+    spec = GPULoadStoreSpec(range(MANY)), CPULoadStoreSpec(range(MANY))
+    with pytest.raises(Refused) as caught:
+        session.submit(1, spec, 0)
+    assert caught.value.code == Code.NOT_REGISTERED
+
+
 @pytest.mark.parametrize(
     ("job_id", "spec", "wait_for"),
     [
@@ -137,7 +246,7 @@ def test_a_job_that_no_daemon_can_decode_is_refused_by_the_client(
 def test_group_sizes_may_be_arrays_or_are_refused(session: ClientSession, sizes: list[int]) -> None:
     array = cast(Any, np.array(sizes))
     try:
-        data = session.submit(1, (GPULoadStoreSpec([1, 2], array, array), STORE[1]), 0)
+        (data,) = session.submit(1, (GPULoadStoreSpec([1, 2], array, array), STORE[1]), 0)
     except Refused:
         return
     message = decode_client_message(data)

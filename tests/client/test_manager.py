@@ -140,24 +140,25 @@ def test_keys_of_another_length_are_refused(manager: OffloadingManager, method: 
     assert manager.lookup(b"aaaaa") is MISS
 
 
-def test_more_keys_than_a_message_may_have_are_sent_in_batches(start_fake_daemon: Start) -> None:
+def test_a_prompt_of_a_million_tokens_is_legal(start_fake_daemon: Start) -> None:
+    """62,500 blocks of 16 tokens. Of a touch the first batch must be the most recent: the last."""
     daemon = start_fake_daemon(num_blocks=1 << 17)
     manager = open_manager(daemon)
-    keys = tuple(n.to_bytes(4) for n in range(MAX_KEYS + 10))
+    keys = tuple(n.to_bytes(4) for n in range(62_500))
+    batches = [keys[at : at + MAX_KEYS] for at in range(0, len(keys), MAX_KEYS)]
     manager.touch(keys)
     manager.lookup(A)
+    assert not manager.prefetch(keys).found_keys
     manager.flush()
-    first, rest = keys[:MAX_KEYS], keys[MAX_KEYS:]
-    assert daemon.received == [wire.Touch(first, 0, 1), wire.Touch(rest)]
-    assert offer(manager, *keys) == first  # a transfer has at most so many keys
-    assert offer(manager, *keys) == rest
-    daemon.store(*first)
-    daemon.store(*rest)
+    *tail, head = [wire.Touch(batch) for batch in reversed(batches)]
+    assert daemon.received == [*tail, wire.Touch(head.keys, 0, 1)]
+    assert offer(manager, *keys) == keys
+    for batch in batches:
+        daemon.store(*batch)
     daemon.received.clear()
-    manager.prepare_load(keys)
+    assert manager.prepare_load(keys) == KeyLoadStoreSpec(keys)
     manager.complete_load(keys)
-    pins = [wire.Pin(first), wire.Pin(rest), wire.Unpin(first), wire.Unpin(rest)]
-    assert daemon.received == pins
+    assert daemon.received == [*map(wire.Pin, batches), *map(wire.Unpin, batches)]
     with pytest.raises(Refused, match="4 bytes"):
         manager.touch([*keys, b"aaaaa"])
 
@@ -208,10 +209,8 @@ def test_many_touches_are_sent_at_once(fake_daemon: FakeDaemon, manager: Offload
     manager.touch(keys[MAX_TOUCHED:])
     manager.touch(keys)
     manager.touch([A])
-    assert [len(touch.keys) for touch in fake_daemon.received_of(wire.Touch)] == [
-        MAX_TOUCHED,
-        MAX_TOUCHED + 10,
-    ]
+    touched = [len(touch.keys) for touch in fake_daemon.received_of(wire.Touch)]
+    assert touched == [MAX_TOUCHED, 10, MAX_TOUCHED]
 
 
 def test_keys_touched_again_count_once(fake_daemon: FakeDaemon, manager: OffloadingManager) -> None:

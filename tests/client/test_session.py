@@ -58,10 +58,10 @@ def open_namespace(session: ClientSession) -> ClientSession:
 def test_key_events_need_a_mirror(session: ClientSession, message: Any) -> None:
     session.receive_message(encode(message))
     open_namespace(session).receive_message(encode(message))
-    assert session.snapshot_request() is None
+    assert session.follow_ups(0.0) == []
     session.namespace.ensure_mirror()
     session.receive_message(encode(message))
-    assert session.snapshot_request() is None
+    assert session.follow_ups(0.0) == []
     assert session.mirror_complete() == isinstance(message, wire.Snapshot)
 
 
@@ -70,10 +70,9 @@ def test_an_incomplete_mirror_requests_one_snapshot(session: ClientSession) -> N
     session.receive_message(encode(wire.Snapshot(0, 0, False, (), True)))
     session.receive_message(encode(wire.KeyEvents(2, KEY_EVENTS.events)))
     session.receive_message(encode(wire.KeyEvents(4, KEY_EVENTS.events)))
-    subscription = session.snapshot_request()
-    assert subscription is not None
+    (subscription,) = session.follow_ups(0.0)
     assert decode_client_message(subscription) == wire.Subscribe()
-    assert session.snapshot_request() is None
+    assert session.follow_ups(0.0) == []
 
 
 def test_no_snapshot_is_requested_after_a_disconnect(session: ClientSession) -> None:
@@ -81,7 +80,7 @@ def test_no_snapshot_is_requested_after_a_disconnect(session: ClientSession) -> 
     session.receive_message(encode(wire.Snapshot(0, 0, False, (), True)))
     session.receive_message(encode(wire.KeyEvents(2, KEY_EVENTS.events)))
     session.connection_lost(Gone(Code.DAEMON_GONE, "killed"))
-    assert session.snapshot_request() is None
+    assert session.follow_ups(0.0) == []
     with pytest.raises(Gone):
         session.mirror_complete()
 

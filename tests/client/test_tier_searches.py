@@ -7,11 +7,12 @@ import time
 import pytest
 
 from kvferry.client.session import ClientSession
-from kvferry.client.tier_searches import Prefetch, TierSearch, TierSearches
+from kvferry.client.tier_searches import SEARCH_TIMEOUT, Prefetch, TierSearch, TierSearches
 from kvferry.proto import messages as wire
-from kvferry.proto.codec import encode
-from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.proto.codec import decode_client_message, encode
+from kvferry.proto.errors import Code, ErrorInfo, Gone
 from kvferry.proto.keys import EventKind, Lookup
+from kvferry.proto.specs import MAX_KEYS
 from kvferry.proto.status import Fingerprint
 
 A, B, C = b"a" * 36, b"b" * 36, b"c" * 36
@@ -95,8 +96,70 @@ def test_during_a_reset_a_searched_key_is_a_miss(session: ClientSession) -> None
 def test_a_reply_cannot_find_more_keys_than_were_searched() -> None:
     searches, search = TierSearches(), TierSearch((B,), NOW)
     searches.begin(1, search)
-    searches.end(1, found=9)
+    searches.answer(1, found=9)
     assert search.found == 1
+
+
+MANY = tuple(n.to_bytes(36) for n in range(2 * MAX_KEYS + 10))
+
+
+def send_next(session: ClientSession, search: TierSearch, now: float = NOW) -> wire.FindInTiers:
+    """The one message that follows from those that were received."""
+    (data,) = session.follow_ups(now)
+    message = decode_client_message(data)
+    assert isinstance(message, wire.FindInTiers)
+    assert (search.found, message.compute_seconds) == (None, search.compute_seconds)
+    return message
+
+
+def test_many_keys_are_searched_in_parts(session: ClientSession) -> None:
+    """One after the other. All keys are a RETRY until the last reply."""
+    search = TierSearch(MANY, compute_seconds=0.5)
+    first = decode_client_message(session.find_in_tiers(search, NOW))
+    assert isinstance(first, wire.FindInTiers)
+    assert (first.keys, first.compute_seconds) == (MANY[:MAX_KEYS], 0.5)
+    assert session.follow_ups(NOW) == []
+    session.receive_message(encode(wire.TiersFound(first.request_id, MAX_KEYS)))
+    second = send_next(session, search)
+    assert second.keys == MANY[MAX_KEYS : 2 * MAX_KEYS]
+    session.receive_message(encode(wire.TiersFound(second.request_id, MAX_KEYS)))
+    third = send_next(session, search)
+    assert third.keys == MANY[2 * MAX_KEYS :]
+    assert lookup(session, MANY[0], MANY[-1]) == [Lookup.RETRY, Lookup.RETRY]
+    session.receive_message(encode(wire.TiersFound(third.request_id, 3)))
+    assert (session.follow_ups(NOW), search.found) == ([], 2 * MAX_KEYS + 3)
+    assert lookup(session, MANY[0], MANY[-1]) == [Lookup.MISS, Lookup.MISS]
+
+
+@pytest.mark.parametrize("found", [0, MAX_KEYS - 1])
+def test_no_part_follows_one_that_was_not_found_whole(session: ClientSession, found: int) -> None:
+    """The keys behind the first that is absent are useless."""
+    search = TierSearch(MANY)
+    session.find_in_tiers(search, NOW)
+    session.receive_message(encode(wire.TiersFound(1, found)))
+    assert (session.follow_ups(NOW), search.found) == ([], found)
+
+
+def test_a_search_that_ends_between_two_parts_has_found_the_first(session: ClientSession) -> None:
+    ended, refused = TierSearch(MANY), TierSearch(MANY)
+    session.find_in_tiers(ended, NOW)
+    session.receive_message(encode(wire.TiersFound(1, MAX_KEYS)))
+    session.connection_lost(Gone(Code.DAEMON_GONE, "killed"))
+    assert (session.follow_ups(NOW), ended.found) == ([], MAX_KEYS)
+    session.gone = None
+    session.find_in_tiers(refused, NOW)
+    session.receive_message(encode(wire.TiersFound(2, MAX_KEYS)))
+    error = ErrorInfo(Code.BUSY, "too many searches")
+    session.receive_message(encode(wire.Error(send_next(session, refused).request_id, error)))
+    assert refused.found == MAX_KEYS
+
+
+def test_each_part_has_a_deadline(session: ClientSession) -> None:
+    session.find_in_tiers(TierSearch(MANY), NOW)
+    session.receive_message(encode(wire.TiersFound(1, MAX_KEYS)))
+    session.follow_ups(NOW + 0.9 * SEARCH_TIMEOUT)
+    assert lookup(session, MANY[0], after=1.8 * SEARCH_TIMEOUT) == [Lookup.RETRY]
+    assert lookup(session, MANY[0], after=2 * SEARCH_TIMEOUT) == [Lookup.MISS]
 
 
 def test_a_prefetch_finds_the_keys_that_all_ranks_have() -> None:

@@ -31,16 +31,16 @@ def test_a_client_that_sends_large_layouts_does_not_delay_others(
 ) -> None:
     """A client sends three kinds of layouts in a loop, and another engine stores and loads.
 
-    The layouts: a million references (7 MB, refused before decoding), one reference too many, and
+    The layouts: 250,000 references (1.7 MB, refused before decoding), one reference too many, and
     a valid one that is larger than the pool.
     """
     other = start_engine(start_kvferryd())
-    million = msgspec.msgpack.encode(
-        ["allocatekvcaches", 1, [TENSORS, [REFS] * 256, 1], None, None, False]
+    too_many_bytes = msgspec.msgpack.encode(
+        ["allocatekvcaches", 1, [TENSORS, [REFS] * 60, 1], None, None, False]
     )
     with RawClient(other.directory, "rude") as rude:
         for _ in range(20):
-            rude.send(million)
+            rude.send(too_many_bytes)
             rude.send(AllocateKVCaches(2, TOO_LARGE))
             rude.send(AllocateKVCaches(3, LARGEST, (1 << 48) - 1))
             other.finish(other.store(range(8), range(8)))

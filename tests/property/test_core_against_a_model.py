@@ -27,6 +27,7 @@ from kvferry.proto.specs import Direction, KVLayout
 from support.checked_core import CheckedCore
 from support.core_fixture import (
     LAYOUT,
+    MAX_GPU_BLOCKS,
     MAX_JOBS,
     OTHER,
     POOL,
@@ -42,6 +43,7 @@ class CoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.server = CheckedCore()
         self.request_ids = count(1)
+        self.gpu_blocks: dict[int, int] = {}
 
     def session(self, data: st.DataObject) -> str:
         return data.draw(st.sampled_from(sorted(self.server.engine_of)))
@@ -113,21 +115,22 @@ class CoreMachine(RuleBasedStateMachine):
         plans = () if registration is None else tuple(registration.plans.values())
         own_plans = [plan for plan in plans if self.server.owner.get(plan.serial) == session]
         busy = [plan for plan in own_plans if plan.direction is direction]
-        faults = {
-            Code.SHUTTING_DOWN: self.server.core.stopping,
-            Code.NOT_REGISTERED: registration is None,
-            Code.DUPLICATE_JOB: (engine, job_id) in self.server.jobs.values(),
-            Code.BUSY: len(busy) >= MAX_JOBS,
-            Code.NO_TIMELINE: bool(wait_for)
-            and registration is not None
-            and not registration.timeline,
-        }
         if fits and registration is not None:
             hosts = data.draw(st.sampled_from([(0,), (1,), (0, 1)]))
             blocks = data.draw(st.permutations(range(8)))[: registration.factor * len(hosts)]
         else:
             hosts = tuple(data.draw(st.lists(st.integers(0, 2), max_size=3)))
             blocks = data.draw(st.lists(st.integers(0, 8), max_size=3))
+        used = len(blocks) + sum(self.gpu_blocks[plan.serial] for plan in own_plans)
+        faults = {
+            Code.SHUTTING_DOWN: self.server.core.stopping,
+            Code.NOT_REGISTERED: registration is None,
+            Code.DUPLICATE_JOB: (engine, job_id) in self.server.jobs.values(),
+            Code.BUSY: len(busy) >= MAX_JOBS or used > MAX_GPU_BLOCKS,
+            Code.NO_TIMELINE: bool(wait_for)
+            and registration is not None
+            and not registration.timeline,
+        }
         src, dst = make_spec(*blocks, hosts=hosts)
         refusals = self.server.submit(session, wire.Submit(job_id, src, dst, wait_for))
         if any(faults.values()):
@@ -139,6 +142,7 @@ class CoreMachine(RuleBasedStateMachine):
         else:
             assert registration is not None
             (serial,) = registration.plans.keys() - {plan.serial for plan in plans}
+            self.gpu_blocks[serial] = len(blocks)
             self.server.jobs[serial], self.server.owner[serial] = (engine, job_id), session
 
     @precondition(lambda self: self.server.engine_of)

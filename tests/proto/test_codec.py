@@ -17,15 +17,20 @@ from hypothesis import strategies as st
 
 from kvferry.proto import codec
 from kvferry.proto import messages as wire
-from kvferry.proto.codec import MAX_MESSAGE_BYTES, MAX_OTHER_BYTES, Decoder, encode
-from kvferry.proto.errors import Code, Refused
+from kvferry.proto.codec import MAX_MESSAGE_BYTES, MAX_REPLY_BYTES, Decoder, encode
+from kvferry.proto.errors import Code, ErrorInfo, Refused
 from kvferry.proto.memory import CudaAllocation, Location
 from kvferry.proto.specs import (
-    MAX_BLOCK_IDS,
+    MAX_COUNT,
+    MAX_GROUPS,
+    MAX_INT,
+    MAX_KEYS,
+    MAX_MESSAGE_IDS,
     MAX_REFS,
     MAX_TENSORS,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
+    KeyLoadStoreSpec,
     KVLayout,
     TensorLayout,
     TensorRef,
@@ -47,11 +52,9 @@ def decoder_of(name: str) -> Decoder[Any]:
     return DECODERS[name.partition("/")[0]]
 
 
-def client_decoder(
-    most_bytes: int = MAX_MESSAGE_BYTES, other_bytes: int = MAX_OTHER_BYTES
-) -> Decoder[Any]:
-    """decode_client_message with other limits."""
-    return Decoder(wire.ClientMessage, codec.LARGE_MESSAGES, most_bytes, other_bytes)
+def client_decoder(most_bytes: int) -> Decoder[Any]:
+    """decode_client_message with another limit."""
+    return Decoder(wire.ClientMessage, most_bytes)
 
 
 def refusal_of(decode: Decoder[Any], data: bytes) -> str:
@@ -160,8 +163,8 @@ def test_invalid_client_messages_are_refused(data: bytes) -> None:
         (8, bytes(7), "not a multiple"),
         (8, bytes(9), "not a multiple"),
         (4, bytes(2), "not a multiple"),
-        (4, bytes(4 * (MAX_BLOCK_IDS + 1)), f"more than {MAX_BLOCK_IDS}"),
-        (8, bytes(8 * (MAX_BLOCK_IDS + 1)), f"more than {MAX_BLOCK_IDS}"),
+        (4, bytes(4 * (MAX_MESSAGE_IDS + 1)), f"more than {MAX_MESSAGE_IDS}"),
+        (8, bytes(8 * (MAX_MESSAGE_IDS + 1)), f"more than {MAX_MESSAGE_IDS}"),
     ],
     ids=lambda value: str(len(value)) if isinstance(value, bytes) else None,
 )
@@ -283,15 +286,21 @@ def test_a_session_token_has_1_to_64_characters(token: str) -> None:
 # Large messages
 
 
-def test_a_message_above_the_limit_is_not_encoded() -> None:
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [
+        (wire.Goodbye, MAX_MESSAGE_BYTES),
+        (lambda text: wire.Error(1, ErrorInfo(Code.BUSY, text)), MAX_REPLY_BYTES),
+    ],
+    ids=["client", "daemon"],
+)
+def test_a_message_above_the_limit_is_not_encoded(make: Callable[[str], Any], most: int) -> None:
     length = 70_000
-    frame_bytes = len(encode(wire.Goodbye("x" * length))) - length
-    reason = "x" * (MAX_MESSAGE_BYTES - frame_bytes)
-    assert len(encode(wire.Goodbye(reason))) == MAX_MESSAGE_BYTES
+    text = "x" * (most - len(encode(make("x" * length))) + length)
+    assert len(encode(make(text))) == most
     with pytest.raises(Refused) as caught:
-        encode(wire.Goodbye(reason + "x"))
-    assert caught.value.code == Code.MESSAGE_TOO_LARGE
-    assert caught.value.value == str(MAX_MESSAGE_BYTES + 1)
+        encode(make(text + "x"))
+    assert (caught.value.code, caught.value.value) == (Code.MESSAGE_TOO_LARGE, str(most + 1))
 
 
 def test_a_decoder_refuses_a_message_above_its_limit() -> None:
@@ -299,25 +308,6 @@ def test_a_decoder_refuses_a_message_above_its_limit() -> None:
     data = encode(message)
     assert client_decoder(most_bytes=len(data))(data) == message
     assert refusal_of(client_decoder(most_bytes=len(data) - 1), data) == Code.MESSAGE_TOO_LARGE
-
-
-@pytest.mark.parametrize("name", [name for name in GOLDEN if name.startswith("client/")])
-def test_a_message_without_many_ids_or_keys_has_a_lower_limit(name: str) -> None:
-    """So the daemon does not decode a large message of a kind that is always small."""
-    data = GOLDEN[name]
-    decode_below = client_decoder(other_bytes=len(data) - 1)
-    if data[2 : 2 + (data[1] & 31)] in codec.LARGE_MESSAGES:
-        assert decode_below(data)
-    else:
-        assert refusal_of(decode_below, data) == Code.MESSAGE_TOO_LARGE
-    assert client_decoder(other_bytes=len(data))(data)
-
-
-def test_a_tag_of_another_form_does_not_raise_the_limit() -> None:
-    """The higher limit applies only to tags in the encoder's own form, a short string."""
-    data = b"\x92\xd9\x06cancel\x91\x01"
-    assert codec.decode_client_message(data) == wire.Cancel((1,))
-    assert refusal_of(client_decoder(other_bytes=len(data) - 1), data) == Code.MESSAGE_TOO_LARGE
 
 
 def test_the_largest_layout_fits_into_a_message() -> None:
@@ -338,9 +328,12 @@ def test_too_large_messages_are_not_parsed() -> None:
     assert refusal_of(client_decoder(most_bytes=3), b"\xc1\xc1\xc1\xc1") == Code.MESSAGE_TOO_LARGE
 
 
-def test_the_largest_transfer_fits_into_a_message() -> None:
-    blocks = np.zeros(MAX_BLOCK_IDS, dtype=np.int64)
-    largest = wire.Submit(1, GPULoadStoreSpec(blocks), CPULoadStoreSpec(blocks))
+@pytest.mark.parametrize("keyed", [False, True])
+def test_the_largest_part_of_a_transfer_fits_into_a_message(keyed: bool) -> None:
+    blocks, keys = np.zeros(MAX_MESSAGE_IDS, dtype=np.int64), (bytes(64),) * MAX_KEYS
+    sizes = (MAX_COUNT - 1,) * MAX_GROUPS
+    host = KeyLoadStoreSpec(keys, MAX_COUNT - 1, keys) if keyed else CPULoadStoreSpec(blocks)
+    largest = wire.Submit(MAX_INT, GPULoadStoreSpec(blocks, sizes, sizes), host, MAX_INT)
     assert codec.decode_client_message(encode(largest)) == largest
 
 

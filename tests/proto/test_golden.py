@@ -170,6 +170,9 @@ MESSAGES: dict[str, Any] = {
     "client/submit-keys": wire.Submit(
         18, GPULoadStoreSpec(INT64), KeyLoadStoreSpec((KEY, OTHER), 3), 5
     ),
+    "client/submit-part": wire.Submit(
+        20, GPULoadStoreSpec(INT64, (2,), (8,)), KeyLoadStoreSpec((KEY, OTHER), 3, (KEY,)), 5, 1
+    ),
     "client/submit-load-keys": wire.Submit(19, KeyLoadStoreSpec((KEY,)), GPULoadStoreSpec(INT32)),
     "client/open": wire.OpenNamespace(7, FINGERPRINT, 1 << 30, "arc", 2),
     "client/open-small": wire.OpenNamespace(8, proto_status.Fingerprint("model-b", 4096)),

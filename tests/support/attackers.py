@@ -2,14 +2,17 @@
 
     python -m support.attackers DIRECTORY KIND SECONDS
 
-KIND: "layouts", layouts of a million references, of one reference too many, and valid ones that do
-not fit into the pool; "ids", connections with routing ids in the form of those that libzmq chooses,
+KIND: "largest", the largest legal messages of every kind, without receiving anything; "layouts",
+layouts of 250,000 references, of one reference too many, and valid ones that do not fit into the
+pool; "ids", connections with routing ids in the form of those that libzmq chooses,
 opened and closed all the time; "silent", connections to the descriptor socket that send nothing.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+import random
 import socket
 import sys
 import time
@@ -21,27 +24,96 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from kvferry.client import Fingerprint, OffloadClient, Timeline, shared_empty
+from kvferry.proto.codec import encode
 from kvferry.proto.errors import KVFerryError
-from kvferry.proto.messages import AllocateKVCaches, Error
-from kvferry.proto.specs import MAX_REFS, MAX_TENSORS, KVLayout, TensorLayout, TensorRef
+from kvferry.proto.keys import MAX_KEY_BYTES
+from kvferry.proto.messages import (
+    MAX_JOB_IDS,
+    PROTOCOL,
+    AllocateKVCaches,
+    Cancel,
+    ClientMessage,
+    Error,
+    FindInTiers,
+    Hello,
+    OpenNamespace,
+    Pin,
+    Submit,
+    Subscribe,
+    Touch,
+    Wait,
+)
+from kvferry.proto.specs import (
+    MAX_KEYS,
+    MAX_REFS,
+    MAX_TENSORS,
+    GPULoadStoreSpec,
+    KeyLoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+)
 from support.raw_client import RawClient
 
 # Connections that are open at the same time.
 MAX_OPEN = 200
+PAGE = 64
+TENSORS = (TensorLayout(1, PAGE, PAGE),) * MAX_TENSORS
+REFS = tuple(TensorRef(tensor, PAGE) for tensor in range(MAX_TENSORS))
+
+
+def send_largest(directory: Path, seconds: float) -> int:
+    """Two connections of an engine whose timeline does not advance: its jobs stay in flight."""
+    keys, ids = [os.urandom(MAX_KEY_BYTES) for _ in range(64 * MAX_KEYS)], range(MAX_KEYS)
+    engine, numbers, sent = f"rude {os.getpid()}", itertools.count(1), 0
+    fingerprint = Fingerprint("model", PAGE, key_bytes=MAX_KEY_BYTES)
+    many, layout = tuple(range(MAX_JOB_IDS)), KVLayout(TENSORS, (REFS,) * 4)
+
+    def message() -> ClientMessage:
+        number, at = next(numbers), random.randrange(64) * MAX_KEYS
+        some, gpu = tuple(keys[at : at + MAX_KEYS]), GPULoadStoreSpec(ids)
+        store = Submit(number, gpu, KeyLoadStoreSpec(some, 0, some))
+        load = Submit(number, KeyLoadStoreSpec(some), gpu, 1 << 62)
+        others = FindInTiers(number, some), Cancel(many), Wait(number, many), Subscribe()
+        allocate = AllocateKVCaches(number, layout, 1 << 40)
+        return random.choice((store, load, Touch(some), Pin(some), allocate, *others))
+
+    with OffloadClient(directory, engine=engine, timeout=60) as client, zmq.Context() as context:
+        client.open_namespace(fingerprint, mirror=False)
+        tensor = shared_empty((MAX_KEYS, PAGE), device="cpu")
+        timeline = Timeline.create("cpu")
+        client.register_kv_caches({"layer": tensor}, num_blocks=MAX_KEYS, timeline=timeline)
+        sockets = [context.socket(zmq.DEALER) for _ in range(2)]
+        for dealer in sockets:
+            for option in (zmq.SNDHWM, zmq.RCVHWM):
+                dealer.setsockopt(option, 2)
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.connect(f"ipc://{directory / 'kvferry.sock'}")
+            dealer.send(encode(Hello(PROTOCOL, PROTOCOL, "rude", engine)))
+            dealer.send(encode(OpenNamespace(1, fingerprint)))
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for dealer in sockets:
+                if dealer.poll(1, zmq.POLLOUT):
+                    dealer.send(encode(message()))
+                    sent += 1
+        for dealer in sockets:
+            dealer.close()
+        timeline.close()
+    return sent
 
 
 def send_layouts(directory: Path, seconds: float) -> int:
-    tensors = (TensorLayout(1, 64, 64),) * MAX_TENSORS
-    refs = tuple(TensorRef(tensor, 64) for tensor in range(MAX_TENSORS))
-    largest = KVLayout(tensors, (refs,) * (MAX_REFS // MAX_TENSORS))
-    too_large = KVLayout(tensors, (*largest.groups, refs[:1]))
-    million = msgspec.msgpack.encode(
-        ["allocatekvcaches", 1, [tensors, [refs] * 256, 1], None, None, False]
+    largest = KVLayout(TENSORS, (REFS,) * (MAX_REFS // MAX_TENSORS))
+    too_large = KVLayout(TENSORS, (*largest.groups, REFS[:1]))
+    too_many_bytes = msgspec.msgpack.encode(
+        ["allocatekvcaches", 1, [TENSORS, [REFS] * 60, 1], None, None, False]
     )
     end, sent = time.monotonic() + seconds, 0
     with RawClient(directory, "rude", timeout=60) as raw:
         while time.monotonic() < end:
-            raw.send(million)
+            raw.send(too_many_bytes)
             raw.send(AllocateKVCaches(2, too_large))
             raw.send(AllocateKVCaches(3, largest, (1 << 48) - 1))
             for _ in range(3):
@@ -90,6 +162,7 @@ def connect_silently(directory: Path, seconds: float) -> int:
 
 
 KINDS: dict[str, Callable[[Path, float], int]] = {
+    "largest": send_largest,
     "layouts": send_layouts,
     "ids": connect_with_chosen_ids,
     "silent": connect_silently,

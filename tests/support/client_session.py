@@ -30,8 +30,7 @@ BUSY = ErrorInfo(Code.BUSY, "later", "3")
 
 
 def submit(session: ClientSession, job_id: int, spec: Any = STORE) -> None:
-    session.submit(job_id, spec, 0)
-    session.submitted(job_id, spec)
+    session.submitted(job_id, spec, len(session.submit(job_id, spec, 0)))
 
 
 def finish(session: ClientSession, *job_ids: int, **result: Any) -> None:

@@ -38,7 +38,8 @@ MAX_JOBS = 3
 POOL = 16 * 4096
 LAYOUT = KVLayout((TensorLayout(8, 1024, 1024),), ((TensorRef(0, 1024),),), 2)
 OTHER = KVLayout((TensorLayout(8, 512, 512),), ((TensorRef(0, 512),),))
-LIMITS = proto_status.Limits(1 << 20, 1 << 10, MAX_JOBS)
+MAX_GPU_BLOCKS = 16
+LIMITS = proto_status.Limits(1 << 20, MAX_GPU_BLOCKS, MAX_JOBS)
 DEVICE = proto_status.DeviceInfo("cpu", "cpu", "host memory")
 FAULT = ErrorInfo(Code.COPY_FAILED, "the copy failed")
 
@@ -86,11 +87,15 @@ class CoreFixture:
     def report(self, report: Report) -> list[Any]:
         return self.region_records.observe(self.core.report(report))
 
-    def submit(self, session: str, job_id: int, spec: TransferSpec, wait_for: int = 0) -> list[Any]:
-        return self.send(session, wire.Submit(job_id, *spec, wait_for))
+    def submit(
+        self, session: str, job_id: int, spec: TransferSpec, wait_for: int = 0, part: int = 0
+    ) -> list[Any]:
+        return self.send(session, wire.Submit(job_id, *spec, wait_for, part))
 
-    def start(self, session: str, job_id: int, spec: TransferSpec, wait_for: int = 0) -> CopyPlan:
-        (action,) = self.submit(session, job_id, spec, wait_for)
+    def start(
+        self, session: str, job_id: int, spec: TransferSpec, wait_for: int = 0, part: int = 0
+    ) -> CopyPlan:
+        (action,) = self.submit(session, job_id, spec, wait_for, part)
         assert isinstance(action, StartTransfer)
         return action.plan
 
@@ -99,9 +104,11 @@ class CoreFixture:
         plan = self.start(session, 1000, store(0, 1, 2, 3, hosts=(0, 1)))
         self.report(TransferCompleted(plan.serial, Outcome.DONE))
 
-    def refused(self, session: str, job_id: int, spec: TransferSpec, wait_for: int = 0) -> str:
+    def refused(
+        self, session: str, job_id: int, spec: TransferSpec, wait_for: int = 0, part: int = 0
+    ) -> str:
         """The code with which a Submit is refused."""
-        (action,) = self.submit(session, job_id, spec, wait_for)
+        (action,) = self.submit(session, job_id, spec, wait_for, part)
         (result,) = action.message.results
         assert (action.session, result.job_id, result.outcome) == (session, job_id, "refused")
         assert (result.nbytes, result.seconds) == (0, 0.0)

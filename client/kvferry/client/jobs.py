@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import SupportsIndex
 
 import msgspec
@@ -21,6 +22,7 @@ from kvferry.proto.specs import (
     KeyLoadStoreSpec,
     TransferSpec,
 )
+from kvferry.proto.status import Limits
 
 _SIDES = frozenset({GPULoadStoreSpec, CPULoadStoreSpec, KeyLoadStoreSpec})
 
@@ -41,43 +43,80 @@ class TransferResult(msgspec.Struct, frozen=True):
     error: KVFerryError | None = None
 
 
+@dataclass(slots=True)
+class _Job:
+    """A job in flight. left: its parts without a result. result: of the other parts together."""
+
+    direction: Direction
+    gpu_blocks: int
+    left: int
+    result: JobResult | None = None
+
+
 class JobTable:
-    """Jobs in flight by id, and results that were not fetched. Used in the client's thread."""
+    """Jobs in flight by id, and results that were not fetched. Used in the client's thread.
+
+    A job of several parts has one result: done if all parts are, else that of the first part which
+    is not.
+    """
 
     def __init__(self) -> None:
-        self.in_flight: dict[int, Direction] = {}
+        self._in_flight: dict[int, _Job] = {}
+        # Parts in flight, and GPU blocks of both directions.
         self._counts = dict.fromkeys(Direction, 0)
+        self._gpu_blocks = 0
         self._results: deque[TransferResult] = deque()
 
     def __len__(self) -> int:
-        return len(self.in_flight)
+        return len(self._in_flight)
 
     def __contains__(self, job_id: int) -> bool:
-        return job_id in self.in_flight
+        return job_id in self._in_flight
 
-    def add(self, job_id: int, direction: Direction) -> None:
-        """A job was submitted."""
-        self.in_flight[job_id] = direction
-        self._counts[direction] += 1
+    def check_room(self, limits: Limits, spec: TransferSpec, parts: int) -> None:
+        """Raise Refused (BUSY) if one more job would exceed the limits of the daemon."""
+        direction, gpu_blocks = direction_of(spec), self._gpu_blocks + _gpu_blocks_of(spec)
+        in_flight = self._counts[direction]
+        if in_flight + parts > limits.max_in_flight(direction):
+            text = f"too many {direction}s are in flight; call get_finished first"
+            raise Refused(Code.BUSY, text, in_flight)
+        if gpu_blocks > limits.max_gpu_blocks:
+            text = (
+                f"the jobs in flight would have {gpu_blocks} GPU blocks, more than "
+                f"{limits.max_gpu_blocks}; call get_finished first"
+            )
+            raise Refused(Code.BUSY, text, gpu_blocks)
 
-    def count(self, direction: Direction) -> int:
-        """Number of jobs of one direction in flight."""
-        return self._counts[direction]
+    def add(self, job_id: int, spec: TransferSpec, parts: int) -> None:
+        """A job was submitted, in parts."""
+        direction, gpu_blocks = direction_of(spec), _gpu_blocks_of(spec)
+        self._in_flight[job_id] = _Job(direction, gpu_blocks, parts)
+        self._counts[direction] += parts
+        self._gpu_blocks += gpu_blocks
 
-    def add_result(self, result: JobResult) -> None:
-        """A result arrived. It is ignored if the job is not in flight."""
-        direction = self.in_flight.pop(result.job_id, None)
-        if direction is not None:
-            self._counts[direction] -= 1
-            self._results.append(_result(result))
+    def add_result(self, result: JobResult) -> JobResult | None:
+        """The result of a part arrived. Returns that of the job if it has ended. It is ignored if
+        the job is not in flight."""
+        job = self._in_flight.get(result.job_id)
+        if job is None:
+            return None
+        job.left -= 1
+        job.result = whole = _joined(job.result, result)
+        self._counts[job.direction] -= 1
+        if job.left:
+            return None
+        del self._in_flight[result.job_id]
+        self._gpu_blocks -= job.gpu_blocks
+        self._results.append(_result(whole))
+        return whole
 
     def fail_all(self, error: Gone) -> None:
         """The connection was lost: all jobs in flight end as LOST."""
-        for job_id, direction in self.in_flight.items():
-            lost = JobResult(job_id, direction, Outcome.LOST, error=error.info)
+        for job_id, job in self._in_flight.items():
+            lost = JobResult(job_id, job.direction, Outcome.LOST, error=error.info)
             self._results.append(_result(lost))
-        self.in_flight.clear()
-        self._counts = dict.fromkeys(Direction, 0)
+        self._in_flight.clear()
+        self._counts, self._gpu_blocks = dict.fromkeys(Direction, 0), 0
 
     def take_results(self) -> list[TransferResult]:
         """Results that were not taken yet, in order per direction."""
@@ -89,6 +128,10 @@ class JobTable:
 
 def direction_of(spec: TransferSpec) -> Direction:
     return Direction.STORE if isinstance(spec[0], GPULoadStoreSpec) else Direction.LOAD
+
+
+def _gpu_blocks_of(spec: TransferSpec) -> int:
+    return sum(side.block_ids.size for side in spec if isinstance(side, GPULoadStoreSpec))
 
 
 def checked_id(what: str, value: SupportsIndex) -> int:
@@ -127,6 +170,16 @@ def checked_spec(spec: TransferSpec, namespace: ClientNamespace | None) -> Trans
         else:
             side.check()
     return spec
+
+
+def _joined(whole: JobResult | None, part: JobResult) -> JobResult:
+    """The result of several parts: done if all are, else the first one that is not."""
+    if whole is None:
+        return part
+    if whole.outcome is not Outcome.DONE or part.outcome is not Outcome.DONE:
+        return part if whole.outcome is Outcome.DONE else whole
+    nbytes, seconds = whole.nbytes + part.nbytes, whole.seconds + part.seconds
+    return msgspec.structs.replace(whole, nbytes=nbytes, seconds=seconds)
 
 
 def _result(result: JobResult) -> TransferResult:

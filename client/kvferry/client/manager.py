@@ -21,7 +21,7 @@ it; the next store writes it there. Otherwise it is a RETRY: some mirror is inco
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import ExitStack
 from typing import Any
 
@@ -38,7 +38,7 @@ from kvferry.client.session_state import SessionState
 from kvferry.client.tier_searches import Prefetch
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
-from kvferry.proto.specs import MAX_KEYS, KeyLoadStoreSpec
+from kvferry.proto.specs import KeyLoadStoreSpec
 from kvferry.proto.status import Fingerprint
 
 # Touched keys that are collected before they are sent.
@@ -183,9 +183,8 @@ class OffloadingManager:
         """Returns which of these keys to store; resident and pending keys are left out.
 
         The result has no keys if there is nothing to store, or while a daemon is disconnected. It
-        is None if more keys are given than there are blocks. It has MAX_KEYS keys at most. The
-        worker stores the result's keys; call complete_store when its transfer has ended. Raises
-        Refused (BAD_KEY).
+        is None if more keys are given than there are blocks. The worker stores the result's keys;
+        call complete_store when its transfer has ended. Raises Refused (BAD_KEY).
         """
         keys = self._checked(dict.fromkeys(keys))
         if len(keys) > self.num_blocks:
@@ -193,9 +192,9 @@ class OffloadingManager:
         self.flush()
         present = (HIT, HIT_PENDING)
         absent = tuple(key for key in keys if self._find(key) not in present)
-        wanted = () if self.gone else absent[:MAX_KEYS]
+        wanted = () if self.gone else absent
         missing = set(absent)
-        keep = tuple([key for key in keys if key not in missing])[:MAX_KEYS] if wanted else ()
+        keep = tuple([key for key in keys if key not in missing]) if wanted else ()
         self._offered.update(wanted)
         self._pending.forget(wanted)
         return PrepareStoreOutput(
@@ -223,16 +222,14 @@ class OffloadingManager:
                     Code.KEY_ABSENT, "a key is no HIT; look it up before loading", missing.pop()
                 )
         for client in self._clients:
-            for batch in _key_batches(keys):
-                client.pin(batch)
+            client.pin(keys)
         return KeyLoadStoreSpec(keys)
 
     def complete_load(self, keys: Iterable[OffloadKey]) -> None:
         """Unpin keys that prepare_load has pinned. Raises Refused (NOT_PINNED) for others."""
         keys = tuple(keys)
         for client in self._clients:
-            for batch in _key_batches(keys):
-                client.unpin(batch)
+            client.unpin(keys)
 
     def prefetch(self, keys: Iterable[OffloadKey], compute_seconds: float = 0.0) -> Prefetch:
         """Have the daemons search for those keys below the host pool that are not in it.
@@ -249,7 +246,7 @@ class OffloadingManager:
         )
         if absent is None:
             return Prefetch()
-        wanted = keys[absent : absent + MAX_KEYS]
+        wanted = keys[absent:]
         return Prefetch(tuple(c.find_in_tiers(wanted, compute_seconds) for c in self._clients))
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
@@ -275,10 +272,7 @@ class OffloadingManager:
             self._touched.clear()
             self._reported = counts
             for client in self._clients:
-                first, *more = _key_batches(keys)
-                client.touch(first, hits, misses)
-                for batch in more:
-                    client.touch(batch)
+                client.touch(keys, hits, misses)
 
     def take_events(self) -> list[OffloadingEvent]:
         """The keys that became a HIT, and those that ceased to be one, since the last call.
@@ -323,11 +317,8 @@ class OffloadingManager:
         self.close()
 
     def _checked(self, keys: Iterable[OffloadKey]) -> tuple[OffloadKey, ...]:
-        """`keys` as a tuple, of any length. Raises Refused (BAD_KEY)."""
-        keys, check = tuple(keys), self._namespaces[0].checked_keys
-        for batch in _key_batches(keys):
-            check(batch)
-        return keys
+        """`keys` as a tuple. Raises Refused (BAD_KEY)."""
+        return self._namespaces[0].checked_keys(keys)
 
     def _find(self, key: OffloadKey) -> Lookup:
         found = HIT
@@ -347,12 +338,6 @@ class OffloadingManager:
     def _fresh_mirrors(self) -> list[Mirror]:
         self.poll()
         return [namespace.mirror for namespace in self._namespaces]
-
-
-def _key_batches(keys: tuple[OffloadKey, ...]) -> Iterator[tuple[OffloadKey, ...]]:
-    """Batches of MAX_KEYS; one empty batch if there are no keys."""
-    for start in range(0, len(keys) or 1, MAX_KEYS):
-        yield keys[start : start + MAX_KEYS]
 
 
 def _rank_fingerprint(fingerprint: Fingerprint, rank: int, ranks: int) -> Fingerprint:

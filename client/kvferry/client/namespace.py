@@ -8,14 +8,14 @@ has are pinned), and the resets that were not done. Called in the client's threa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from kvferry.client.mirror import MISS, RETRY, Mirror
+from kvferry.client.splitting import key_batches
 from kvferry.client.tier_searches import TierSearches
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.messages import KeyEvents, Opened, OpenNamespace, Snapshot
-from kvferry.proto.specs import MAX_KEYS, check_keys
 from kvferry.proto.status import Fingerprint
 
 # In place of a request id: while disconnected, keys are hidden as during a reset.
@@ -66,13 +66,11 @@ class ClientNamespace:
             raise Refused(Code.NAMESPACE_MISMATCH, message, differences)
 
     def checked_keys(self, keys: Iterable[OffloadKey]) -> tuple[OffloadKey, ...]:
-        """`keys` as a tuple. Raises Refused (BAD_KEY) for keys of another length, or too many."""
+        """`keys` as a tuple. Raises Refused (BAD_KEY) for keys of another length."""
         keys, size = tuple(keys), self.fingerprint.key_bytes
         if not {bytes}.issuperset(map(type, keys)) or not {size}.issuperset(map(len, keys)):
             wrong = next(key for key in keys if type(key) is not bytes or len(key) != size)
             raise Refused(Code.BAD_KEY, f"keys of this namespace have {size} bytes", wrong)
-        if len(keys) > MAX_KEYS:
-            check_keys(keys)
         return keys
 
     def ensure_mirror(self) -> Mirror:
@@ -100,11 +98,9 @@ class ClientNamespace:
         """Count pins that were sent, or will be when the client is connected."""
         self._pins.update(keys)
 
-    def pinned_batches(self) -> Iterator[tuple[OffloadKey, ...]]:
-        """The pinned keys, each as often as it is pinned, in batches of MAX_KEYS."""
-        keys = tuple(self._pins.elements())
-        for start in range(0, len(keys), MAX_KEYS):
-            yield keys[start : start + MAX_KEYS]
+    def pinned_batches(self) -> list[tuple[OffloadKey, ...]]:
+        """The pinned keys, each as often as it is pinned, in batches of a message each."""
+        return key_batches(tuple(self._pins.elements())) if self._pins else []
 
     def check_pinned(self, keys: Iterable[OffloadKey]) -> None:
         """Raise Refused (NOT_PINNED) if a key occurs more often in `keys` than it is pinned."""

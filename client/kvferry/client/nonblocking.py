@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, TypeAlias
 from kvferry.client.jobs import TransferResult
 from kvferry.client.namespace import ClientNamespace
 from kvferry.client.reconnecting_client import ReconnectingClient
-from kvferry.client.tier_searches import SEARCH_TIMEOUT, TierSearch
+from kvferry.client.splitting import key_batches
+from kvferry.client.tier_searches import TierSearch
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.memory import HostRegion
-from kvferry.proto.messages import ClientMessage, FindInTiers, Pin, Touch, Unpin
+from kvferry.proto.messages import ClientMessage, Pin, Touch, Unpin
 from kvferry.proto.specs import TransferSpec
 
 if TYPE_CHECKING:
@@ -45,9 +46,10 @@ class NonBlockingClient(ReconnectingClient):
         """
         if self._session.gone is not None:
             self._advance_reconnect()
-        data = self._session.submit(job_id, spec, wait_for)
-        self._send(data)
-        self._session.submitted(job_id, spec)
+        parts = self._session.submit(job_id, spec, wait_for)
+        for data in parts:
+            self._send(data)
+        self._session.submitted(job_id, spec, len(parts))
 
     def get_finished(self) -> list[TransferResult]:
         """Results that have arrived: each is returned once, in order per direction.
@@ -85,13 +87,11 @@ class NonBlockingClient(ReconnectingClient):
         (BAD_KEY, UNKNOWN_NAMESPACE).
         """
         session, namespace = self._session, self._session.namespace
-        search = TierSearch(namespace.checked_keys(keys), time.monotonic() + SEARCH_TIMEOUT)
+        search = TierSearch(namespace.checked_keys(keys), compute_seconds=compute_seconds)
         if session.gone is not None or not namespace.opened.tiers or not search.keys:
             search.found = 0
             return search
-        message = FindInTiers(session.next_request_id(), search.keys, compute_seconds)
-        self._send(session.request(message))
-        namespace.tier_searches.begin(message.request_id, search)
+        self._send(session.find_in_tiers(search, time.monotonic()))
         return search
 
     def pin(self, keys: Iterable[OffloadKey]) -> None:
@@ -102,7 +102,7 @@ class NonBlockingClient(ReconnectingClient):
         """
         namespace = self._session.namespace
         keys = namespace.checked_keys(keys)
-        self._send_if_connected(Pin(keys))
+        self._send_if_connected(map(Pin, key_batches(keys)))
         namespace.pin(keys)
 
     def unpin(self, keys: Iterable[OffloadKey]) -> None:
@@ -110,7 +110,7 @@ class NonBlockingClient(ReconnectingClient):
         namespace = self._session.namespace
         keys = namespace.checked_keys(keys)
         namespace.check_pinned(keys)
-        self._send_if_connected(Unpin(keys))
+        self._send_if_connected(map(Unpin, key_batches(keys)))
         namespace.unpin(keys)
 
     def touch(self, keys: Iterable[OffloadKey], hits: int = 0, misses: int = 0) -> None:
@@ -118,7 +118,8 @@ class NonBlockingClient(ReconnectingClient):
 
         hits, misses: lookups since the last call, for the daemon's statistics.
         """
-        self._send_if_connected(Touch(self._session.namespace.checked_keys(keys), hits, misses))
+        *tail, head = reversed(key_batches(self._session.namespace.checked_keys(keys)))
+        self._send_if_connected((*map(Touch, tail), Touch(head, hits, misses)))
 
     def reset_async(self) -> None:
         """As `reset`, without waiting: every key is a MISS here at once.
@@ -131,7 +132,8 @@ class NonBlockingClient(ReconnectingClient):
         if not self.connecting:
             self._send(self._session.request(request))
 
-    def _send_if_connected(self, message: ClientMessage) -> None:
-        """Send a message that has no reply, if connected."""
+    def _send_if_connected(self, messages: Iterable[ClientMessage]) -> None:
+        """Send messages that have no reply, if connected."""
         if self._session.gone is None:
-            self._send(self._session.request(message))
+            for message in messages:
+                self._send(self._session.request(message))

@@ -153,8 +153,9 @@ class ReconnectingClient:
         try:
             received = self._connection.receive_messages(self._session.receive_message)
         finally:  # also after the error of one message: no other may follow
-            if received and (subscribe := self._session.snapshot_request()):
-                self._send(subscribe)
+            if received:
+                for data in self._session.follow_ups(time.monotonic()):
+                    self._send(data)
         if self._session.gone is not None:
             self._advance_reconnect()
         return received

@@ -25,11 +25,13 @@ from contextlib import AbstractContextManager
 from enum import Enum
 from itertools import count
 
-from kvferry.client.jobs import JobTable, checked_id, checked_ids, checked_spec, direction_of
+from kvferry.client.jobs import JobTable, checked_id, checked_ids, checked_spec
 from kvferry.client.lost_stores import LostStores
 from kvferry.client.namespace import ClientNamespace
 from kvferry.client.pending_requests import PendingRequests, Reply, RequestMessage
 from kvferry.client.session_state import RegistrationState, SessionState
+from kvferry.client.splitting import split_transfer
+from kvferry.client.tier_searches import SEARCH_TIMEOUT, TierSearch
 from kvferry.proto.codec import decode_daemon_message, encode
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
 from kvferry.proto.memory import HostRegion
@@ -39,6 +41,7 @@ from kvferry.proto.messages import (
     ClientMessage,
     Done,
     Error,
+    FindInTiers,
     Finished,
     Goodbye,
     Hello,
@@ -122,10 +125,10 @@ class ClientSession:
     def next_request_id(self) -> int:
         return next(self._request_ids)
 
-    def submit(self, job_id: int, spec: TransferSpec, wait_for: int) -> bytes:
-        """Encode the message that starts a job. Call `submitted` when it was sent.
+    def submit(self, job_id: int, spec: TransferSpec, wait_for: int) -> list[bytes]:
+        """Encode the messages that start a job, one per part. Call `submitted` once all are sent.
 
-        Raises Refused (DUPLICATE_JOB, BUSY, STALE, MESSAGE_TOO_LARGE) or Gone; nothing changes.
+        Raises Refused (DUPLICATE_JOB, BUSY, STALE, SIZE_MISMATCH...) or Gone; nothing changes.
         """
         job_id, wait_for = checked_id("job_id", job_id), checked_id("wait_for", wait_for)
         src, dst = checked_spec(spec, self._namespace)
@@ -133,20 +136,17 @@ class ClientSession:
             raise Refused(
                 Code.DUPLICATE_JOB, "a job with this id is in flight; use a new job id", job_id
             )
-        direction = direction_of(spec)
-        in_flight = self.jobs.count(direction)
-        if self.welcome is not None and in_flight >= self.welcome.limits.max_in_flight(direction):
-            raise Refused(
-                Code.BUSY,
-                f"too many {direction}s are in flight; call get_finished first",
-                in_flight,
-            )
-        self._lost_stores.check(spec, self.restore.block_size_factor)
-        return self.request(Submit(job_id, src, dst, wait_for))
+        factor = self.restore.block_size_factor
+        parts = split_transfer((src, dst), factor)
+        if self.welcome is not None:
+            self.jobs.check_room(self.welcome.limits, spec, len(parts))
+        self._lost_stores.check(spec, factor)
+        submits = (Submit(job_id, *part, wait_for, number) for number, part in enumerate(parts))
+        return [self.request(submit) for submit in submits]
 
-    def submitted(self, job_id: int, spec: TransferSpec) -> None:
-        """The message of `submit` was sent: the job is in flight."""
-        self.jobs.add(job_id, direction_of(spec))
+    def submitted(self, job_id: int, spec: TransferSpec, parts: int) -> None:
+        """The messages of `submit` were sent: the job is in flight."""
+        self.jobs.add(job_id, spec, parts)
         self._lost_stores.job_submitted(job_id, spec, self.restore.block_size_factor)
 
     def cancel(self, job_ids: Iterable[int]) -> bytes:
@@ -166,10 +166,23 @@ class ClientSession:
         self.namespace.reset(message.request_id)
         return message
 
-    def snapshot_request(self) -> bytes | None:
-        """The message to send if the mirror has missed an event; once, then None."""
-        needed, self._snapshot_needed = self._snapshot_needed, False
-        return encode(Subscribe()) if needed and self.has_socket else None
+    def find_in_tiers(self, search: TierSearch, now: float) -> bytes:
+        """Encode the request for the next part of a search. now: time.monotonic() in seconds."""
+        message = FindInTiers(self.next_request_id(), search.part, search.compute_seconds)
+        data = self.request(message)
+        search.deadline = now + SEARCH_TIMEOUT
+        self.namespace.tier_searches.begin(message.request_id, search)
+        return data
+
+    def follow_ups(self, now: float) -> list[bytes]:
+        """What to send because of the received messages, once: a Subscribe if the mirror has missed
+        an event, and the next parts of searches. now: time.monotonic() in seconds."""
+        messages = [encode(Subscribe())] if self._snapshot_needed and self.has_socket else []
+        self._snapshot_needed = False
+        if self._namespace is not None:
+            continuing = self._namespace.tier_searches.take_continuing()
+            messages += [self.find_in_tiers(search, now) for search in continuing]
+        return messages
 
     # The namespace
 
@@ -311,9 +324,9 @@ class ClientSession:
         match decode_daemon_message(data):
             case Finished(results):
                 for result in results:
-                    self.jobs.add_result(result)
-                    done = result.outcome is Outcome.DONE
-                    self._lost_stores.job_completed(result.job_id, done=done)
+                    if (ended := self.jobs.add_result(result)) is not None:
+                        done = ended.outcome is Outcome.DONE
+                        self._lost_stores.job_completed(ended.job_id, done=done)
             case Snapshot() | KeyEvents() as message:
                 if self._namespace is not None and self._namespace.apply_message(message):
                     self._snapshot_needed = True
@@ -325,7 +338,7 @@ class ClientSession:
                 why = f": {reason}" if reason else ""
                 self.connection_lost(Gone(Code.DAEMON_GONE, f"the daemon closed the session{why}"))
             case TiersFound(request_id, prefix):
-                self.namespace.tier_searches.end(request_id, prefix)
+                self.namespace.tier_searches.answer(request_id, prefix)
             case Done(request_id) as done:
                 if self._resetting(request_id):
                     self.namespace.reset_done(request_id)

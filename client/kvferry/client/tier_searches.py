@@ -1,6 +1,7 @@
 """Searches below the host pool that the daemon has not answered.
 
-A key of such a search is a RETRY instead of a MISS, until the answer or the search's deadline.
+A key of such a search is a RETRY instead of a MISS, until the answer or the search's deadline. The
+keys are requested in parts, one after the other: the next one only if the last was found whole.
 Called in the client's thread.
 """
 
@@ -10,9 +11,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvferry.proto.keys import OffloadKey
+from kvferry.proto.specs import MAX_KEYS
 
-# Seconds for which lookups wait for an answer. It takes milliseconds, and a tenth of a second if a
-# tier does not answer the daemon.
+# Seconds for which lookups wait for an answer to one part. It takes milliseconds, and a tenth of a
+# second if a tier does not answer the daemon.
 SEARCH_TIMEOUT = 0.25
 
 
@@ -22,11 +24,20 @@ class TierSearch:
 
     found: how many of them, from the first on, are loadable, pending or being promoted; None until
     the daemon has answered, 0 if it did not. Keys that are promoted are pending until then.
+    compute_seconds: see FindInTiers. deadline: for the answer to the requested part. known: how
+    many were found in the parts that are answered.
     """
 
     keys: tuple[OffloadKey, ...]
     deadline: float = 0.0
+    compute_seconds: float = 0.0
     found: int | None = None
+    known: int = 0
+
+    @property
+    def part(self) -> tuple[OffloadKey, ...]:
+        """The keys to request next."""
+        return self.keys[self.known : self.known + MAX_KEYS]
 
     @property
     def found_keys(self) -> tuple[OffloadKey, ...]:
@@ -56,17 +67,40 @@ class TierSearches:
     def __init__(self) -> None:
         self._unanswered: dict[int, TierSearch] = {}
         self._keys: Counter[OffloadKey] = Counter()
+        # Searches of which another part must be requested.
+        self._continuing: list[TierSearch] = []
 
     def begin(self, request_id: int, search: TierSearch) -> None:
+        """A part of a search is requested."""
         self._unanswered[request_id] = search
-        self._keys.update(search.keys)
+        if not search.known:
+            self._keys.update(search.keys)
 
-    def end(self, request_id: int, found: int = 0) -> None:
-        """The daemon has answered, or refused. Searches that have expired are ignored."""
-        search = self._unanswered.pop(request_id, None)
+    def answer(self, request_id: int, found: int) -> None:
+        """The daemon has answered a part. Searches that have expired are ignored."""
+        search = self._unanswered.get(request_id)
         if search is None:
             return
-        search.found = min(found, len(search.keys))
+        number = len(search.part)
+        search.known += min(found, number)
+        if found < number or not search.part:
+            self.end(request_id)
+        else:
+            self._continuing.append(self._unanswered.pop(request_id))
+
+    def take_continuing(self) -> list[TierSearch]:
+        """Searches whose next part must be requested now."""
+        taken, self._continuing = self._continuing, []
+        return taken
+
+    def end(self, request_id: int) -> None:
+        """A search has ended, or the daemon has refused it."""
+        search = self._unanswered.pop(request_id, None)
+        if search is not None:
+            self._end_search(search)
+
+    def _end_search(self, search: TierSearch) -> None:
+        search.found = search.known
         for key in search.keys:
             if self._keys[key] > 1:
                 self._keys[key] -= 1
@@ -77,6 +111,8 @@ class TierSearches:
         """The connection is lost."""
         for request_id in tuple(self._unanswered):
             self.end(request_id)
+        for search in self.take_continuing():
+            self._end_search(search)
 
     def is_searched(self, key: OffloadKey, now: float) -> bool:
         """Whether an unanswered search has this key. now: time.monotonic() in seconds."""

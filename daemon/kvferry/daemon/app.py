@@ -31,6 +31,7 @@ from kvferry.daemon.config import Config, HealthConfig
 from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.regions import MAX_REGIONS
 from kvferry.daemon.core.status import DaemonIdentity
+from kvferry.daemon.core.transfers import MAX_GPU_BLOCKS
 from kvferry.daemon.device.command_queue import Ping
 from kvferry.daemon.device.worker import DeviceWorker
 from kvferry.daemon.engine.base import CopyEngine
@@ -61,7 +62,6 @@ from kvferry.daemon.transport.server import Server
 from kvferry.proto.codec import MAX_MESSAGE_BYTES
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.sizes import parse_bytes
-from kvferry.proto.specs import MAX_BLOCK_IDS
 from kvferry.proto.status import Limits
 from kvferry.proto.version import kvferry_version
 
@@ -175,7 +175,7 @@ async def run(
     metrics = Metrics()
     metrics_server = make_metrics_server(config, metrics)
     stores, loads = config.limits.max_stores, config.limits.max_loads
-    limits = Limits(MAX_MESSAGE_BYTES, MAX_BLOCK_IDS, stores + loads, stores, loads)
+    limits = Limits(MAX_MESSAGE_BYTES, MAX_GPU_BLOCKS, stores + loads, stores, loads)
     identity = DaemonIdentity(
         kvferry_version(),
         secrets.token_hex(8),

@@ -18,15 +18,12 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fd_passing import FdReply, FdRequest
 from kvferry.proto.messages import ClientMessage, DaemonMessage
 
-# Limit for messages with block ids, keys or job ids. Two sides of MAX_BLOCK_IDS int64 ids take an
-# eighth of it, the KeyEvents of a store of MAX_KEYS keys and its evictions a quarter.
-MAX_MESSAGE_BYTES = 32 << 20
-# Limit for other client messages. The largest, a layout of MAX_TENSORS tensors in as many CUDA
-# allocations, has 0.7 MiB. Decoding one MiB of small objects takes 30 ms.
-MAX_OTHER_BYTES = 1 << 20
-# Tags of the client messages that may have MAX_MESSAGE_BYTES.
-LARGE_MESSAGES = frozenset({b"submit", b"cancel", b"wait", b"pin", b"unpin", b"touch"})
-_FIXSTR, _FIXSTR_BYTES = 0xA0, 0x1F
+# Limit for client messages: the daemon holds some of each connection. Two sides of MAX_MESSAGE_IDS
+# int64 ids take half of it, MAX_KEYS keys a quarter, and a layout of MAX_TENSORS tensors in as many
+# CUDA allocations 0.7 of it. Decoding one MiB of small objects takes 30 ms.
+MAX_MESSAGE_BYTES = 1 << 20
+# Limit for the daemon's messages. The largest is the status of all namespaces.
+MAX_REPLY_BYTES = 32 << 20
 
 T = TypeVar("T")
 
@@ -46,12 +43,15 @@ def encode(message: ClientMessage | DaemonMessage | FdRequest | FdReply) -> byte
     """The bytes of a message. Raises Refused (MESSAGE_TOO_LARGE)."""
     data = _encoder.encode(message)
     if len(data) > MAX_MESSAGE_BYTES:
-        raise Refused(
-            Code.MESSAGE_TOO_LARGE,
-            f"the message has {len(data)} bytes, more than {MAX_MESSAGE_BYTES}; split the transfer",
-            len(data),
-        )
+        most = MAX_MESSAGE_BYTES if isinstance(message, ClientMessage) else MAX_REPLY_BYTES
+        _check_size(data, most)
     return data
+
+
+def _check_size(data: bytes | memoryview, most: int) -> None:
+    if len(data) > most:
+        text = f"the message has {len(data)} bytes, more than {most}; request less at once"
+        raise Refused(Code.MESSAGE_TOO_LARGE, text, len(data))
 
 
 def readable(value: object, kind: Any) -> bool:
@@ -64,34 +64,15 @@ def readable(value: object, kind: Any) -> bool:
 
 
 class Decoder(Generic[T]):
-    """Decodes a union of messages.
+    """Decodes a union of messages, of at most `most_bytes` bytes each."""
 
-    large: tags of the messages that may have `most_bytes`; None: all. The others may have
-    `other_bytes`.
-    """
-
-    def __init__(
-        self,
-        union: Any,
-        large: frozenset[bytes] | None = None,
-        most_bytes: int = MAX_MESSAGE_BYTES,
-        other_bytes: int = MAX_OTHER_BYTES,
-    ) -> None:
+    def __init__(self, union: Any, most_bytes: int) -> None:
         self._decoder = msgspec.msgpack.Decoder(union)
-        self._large = large
-        self._most_bytes, self._other_bytes = most_bytes, other_bytes
+        self._most_bytes = most_bytes
 
     def __call__(self, data: bytes | memoryview) -> T:
         """Decode one message. Raises Refused (BAD_MESSAGE, MESSAGE_TOO_LARGE, BAD_SPEC)."""
-        most, other, large = self._most_bytes, self._other_bytes, self._large
-        if len(data) > other and large is not None and _tag(data) not in large:
-            most = other
-        if len(data) > most:
-            raise Refused(
-                Code.MESSAGE_TOO_LARGE,
-                f"the message has {len(data)} bytes, more than the {most} of its kind; split it",
-                len(data),
-            )
+        _check_size(data, self._most_bytes)
         try:
             message: T = self._decoder.decode(data)
         except Refused:
@@ -103,14 +84,7 @@ class Decoder(Generic[T]):
         return message
 
 
-def _tag(data: bytes | memoryview) -> bytes:
-    """The tag of a message: a short string at byte 1, as clients encode it; empty if it is not."""
-    head = data[1]
-    nbytes = head & _FIXSTR_BYTES if head & ~_FIXSTR_BYTES == _FIXSTR else 0
-    return bytes(data[2 : 2 + nbytes])
-
-
-decode_client_message: Decoder[ClientMessage] = Decoder(ClientMessage, LARGE_MESSAGES)
-decode_daemon_message: Decoder[DaemonMessage] = Decoder(DaemonMessage)
-decode_descriptor_request: Decoder[FdRequest] = Decoder(FdRequest)
-decode_descriptor_reply: Decoder[FdReply] = Decoder(FdReply)
+decode_client_message: Decoder[ClientMessage] = Decoder(ClientMessage, MAX_MESSAGE_BYTES)
+decode_daemon_message: Decoder[DaemonMessage] = Decoder(DaemonMessage, MAX_REPLY_BYTES)
+decode_descriptor_request: Decoder[FdRequest] = Decoder(FdRequest, MAX_MESSAGE_BYTES)
+decode_descriptor_reply: Decoder[FdReply] = Decoder(FdReply, MAX_MESSAGE_BYTES)

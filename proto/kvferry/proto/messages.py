@@ -137,12 +137,17 @@ class ReleaseKVCaches(Message):
 
 
 class Submit(Message):
-    """Copy blocks. The copy starts once the engine's timeline has reached `wait_for`."""
+    """Copy blocks. The copy starts once the engine's timeline has reached `wait_for`.
+
+    part: from 0. A job that is too large for a message is sent in parts, one after the other. Each
+    part has a result of its own; Cancel and Wait are for all parts of a job.
+    """
 
     job_id: Id
     src: LoadStoreSpec
     dst: LoadStoreSpec
     wait_for: Id = 0
+    part: Count = 0
 
 
 class Cancel(Message):

@@ -29,8 +29,9 @@ class Limits(Part):
     """The limits of one session. A request beyond a limit is refused."""
 
     max_message_bytes: int
-    max_block_ids: int
-    # Jobs in flight, of both directions together.
+    # GPU blocks of the jobs in flight, of both directions together.
+    max_gpu_blocks: int
+    # Jobs in flight, of both directions together. Each part of a large job counts.
     max_jobs: int
     # Stores and loads in flight; 0: max_jobs.
     max_stores: int = 0

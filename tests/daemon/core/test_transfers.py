@@ -20,7 +20,7 @@ from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import CPULoadStoreSpec, Direction, GPULoadStoreSpec, TransferSpec
-from support.core_fixture import FAULT, MAX_JOBS, CoreFixture, finished, load, store
+from support.core_fixture import FAULT, MAX_GPU_BLOCKS, MAX_JOBS, CoreFixture, finished, load, store
 
 
 def test_a_completed_job_reports_its_bytes_and_time() -> None:
@@ -102,6 +102,41 @@ def test_jobs_of_a_session_are_bounded_per_direction(
     assert fixture.refused("a/worker", 11, spec(6)) == Code.BUSY
 
 
+def test_gpu_blocks_in_flight_of_a_session_are_bounded() -> None:
+    """A job that waits for its timeline holds memory for each of its blocks."""
+    fixture = CoreFixture("a/worker", "a/scheduler")
+    fixture.fill("a/worker")
+    every = load(*range(8), hosts=(0, 1, 0, 1))
+    first, _ = (fixture.start("a/worker", job, every) for job in range(MAX_GPU_BLOCKS // 8))
+    assert fixture.refused("a/worker", 3, store(0)) == Code.BUSY
+    fixture.start("a/scheduler", 3, every)
+    fixture.report(TransferCompleted(first.serial, Outcome.DONE))
+    fixture.start("a/worker", 4, store(0))
+
+
+def test_the_parts_of_a_job_have_its_id() -> None:
+    """Each has a result, and the id is free after the last one."""
+    fixture = CoreFixture("a/worker", "a/scheduler")
+    parts = [fixture.start("a/worker", 1, store(n), 0, n) for n in range(2)]
+    assert fixture.refused("a/worker", 1, store(9), 0, 2) == Code.BLOCK_OUT_OF_RANGE
+    assert fixture.refused("a/scheduler", 1, store(3), 0, 3) == Code.DUPLICATE_JOB
+    for plan, outcome in zip(parts, (Outcome.CANCELLED, Outcome.DONE), strict=True):
+        assert fixture.refused("a/worker", 1, store(3)) == Code.DUPLICATE_JOB
+        actions = fixture.report(TransferCompleted(plan.serial, outcome))
+        assert [each[:3] for each in finished(actions)] == [("a/worker", 1, outcome)]
+    fixture.start("a/worker", 1, store(3))
+
+
+def test_a_cancel_and_a_wait_apply_to_all_parts_of_a_job() -> None:
+    fixture = CoreFixture("a")
+    first, second = (fixture.start("a", 1, store(n), 0, n) for n in range(2))
+    assert fixture.send("a", wire.Wait(5, (1,))) == []
+    assert fixture.send("a", wire.Cancel((1,))) == [CancelTransfers(1, (1, 2))]
+    assert len(fixture.report(TransferCompleted(second.serial, Outcome.CANCELLED))) == 1
+    actions = fixture.report(TransferCompleted(first.serial, Outcome.CANCELLED))
+    assert actions[1:] == [SendMessage("a", wire.Waited(5))]
+
+
 def test_a_cancel_applies_to_jobs_in_flight_of_its_engine() -> None:
     fixture = CoreFixture("a/worker", "a/scheduler", "b")
     plan = fixture.start("a/worker", 1, store(0))
@@ -181,11 +216,8 @@ def test_jobs_of_a_closed_session_are_not_counted() -> None:
     fixture.core.close_session("a/scheduler")
     assert finished(fixture.report(TransferCompleted(late.serial, Outcome.CANCELLED))) == []
     transfers = fixture.core._transfers
-    assert (transfers.moved_bytes, transfers._used_credits, transfers._pending_waits) == (
-        {},
-        {},
-        {},
-    )
+    assert transfers.moved_bytes == transfers._used_credits == {}
+    assert transfers._pending_waits == transfers._gpu_blocks == {}
 
 
 def test_jobs_end_when_the_process_that_owns_the_tensors_disconnects() -> None:

@@ -11,7 +11,7 @@ import zmq
 from kvferry.daemon.core.actions import SendMessage
 from kvferry.daemon.transport.outbox import Outboxes, OutboxLimits, merge_results
 from kvferry.daemon.transport.peers import Peer
-from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_daemon_message
+from kvferry.proto.codec import MAX_REPLY_BYTES, decode_daemon_message
 from kvferry.proto.errors import Code
 from kvferry.proto.keys import EventKind
 from kvferry.proto.messages import (
@@ -144,7 +144,7 @@ async def test_a_stream_continues_if_the_outbox_is_empty_and_replaces_an_earlier
 
 async def test_a_reply_that_is_too_large_becomes_an_error() -> None:
     fixture = OutboxFixture(room=1)
-    reply = Opened(7, "x" * MAX_MESSAGE_BYTES, 1, 1, False, "lru", 1)
+    reply = Opened(7, "x" * MAX_REPLY_BYTES, 1, 1, False, "lru", 1)
     fixture.outboxes.send_message(fixture.peer, reply)
     (error,) = fixture.socket.sent
     assert isinstance(error, Error)

@@ -89,7 +89,7 @@ class Core:
         self._promotions = Promotions(self._namespaces, tiers)
         self.writes = Writes(self._namespaces, tiers)
         self._registrations = Registrations(self._regions, self._namespaces, self._owners)
-        self._transfers = Transfers(self._registrations, identity.limits.max_in_flight, observe_job)
+        self._transfers = Transfers(self._registrations, identity.limits, observe_job)
 
     @property
     def sessions(self) -> tuple[str, ...]:

@@ -13,11 +13,10 @@ from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.cache.key_index import ShardedDict
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import OffloadKey
-from kvferry.proto.specs import MAX_KEYS
 
 PINS_OF_A_BLOCK = 4
 # A session may pin PINS_OF_A_BLOCK keys per block of its namespace, or this many.
-LEAST_PINS = 4 * MAX_KEYS
+LEAST_PINS = 1 << 18
 # Keys that a session is expected to pin at once. More work, too.
 EXPECTED_PINS = 1 << 16
 # Pins that are released without a break when a session ends.

@@ -8,7 +8,7 @@ core, on the event loop.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import TypeAlias
@@ -36,10 +36,20 @@ from kvferry.daemon.core.registrations import Registrations
 from kvferry.proto.errors import Code, ErrorInfo, Failed, Refused
 from kvferry.proto.messages import Finished, Submit, Wait, Waited
 from kvferry.proto.results import JobResult, Outcome
-from kvferry.proto.specs import Direction, GPULoadStoreSpec, HostSpec, KeyLoadStoreSpec
+from kvferry.proto.specs import (
+    MAX_BLOCK_IDS,
+    Direction,
+    GPULoadStoreSpec,
+    HostSpec,
+    KeyLoadStoreSpec,
+)
+from kvferry.proto.status import Limits
 
 # Pending waits of one session.
 MAX_WAITS = 256
+# GPU blocks of the jobs of a session in flight: twice those of the largest job. About 32 bytes are
+# held of each; a timeline that does not advance would let them grow without a limit.
+MAX_GPU_BLOCKS = 2 * MAX_BLOCK_IDS
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +62,7 @@ class PendingWait:
 
 
 class Transfer(msgspec.Struct, eq=False):
-    """A transfer in flight. session: None once its session is closed."""
+    """A job in flight, or a part of one. session: None once its session is closed."""
 
     serial: int
     job_id: int
@@ -76,14 +86,13 @@ JobObserver: TypeAlias = Callable[[str, JobResult, TransferCompleted], None]
 class Transfers:
     """All jobs in flight, by serial, and by engine and job id.
 
-    most: returns the number of jobs of a direction that a session may have in flight. observe: see
-        JobObserver.
+    limits: of one session. observe: see JobObserver.
     """
 
     def __init__(
         self,
         registrations: Registrations,
-        most: Callable[[Direction], int],
+        limits: Limits,
         observe: JobObserver,
     ) -> None:
         self.totals: Counter[str] = Counter()
@@ -91,11 +100,15 @@ class Transfers:
         # Bytes moved, per session.
         self.moved_bytes: Counter[str] = Counter()
         self._registrations = registrations
-        self._credits = {direction: most(direction) for direction in Direction}
+        self._credits = {d: limits.max_in_flight(d) for d in Direction}
+        self._max_gpu_blocks = limits.max_gpu_blocks
         self._serials = count(1)
         self._jobs: dict[int, Transfer] = {}
-        self._by_id: dict[tuple[str, int], Transfer] = {}
+        # The parts of each job that have not ended.
+        self._by_id: dict[tuple[str, int], list[Transfer]] = {}
         self._used_credits: Counter[tuple[str, Direction]] = Counter()
+        # GPU blocks of the jobs in flight, per session.
+        self._gpu_blocks: Counter[str] = Counter()
         self._pending_waits: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -111,7 +124,8 @@ class Transfers:
         """Check a transfer and start it. If it raises Refused, nothing has changed."""
         registration = self._registrations.require_open(engine)
         key = engine, message.job_id
-        if key in self._by_id:
+        parts = self._by_id.get(key, [])
+        if parts and not (message.part and parts[0].session == session):
             duplicate = (
                 f"job {message.job_id} of engine {engine!r} is still in flight; use a new job id"
             )
@@ -121,6 +135,12 @@ class Transfers:
         if self._used_credits[session, direction] >= most:
             busy = f"{most} {direction}s of this session are in flight; poll, then try again"
             raise Refused(Code.BUSY, busy, most)
+        most, used = self._max_gpu_blocks, self._gpu_blocks[session] + gpu.block_ids.size
+        if used > most:
+            busy = (
+                f"{used} GPU blocks of this session in flight exceed {most}; poll, then try again"
+            )
+            raise Refused(Code.BUSY, busy, used)
         if message.wait_for and not registration.has_timeline:
             missing = (
                 f"wait_for = {message.wait_for}, but engine {engine!r} has no timeline; register "
@@ -138,8 +158,11 @@ class Transfers:
         job = Transfer(
             serial, message.job_id, session, registration, direction, nbytes, mode, blocks, lease
         )
-        self._jobs[serial] = self._by_id[key] = job
+        self._jobs[serial] = job
+        self._by_id[key] = parts
+        parts.append(job)
         self._used_credits[session, direction] += 1
+        self._gpu_blocks[session] += blocks.gpu_slots.size
         plan = CopyPlan(
             serial,
             registration.number,
@@ -158,12 +181,11 @@ class Transfers:
 
     def cancel_transfers(self, engine: str, job_ids: tuple[int, ...]) -> list[Action]:
         """Cancel these jobs of an engine; unknown ids are ignored."""
-        found = (self._by_id.get((engine, job_id)) for job_id in job_ids)
-        return _cancel_jobs(job for job in found if job is not None)
+        return _cancel_jobs(self._parts_of(engine, job_ids))
 
     def add_wait(self, session: str, engine: str, message: Wait) -> list[Action]:
         """Reply Waited when all these jobs have ended. Unknown ids count as ended."""
-        jobs = {self._by_id.get((engine, job_id)) for job_id in message.job_ids} - {None}
+        jobs = {*self._parts_of(engine, message.job_ids)}
         if not jobs:
             return [SendMessage(session, Waited(message.request_id))]
         if self._pending_waits[session] >= MAX_WAITS:
@@ -172,14 +194,20 @@ class Transfers:
         self._pending_waits[session] += 1
         waiter = PendingWait(session, message.request_id, len(jobs))
         for job in jobs:
-            assert job is not None
             job.waiters.append(waiter)
         return []
+
+    def _parts_of(self, engine: str, job_ids: Iterable[int]) -> Iterator[Transfer]:
+        for job_id in job_ids:
+            yield from self._by_id.get((engine, job_id), ())
 
     def end_transfer(self, report: TransferCompleted) -> tuple[list[Action], ErrorInfo | None]:
         """End a job: send its result, then Waited to sessions that waited for it."""
         job = self._jobs.pop(report.serial)
-        del self._by_id[job.registration.engine, job.job_id]
+        key = job.registration.engine, job.job_id
+        self._by_id[key].remove(job)
+        if not self._by_id[key]:
+            del self._by_id[key]
         job.registration.hazards.remove_transfer(job.direction)
         result = self._result(job, report)
         commits = self._end_blocks(job, done=result.outcome is Outcome.DONE)
@@ -190,6 +218,7 @@ class Transfers:
         actions: list[Action] = []
         if job.session is not None:
             self._used_credits[job.session, job.direction] -= 1
+            self._gpu_blocks[job.session] -= job.blocks.gpu_slots.size
             self.moved_bytes[job.session] += result.nbytes
             actions.append(SendMessage(job.session, Finished((result,))))
         for waiter in job.waiters:
@@ -231,6 +260,7 @@ class Transfers:
         for direction in Direction:
             self._used_credits.pop((session, direction), None)
         self._pending_waits.pop(session, None)
+        self._gpu_blocks.pop(session, None)
         jobs = [job for job in self._jobs.values() if job.session == session]
         for job in jobs:
             job.session = None

@@ -72,7 +72,7 @@ class Ingress:
     """Reads a ROUTER and its monitor. clock: seconds, monotonic."""
 
     # Maximum of all queued messages, and of their bytes.
-    max_waiting, max_waiting_bytes = 4096, 64 << 20
+    max_waiting, max_waiting_bytes = 4096, 16 << 20
 
     def __init__(
         self,

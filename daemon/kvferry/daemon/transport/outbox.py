@@ -17,7 +17,7 @@ import zmq
 
 from kvferry.daemon.core.actions import Action, SendMessage
 from kvferry.daemon.transport.peers import Peer, Peers
-from kvferry.proto.codec import MAX_MESSAGE_BYTES, encode
+from kvferry.proto.codec import MAX_REPLY_BYTES, encode
 from kvferry.proto.errors import ErrorInfo, Refused
 from kvferry.proto.messages import DaemonMessage, Error, Finished, Goodbye, KeyEvents
 from kvferry.proto.results import JobResult
@@ -67,7 +67,7 @@ class Outboxes:
         try:
             data = encode(message)
         except Refused as error:  # without a reply the client would wait until its deadline
-            text = f"the reply has {error.value} bytes, more than {MAX_MESSAGE_BYTES}; request less"
+            text = f"the reply has {error.value} bytes, more than {MAX_REPLY_BYTES}; request less"
             info = ErrorInfo(error.code, text, error.value)
             data = encode(Error(getattr(message, "request_id", None), info))
         self._queue_message(peer, data)

@@ -65,8 +65,10 @@ from kvferry.proto.errors import KVFerryError
 from kvferry.proto.messages import ClientMessage, DaemonMessage, Goodbye, Hello, StatusRequest
 from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus
 
-# Messages of any size that ZeroMQ itself queues per peer and direction.
-HIGH_WATER = 256
+# Messages of any size that ZeroMQ itself queues per connection: received ones, of at most twice
+# MAX_MESSAGE_BYTES, and those to be sent. Replies that it does not accept are in the outbox, which
+# is bounded in bytes.
+RECEIVE_HIGH_WATER, SEND_HIGH_WATER = 8, 16
 LINGER_MS = 1000
 
 
@@ -317,8 +319,8 @@ class Server:
 def _router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    router.setsockopt(zmq.SNDHWM, HIGH_WATER)
-    router.setsockopt(zmq.RCVHWM, HIGH_WATER)
+    router.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
+    router.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER)
     router.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES)
     router.setsockopt(zmq.LINGER, LINGER_MS)
     return router
