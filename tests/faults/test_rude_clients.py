@@ -21,7 +21,7 @@ from kvferry.proto.messages import (
     Subscribe,
     Wait,
 )
-from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec
+from kvferry.proto.specs import MAX_KEYS, GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.proto.status import Fingerprint
 from kvferry.testing.engine import until
 from support.daemon_invariants import check_released
@@ -105,8 +105,10 @@ def fill_namespace(raw: RawClient) -> None:
     """Store 32,768 keys of 64 bytes: a snapshot of two megabytes."""
     raw.ask(SPACE, Opened)
     raw.ask(AllocateKVCaches(1, one_tensor(len(KEYS))), Allocated)
-    raw.send(Submit(1, GPULoadStoreSpec(range(len(KEYS))), KeyLoadStoreSpec(KEYS)))
-    assert raw.result(1).outcome == "done"
+    for at in range(0, len(KEYS), MAX_KEYS):
+        gpu, keys = GPULoadStoreSpec(range(MAX_KEYS)), KeyLoadStoreSpec(KEYS[at : at + MAX_KEYS])
+        raw.send(Submit(1, gpu, keys))
+        assert raw.result(1).outcome == "done"
 
 
 @pytest.mark.parametrize("request_", [Subscribe(), StatusRequest(1), Wait(1, ())], ids=repr)

@@ -74,6 +74,7 @@ class Outboxes:
 
     def send_without_session(self, identity: bytes, message: DaemonMessage) -> None:
         """Send to a connection without a session; drop the message if that is not possible now."""
+        self._on_send()
         try:
             self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError:
