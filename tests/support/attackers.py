@@ -80,7 +80,7 @@ def send_largest(directory: Path, seconds: float) -> int:
         return random.choice((store, load, Touch(some), Pin(some), allocate, *others))
 
     with OffloadClient(directory, engine=engine, timeout=60) as client, zmq.Context() as context:
-        client.open_namespace(fingerprint, mirror=False)
+        client.open_namespace(fingerprint, cpu_bytes_to_use=8 * MAX_KEYS * PAGE, mirror=False)
         tensor = shared_empty((MAX_KEYS, PAGE), device="cpu")
         timeline = Timeline.create("cpu")
         client.register_kv_caches({"layer": tensor}, num_blocks=MAX_KEYS, timeline=timeline)

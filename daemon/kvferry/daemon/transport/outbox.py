@@ -35,9 +35,9 @@ class OutboxLimits:
     """
 
     messages: int = 100_000
-    nbytes: int = 32 << 20
+    nbytes: int = 16 << 20
     events: int = 1000
-    event_bytes: int = 8 << 20
+    event_bytes: int = 4 << 20
 
 
 class Outboxes:
