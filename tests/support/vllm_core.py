@@ -7,6 +7,7 @@ detected in the step that uses it (vllm_runner.py). Importing this needs vLLM.
 from __future__ import annotations
 
 import json
+import os
 import random
 import tempfile
 import time
@@ -26,6 +27,7 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
@@ -41,7 +43,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvferry.client import shared_empty
-from kvferry.client.vllm import KVFerryConnector, compat
+from kvferry.client.vllm import compat
 from support.vllm_engine import ONE_ALLOCATION
 from support.vllm_runner import PAGE, TOKENS, WIDTH, CheckedRunner, specs
 from support.vllm_stand_ins import wait_connected
@@ -52,7 +54,8 @@ class EngineCore:
 
     groups: names in vllm_runner.specs, of a layer each. blocks: of the GPU. overlaps: asynchronous
     scheduling: a step is scheduled before the output of the last one is known. drafts: tokens that
-    are drafted per step.
+    are drafted per step. transfer: of vLLM's KVTransferConfig, instead of what `kvferry_transfer`
+    gives; and `folder`, of the model.
     """
 
     def __init__(
@@ -63,13 +66,10 @@ class EngineCore:
         host_bytes: int = 1 << 20,
         overlaps: bool = False,
         drafts: int = 0,
+        **transfer: Any,
     ) -> None:
-        extra = {
-            "kvferry_dirs": str(directory),
-            "cpu_bytes_to_use": host_bytes,
-            "kvferry_salt": "test",
-        }
-        config = _config(extra, groups, drafts)
+        config = _config(kvferry_options(directory, host_bytes), groups, drafts, **transfer)
+        self._set_up(config, groups)
         caches = _caches(groups, blocks, drafts)
         config.cache_config.num_gpu_blocks = blocks
         scheduler_block, hash_block = resolve_kv_cache_block_sizes(caches, config)
@@ -84,14 +84,16 @@ class EngineCore:
             hash_block_size=hash_block,
             log_stats=True,
         )
-        self.worker = KVFerryConnector(config, KVConnectorRole.WORKER, caches)
+        self.worker: Any = KVConnectorFactory.create_connector(
+            config, KVConnectorRole.WORKER, caches
+        )
         # All groups share one buffer: a block belongs to one of them at a time.
         rows = shared_empty((blocks, PAGE), torch.int8, "cpu")
         self.worker.register_kv_caches({group: _layer(rows, group) for group in groups})
         self.runner = CheckedRunner(groups, rows, random.Random(1), overlaps and drafts > 0)
         self._early = config.use_v2_model_runner
-        wait_connected(self.scheduler.connector.connector_scheduler.manager._manager)
-        wait_connected(self.worker.connector_worker.worker._client)
+        wait_connected(kvferry_of(self.scheduler.connector).connector_scheduler.manager._manager)
+        wait_connected(kvferry_of(self.worker).connector_worker.worker._client)
         self._drafts = drafts
         self._overlaps = overlaps
         # The scheduler's output and the model's output of steps that have run.
@@ -102,13 +104,20 @@ class EngineCore:
         # For each finished request, the number of tokens found in a cache.
         self.finished: dict[str, int] = {}
         self._found: dict[str, int] = {}
+        # For each finished request, the kv_transfer_params that its client receives.
+        self.transfers: dict[str, Any] = {}
         # Tokens that the connector provided, by source, from 0.32 on.
         self.sources: dict[str, int] = {}
 
-    def add(self, prompt: list[int], tokens: int = 4) -> str:
-        """Add a request for `tokens` tokens. Returns its name."""
+    def _set_up(self, config: VllmConfig, groups: tuple[str, ...]) -> None:
+        """Called before the connectors are created."""
+
+    def add(self, prompt: list[int], tokens: int = 4, **transfer: Any) -> str:
+        """Add a request for `tokens` tokens. transfer: its kv_transfer_params. Returns its name."""
         name = f"request-{next(self._numbers)}"
-        parameters = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        parameters = SamplingParams(
+            max_tokens=tokens, ignore_eos=True, extra_args={"kv_transfer_params": transfer or None}
+        )
         self.scheduler.add_request(
             Request(name, prompt, parameters, None, block_hasher=self._hasher)
         )
@@ -144,6 +153,12 @@ class EngineCore:
         connector = self.scheduler.connector
         self.run_until(lambda: not connector.has_pending_push_work())
 
+    def known_chunks(self) -> int:
+        """The chunks in host memory that can be looked up. Those of another engine come later."""
+        manager = kvferry_of(self.scheduler.connector).connector_scheduler.manager._manager
+        manager.poll()
+        return len(manager.ready_keys[0])
+
     @property
     def wrong(self) -> list[str]:
         return self.runner.wrong
@@ -151,7 +166,9 @@ class EngineCore:
     def step(self) -> None:
         output = self.scheduler.schedule()
         metadata, worker = output.kv_connector_metadata, self.worker
-        self.loaded += sum(len(job.src_spec.keys) for job in metadata.load_jobs.values())
+        for each in getattr(metadata, "metadata", (metadata,)):  # of each in a MultiConnector
+            loads = getattr(each, "load_jobs", {}).values()
+            self.loaded += sum(len(job.src_spec.keys) for job in loads)
         requests, tables = self.scheduler.requests, self.scheduler.kv_cache_manager.get_block_ids
         if self._early:
             self.runner.prepare(output, requests, tables)
@@ -188,7 +205,8 @@ class EngineCore:
             self._count_sources(each.scheduler_stats)
             for request in each.outputs:
                 if request.finish_reason is not None:
-                    self.finished[request.request_id] = self._found[request.request_id]
+                    self.transfers[request.request_id] = request.kv_transfer_params
+                    self.finished[request.request_id] = self._found.get(request.request_id, 0)
         if self._drafts:
             names = [
                 name
@@ -211,21 +229,49 @@ class EngineCore:
         reported, worker = KVConnectorOutput(), self.worker
         if compat.REPORTS_FAILED_REQUESTS:
             results = worker.get_transfer_results(finished)
-            reported.finished_recving, reported.failed_recving = (
-                results.finished_recving,
-                results.failed_recving,
-            )
+            reported.finished_sending = results.finished_sending
+            reported.finished_recving = results.finished_recving
+            reported.failed_recving = results.failed_recving
         else:
-            _, reported.finished_recving = worker.get_finished(finished)
+            reported.finished_sending, reported.finished_recving = worker.get_finished(finished)
         reported.invalid_block_ids = worker.get_block_ids_with_load_errors()
         reported.kv_connector_worker_meta = worker.build_connector_worker_meta()
         return reported
 
 
+def kvferry_options(directory: object, host_bytes: int) -> dict[str, Any]:
+    """The kv_connector_extra_config of kvferry."""
+    return {
+        "kvferry_dirs": str(directory),
+        "cpu_bytes_to_use": host_bytes,
+        "kvferry_salt": "test",
+    }
+
+
+def kvferry_transfer(options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of KVTransferConfig."""
+    return {
+        "kv_connector": "KVFerryConnector",
+        "kv_connector_module_path": "kvferry.client.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": options,
+    }
+
+
+def kvferry_of(connector: Any) -> Any:
+    """Our connector, which may be in a MultiConnector."""
+    children = getattr(connector, "_connectors", [connector])
+    (ours,) = [child for child in children if hasattr(child, "_prefill_rate")]
+    return ours
+
+
 @cache
-def _model() -> ModelConfig:
-    """The configuration of a model whose weights are not loaded."""
-    folder = Path(tempfile.mkdtemp(prefix="kvferry-model-"))
+def _model(directory: str | None = None) -> ModelConfig:
+    """The configuration of a model whose weights are not loaded.
+
+    directory: for its files; processes may use one at the same time.
+    """
+    folder = Path(directory or tempfile.mkdtemp(prefix="kvferry-model-"))
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -239,12 +285,20 @@ def _model() -> ModelConfig:
         "max_position_embeddings": 4096,
         "torch_dtype": "bfloat16",
     }
-    (folder / "config.json").write_text(json.dumps(config))
+    written = folder / f"{os.getpid()}.json"
+    written.write_text(json.dumps(config))
+    written.rename(folder / "config.json")
     return ModelConfig(model=str(folder), skip_tokenizer_init=True, max_model_len=4096, seed=0)
 
 
-def _config(extra: dict[str, Any], groups: tuple[str, ...] = (), drafts: int = 0) -> VllmConfig:
-    model = _model()
+def _config(
+    options: dict[str, Any],
+    groups: tuple[str, ...] = (),
+    drafts: int = 0,
+    folder: str | None = None,
+    **transfer: Any,
+) -> VllmConfig:
+    model = _model(folder)
     config = VllmConfig(
         model_config=model,
         speculative_config=SpeculativeConfig(
@@ -265,12 +319,7 @@ def _config(extra: dict[str, Any], groups: tuple[str, ...] = (), drafts: int = 0
             async_scheduling=False,
         ),
         cache_config=CacheConfig(block_size=TOKENS, enable_prefix_caching=True),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="KVFerryConnector",
-            kv_connector_module_path="kvferry.client.vllm",
-            kv_role="kv_both",
-            kv_connector_extra_config=extra,
-        ),
+        kv_transfer_config=KVTransferConfig(**kvferry_transfer(options) | transfer),
         device_config=DeviceConfig("cpu"),
     )
     # vLLM sets these after it has loaded the model.

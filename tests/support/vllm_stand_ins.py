@@ -79,6 +79,7 @@ def vllm_config(engine: str, extra: dict[str, Any]) -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             engine_id=engine,
+            kv_role="kv_both",
             kv_connector_extra_config=extra,
             kv_load_failure_policy="recompute",
         ),

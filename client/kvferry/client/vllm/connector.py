@@ -100,12 +100,15 @@ class KVFerryConnector(OffloadingConnector):
         super().on_new_request(request)
         scheduler: Any = self.connector_scheduler
         keys, tokens = keys_to_prefetch(scheduler, request)
+        if loads_from_prefill_engine(request):
+            keys = []
         seconds = self._prefill_rate.seconds(tokens)
         scheduler.manager.request_arrived(request.request_id, keys, seconds)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         scheduler: Any = self.connector_scheduler
-        scheduler.manager.begin_lookups(request.request_id)
+        may_load = not loads_from_prefill_engine(request)
+        scheduler.manager.begin_lookups(request.request_id, may_load=may_load)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -261,6 +264,16 @@ def choose_spec(vllm_config: Any) -> None:
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra.setdefault("spec_name", "KVFerrySpec")
     extra.setdefault("spec_module_path", "kvferry.client.vllm")
+
+
+def loads_from_prefill_engine(request: Any) -> bool:
+    """Whether another connector of a MultiConnector, such as NIXL, loads the whole prompt.
+
+    MultiConnector lets the first connector with tokens load, so a part of the prompt in host memory
+    would end that transfer. The other connector clears this key when it begins: if its load fails,
+    the request looks up what host memory has.
+    """
+    return bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
 
 
 def store_progress(scheduler: Any) -> list[tuple[Any, int]]:

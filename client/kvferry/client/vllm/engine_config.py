@@ -101,6 +101,9 @@ class EngineConfig:
     assigned: tuple[int, ...] = ()
     # What a block of each group holds, if that is not what vLLM's connector copies.
     packed: PackedGroups | None = None
+    # vLLM's kv_role: a kv_producer only stores, a kv_consumer only loads.
+    stores: bool = True
+    loads: bool = True
 
     def for_rank(self, rank: int) -> EngineConfig:
         return replace(self, rank=rank)
@@ -143,6 +146,8 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any, blocks: BlockSize
         first_device=_first_device(parallel),
         assigned=tuple(getattr(parallel, "assigned_physical_gpu_ids", None) or ()),
         packed=packed_groups(vllm_config, kv_cache_config),
+        stores=transfer.kv_role != "kv_consumer",
+        loads=transfer.kv_role != "kv_producer",
     )
 
 

@@ -155,6 +155,7 @@ class SchedulerSide:
         self._requests: dict[str, RequestState] = {}
         # The request of the current lookups.
         self._request = RequestState(0.0)
+        self._may_load = config.loads
         # Requests that ended before this step.
         self._ended_requests: Collection[str] = ()
         # Whether the worker has to submit a load of this step: flushing would delay it.
@@ -177,7 +178,7 @@ class SchedulerSide:
         below the host pool.
         """
         if self._usable:
-            prefetch = self._manager.prefetch(keys, seconds)
+            prefetch = self._manager.prefetch(keys if self._config.loads else (), seconds)
             if prefetch.searches:
                 state = self._requests.setdefault(request, RequestState(time.monotonic()))
                 state.prefetch = prefetch
@@ -190,10 +191,11 @@ class SchedulerSide:
             state.found_below = frozenset(state.prefetch.found_keys)
         return key in state.found_below
 
-    def begin_lookups(self, request: str) -> None:
-        """The following lookups belong to this request."""
+    def begin_lookups(self, request: str, *, may_load: bool = True) -> None:
+        """The following lookups belong to this request. may_load: if not, they are misses."""
         self._request = self._requests.setdefault(request, RequestState(time.monotonic()))
-        if self._request.loads >= MAX_LOADS:
+        self._may_load = may_load and self._config.loads and self._request.loads < MAX_LOADS
+        if not self._may_load:
             self._ready = NO_KEYS
 
     def on_request_finished(self, req_context: Any) -> None:
@@ -319,7 +321,7 @@ class SchedulerSide:
     def _lookup_in_manager(self, key: OffloadKey) -> Lookup:
         """Look a key up in the manager, and use its sets until the end of the step."""
         state, manager = self._request, self._manager
-        if not self._usable or state.loads >= MAX_LOADS:
+        if not self._usable or not self._may_load:
             return Lookup.MISS
         found = manager.lookup(key)
         self._ready = manager.ready_keys
@@ -330,7 +332,9 @@ class SchedulerSide:
     @catch_errors
     def _offer_keys(self, keys: Collection[OffloadKey], last: bool) -> StoreOutput | None:
         """last: whether these keys are not offered again."""
-        if not self._usable or (self._manager.is_resetting and not last):
+        if not self._usable or not self._config.stores:
+            return None
+        if self._manager.is_resetting and not last:
             return None
         output = self._manager.prepare_store(keys)
         if output is None or not output.keys_to_store:
