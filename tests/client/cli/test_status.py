@@ -122,6 +122,20 @@ def test_status_keeps_lines_within_the_width_and_names_whole(
         assert len(line) <= width or ", " not in line.rstrip(",")
 
 
+@pytest.mark.parametrize(
+    ("pinned", "part"), [(0, "0 B pinned, being registered: 0%"), (8 << 20, "8 MiB pinned")]
+)
+def test_status_shows_how_much_of_the_pool_is_registered(
+    pinned: int, part: str, daemon: LocalDaemon, capsys: Captured
+) -> None:
+    report, _ = fetch_status(daemon.directory)
+    pool = PoolStatus(8 << 20, pinned, 0)
+    console = Console(width=120, highlight=False)
+    print_status(msgspec.structs.replace(report, pool=pool), (), console)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "reserved" in line)
+    assert line.endswith(f", {part}")
+
+
 def test_namespaces_as_json_name_every_field() -> None:
     (read,) = json.loads(msgspec.json.encode(as_json((NAMESPACE,))))
     assert list(read) == list(NamespaceStatus.__struct_fields__)

@@ -306,4 +306,18 @@ def test_a_partly_registered_pool(kvferryd: LocalDaemon, uptime: float, verdict:
     case.status = msgspec.structs.replace(status, pool=pool, uptime_seconds=uptime)
     (finding,) = daemon.pool(case)
     assert finding.verdict is verdict
+    assert "MiB registered (50%, being registered)" in finding.found
     assert ("locked memory" in finding.found) == (verdict is Verdict.WARN)
+
+
+def test_a_round_trip_that_waits_for_the_pool_is_no_failure(start_kvferryd: StartKvferryd) -> None:
+    running = start_kvferryd(reference_stall=2.0)
+    with OffloadClient(running.directory, engine="doctor", timeout=TIMEOUT) as client:
+        status = client.status()
+    with OffloadClient(running.directory, engine="doctor", timeout=0.5) as client:
+        case = CheckContext(None, 0.5)
+        pool = msgspec.structs.replace(status.pool, pinned_bytes=0)
+        case.client, case.status = client, msgspec.structs.replace(status, pool=pool)
+        (finding,) = daemon.round_trip(case)
+    assert finding.verdict is Verdict.WARN
+    assert "the pool to be registered" in finding.found

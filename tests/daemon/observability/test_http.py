@@ -67,6 +67,7 @@ def get(server: MetricsServer, path: str) -> tuple[int, str]:
 async def test_health_and_metrics_are_served(server: MetricsServer) -> None:
     status, text = await asyncio.to_thread(get, server, "/health")
     assert (status, json.loads(text)["healthy"]) == (200, True)
+    assert (json.loads(text)["pool_registered_bytes"], json.loads(text)["pool_bytes"]) == (60, 100)
     status, text = await asyncio.to_thread(get, server, "/metrics")
     assert status == 200
     assert "kvferry_healthy 1.0" in text

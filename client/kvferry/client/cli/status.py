@@ -187,7 +187,10 @@ def _pool_lines(pool: PoolStatus, width: int) -> Iterator[Text]:
         ("░" * (BAR_WIDTH - reserved - pinned), "dim"),
         f" {size(pool.size_bytes)}: {size(pool.reserved_bytes)} reserved",
     )
-    yield from rows("pool", [bar, f"{size(pool.pinned_bytes)} pinned"], width)
+    parts: list[Text | str] = [bar, f"{size(pool.pinned_bytes)} pinned"]
+    if pool.pinned_bytes < pool.size_bytes:
+        parts.append(Text(f"being registered: {100 * pool.pinned_bytes // whole}%", "yellow"))
+    yield from rows("pool", parts, width)
 
 
 def _total_lines(totals: Totals, width: int) -> Iterator[Text]:

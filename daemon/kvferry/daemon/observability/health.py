@@ -31,6 +31,8 @@ from kvferry.proto.status import HealthStatus
 PULSE = 1.0
 # Number of pulses over which the maximum lag is reported.
 LAG_PULSES = 10
+# Why a daemon is unhealthy until the first chunk of its pool is registered.
+REGISTERING = "the host pool is being registered; the first probe follows"
 # Seconds by which a timer may fire early.
 TIMER_TOLERANCE = 0.01
 
@@ -123,7 +125,8 @@ class Health:
     def status(self) -> HealthStatus:
         """The health as it is now."""
         now, history = time.monotonic(), self._history
-        reasons = (*history.reasons(now), *self._late_reasons(now))
+        probe = history.reasons(now) if self._pool_ready.is_set() else [REGISTERING]
+        reasons = (*probe, *self._late_reasons(now))
         return HealthStatus(
             healthy=not reasons,
             reasons=reasons,

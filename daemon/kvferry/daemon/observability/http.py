@@ -114,16 +114,23 @@ class MetricsServer:
 
     def _show_health(self, _: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         seconds = self._snapshot_seconds + self._check_seconds
-        health = self._run_on_loop(lambda: self._source.check_health(), seconds)
-        if health is None:
+        answer = self._run_on_loop(self._check_health, seconds)
+        if answer is None:
             reason = f"the event loop has not responded for {seconds:g} s"
-            health = HealthStatus(False, (reason,))
-        fields = {name: getattr(health, name) for name in health.__struct_fields__}
+            answer = HealthStatus(False, (reason,)), {}
+        health, pool = answer
+        fields = {name: getattr(health, name) for name in health.__struct_fields__} | pool
         body = msgspec.json.encode(fields) + b"\n"
         status = "200 OK" if health.healthy else "503 Service Unavailable"
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
         start(status, headers)
         return [body]
+
+    async def _check_health(self) -> tuple[HealthStatus, dict[str, int]]:
+        """The health, and the progress of registering the host pool."""
+        health = await self._source.check_health()
+        pool = (await self._source.status_snapshot())[0].pool
+        return health, {"pool_bytes": pool.size_bytes, "pool_registered_bytes": pool.pinned_bytes}
 
     def _run_on_loop(
         self, create: Callable[[], Coroutine[Any, Any, T]], seconds: float
