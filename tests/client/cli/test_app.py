@@ -55,6 +55,11 @@ def test_no_daemon_anywhere(
         ("typer", ["status"], "pip install '.[cli]' in a checkout"),
         ("rich", ["status"], "pip install '.[cli]' in a checkout"),
         ("torch", ["bench"], "pip install '.[tensors]' in a checkout"),
+        (
+            "torch",
+            ["bench"],
+            "torch's CPU build (smaller by 5 GB), which is enough for --device cpu",
+        ),
         ("matplotlib", ["bench", "--plot", "x.png"], "pip install matplotlib"),
     ],
 )
