@@ -39,6 +39,17 @@ def test_no_daemon(command: str, tmp_path: Path, capsys: Captured) -> None:
     assert str(tmp_path) in error
 
 
+@pytest.mark.parametrize(
+    "command", [("status",), ("doctor",), ("top",), ("bench",), ("release", "engine")]
+)
+def test_a_directory_without_its_flag_names_the_flag(
+    command: tuple[str, ...], capsys: Captured
+) -> None:
+    assert kvferry(*command, "/run/kvferry/cpu") == 2
+    message = "unexpected argument '/run/kvferry/cpu'; name a directory with --directory DIR"
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
 def test_no_daemon_anywhere(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

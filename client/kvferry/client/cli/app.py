@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from kvferry.client.cli import status as status_command
 from kvferry.client.cli import tier as tier_command
@@ -20,6 +21,18 @@ from kvferry.proto.version import kvferry_version
 MEASUREMENTS = ("bandwidth", "latency", "beside")
 
 GIB = 1 << 30
+
+
+class DirectoryCommand(TyperCommand):
+    """A command with --directory. It names the flag if a directory is given without it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.allow_extra_args = True
+        extra = super().parse_args(ctx, args)
+        if extra:
+            ctx.fail(f"unexpected argument {extra[0]!r}; name a directory with --directory DIR")
+        return extra
+
 
 app = typer.Typer(
     help="Show the state of a kvferry daemon, diagnose problems, or benchmark it.",
@@ -112,7 +125,7 @@ Directory = Annotated[
 ]
 
 
-@app.command()
+@app.command(cls=DirectoryCommand)
 def status(
     directory: Directory = None,
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
@@ -136,7 +149,7 @@ def status(
         status_command.print_status(report, namespaces, Console(highlight=False))
 
 
-@app.command("release")
+@app.command(cls=DirectoryCommand)
 def release(
     engine: Annotated[str, typer.Argument(help="The engine's name.", metavar="ENGINE")],
     directory: Directory = None,
@@ -146,7 +159,7 @@ def release(
     print(f"released {units.size(nbytes)} kept for {engine}")
 
 
-@app.command()
+@app.command(cls=DirectoryCommand)
 def doctor(
     directory: Directory = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
@@ -169,7 +182,7 @@ def doctor(
     raise typer.Exit(int(any(finding.verdict is Verdict.FAIL for finding in findings)))
 
 
-@app.command()
+@app.command(cls=DirectoryCommand)
 def top(
     directory: Directory = None,
     interval: Annotated[
@@ -187,7 +200,7 @@ def top(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=DirectoryCommand)
 def bench(
     context: typer.Context,
     device: Annotated[
