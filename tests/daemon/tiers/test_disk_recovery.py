@@ -12,6 +12,7 @@ from typing import Any
 import lmdb
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.disk import command, recovery
@@ -428,3 +429,16 @@ def test_blocks_of_another_size_are_not_stored(disk: KillableDisk) -> None:
     blocks = disk._blocks(NAMESPACE, [key_of(1)], [0])._replace(nbytes=4096)
     assert list(disk.tier.put(blocks, [0])) == [Result.FULL]
     assert disk.tier.fetch(blocks, 1e18)[0].result is MISS
+
+
+@pytest.mark.parametrize(("size", "warnings"), [(1 << 50, 1), (SIZE, 0)])
+def test_a_size_beyond_the_free_disk_space_is_logged_at_start(
+    tmp_path: Path, size: int, warnings: int
+) -> None:
+    with capture_logs() as records:
+        DiskTier(DiskOptions(str(tmp_path / "tier"), size)).close()
+    found = [record for record in records if "less free disk space" in record["event"]]
+    assert len(found) == warnings
+    for record in found:
+        assert record["size"] == size > record["available"] > 0
+        assert "reduce tiers.disk.size" in record["change"]

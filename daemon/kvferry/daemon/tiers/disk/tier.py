@@ -97,6 +97,7 @@ class DiskTier:
                 log.warning("not part of the disk tier, left alone", names=foreign[:10])
             for directory in namespace_directories(self._root):
                 self._open_store(directory)
+            _check_size(self._size, self._used_bytes() + _room_in(self._root))
         except BaseException:
             os.close(self._root_lock)
             raise
@@ -232,7 +233,7 @@ class DiskTier:
         """A store for a namespace that has none. None if that is not possible."""
         slot_bytes = slot_bytes_of(blocks.nbytes)
         # A part of the free space, if that is smaller: else not even one slab may fit.
-        part = max(min(self._size, self._room()) // SLABS, self._size // MAX_SLABS)
+        part = max(min(self._size, _room_in(self._root)) // SLABS, self._size // MAX_SLABS)
         slab_bytes = min(part, MAX_SLAB_BYTES)
         slots = max(1, slab_bytes // slot_bytes)
         meta = StoreMeta(blocks.nbytes, len(blocks.keys[0]), slots, blocks.model)
@@ -332,7 +333,7 @@ class DiskTier:
 
     def _make_room(self, nbytes: int, name: str) -> bool:
         """Whether `nbytes` more fit, for a namespace. Others may give slabs up for it."""
-        if nbytes > self._room():
+        if nbytes > _room_in(self._root):
             return False
         while self._used_bytes() + nbytes > self._size:
             if self._trash and not self._shares.is_used(name):
@@ -350,15 +351,9 @@ class DiskTier:
                 return False
         return True
 
-    def _room(self) -> int:
-        """Bytes of the file system that the tier may still take."""
-        system = os.statvfs(self._root)
-        floor = min(MAX_FLOOR_BYTES, system.f_blocks * system.f_frsize // FLOOR)
-        return max(0, system.f_bavail * system.f_frsize - floor)
-
     def _shortage(self, nbytes: int) -> str:
         """Why the file system has no room for `nbytes` more; empty if it has."""
-        if nbytes <= (room := self._room()):
+        if nbytes <= (room := _room_in(self._root)):
             return ""
         return (
             f"the file system of {self._root} has room for {room} bytes more, but {nbytes} are "
@@ -372,3 +367,21 @@ class DiskTier:
                 largest = max(self._stores.values(), key=lambda store: store.nbytes)
                 if not largest.slabs.num_slots or not largest.give_up_slab():
                     return
+
+
+def _room_in(root: Path) -> int:
+    """Bytes of the file system that the tier may still take."""
+    system = os.statvfs(root)
+    floor = min(MAX_FLOOR_BYTES, system.f_blocks * system.f_frsize // FLOOR)
+    return max(0, system.f_bavail * system.f_frsize - floor)
+
+
+def _check_size(size: int, available: int) -> None:
+    """Log a warning if the file system bounds the tier more than its size does. In bytes."""
+    if size > available:
+        log.warning(
+            "less free disk space than tiers.disk.size",
+            size=size,
+            available=available,
+            change="reduce tiers.disk.size, free disk space, or set another tiers.disk.path",
+        )
