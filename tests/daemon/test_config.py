@@ -299,11 +299,50 @@ def test_the_help_states_the_minimum_of_staging() -> None:
     assert f"{MIN_STAGING >> 20}MiB" in message
 
 
-def test_an_unknown_flag_ends_with_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--pool-sizes=1"],
+            "unknown argument --pool-sizes (did you mean --pool-size?); see kvferryd --help",
+        ),
+        (
+            ["--tier-dsk", "/a"],
+            "unknown argument --tier-dsk (did you mean --tier-disk?); see kvferryd --help",
+        ),
+        (["--colour"], "unknown argument --colour; see kvferryd --help"),
+        (["/run"], "unknown argument /run; see kvferryd --help"),
+        (["--pool-size"], "argument --pool-size: expected one argument"),
+    ],
+)
+def test_wrong_flags_end_with_one_line_of_usage_and_the_error(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
-        read(["--pool-sizes=1"])
+        read(flags)
     assert caught.value.code == 2
-    assert "--pool-sizes" in capsys.readouterr().err
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: kvferryd [--config FILE]")
+    assert error == f"kvferryd: error: {message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "suggestion"),
+    [
+        ("[pool]\nsizes = '1GiB'", "did you mean pool.size?"),
+        ("pool_size = '1GiB'", "did you mean pool.size?"),
+        ("[tool]\nsize = '1GiB'", "did you mean pool?"),
+        ("[tiers.dsk]\npath = '/a'", "did you mean tiers.disk?"),
+        ("[tiers.disk]\npaths = '/a'", "did you mean tiers.disk.path?"),
+        ("colour = 1", ""),
+    ],
+)
+def test_an_unknown_key_is_refused_with_a_similar_one(
+    write: Any, text: str, suggestion: str
+) -> None:
+    message = str(read_refused(write(text)))
+    assert suggestion in message
+    assert ("did you mean" in message) == bool(suggestion)
 
 
 # Every option

@@ -6,6 +6,7 @@ Called at start and on SIGHUP, on the main thread.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import stat
@@ -51,7 +52,15 @@ SHORT_FLAGS = {
 
 def read(arguments: Sequence[str] | None = None) -> Config:
     """The configuration of a command line. Raises Refused (BAD_CONFIG)."""
-    flags = vars(_parser().parse_args(arguments))
+    parser = _parser()
+    known, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        flags_known = [flag_of(key) for key, _, _ in options()]
+        parser.error(
+            f"unknown argument {flag}{_suggestion(flag, flags_known)}; see kvferryd --help"
+        )
+    flags = vars(known)
     path = flags.pop("config")
     tree: dict[str, Any] = {}
     tables = {key for key, hint, _ in options() if get_origin(get_args(hint)[0]) is dict}
@@ -174,10 +183,21 @@ def _contents(path: str) -> bytes:
 
 
 def _with_description(error: str) -> str:
-    """Add the description of the key that msgspec's error is about."""
+    """Add the description of the key that msgspec's error is about, or a similar key."""
+    if unknown := re.search(r"unknown field `(.+?)`(?: - at `\$\.([a-z_.]+)`)?", error):
+        keys = [key for key, _, _ in options()]
+        tables = {key.rpartition(".")[0] for key in keys}
+        key_given = f"{unknown[2]}.{unknown[1]}" if unknown[2] else unknown[1]
+        return error + _suggestion(key_given, [*keys, *tables])
     key = re.search(r"`\$\.([a-z_.]+)", error)
     hints = {name: hint for name, hint, _ in options()}
     return f"{error} ({description(hints[key[1]])})" if key and key[1] in hints else error
+
+
+def _suggestion(word: str, words: Sequence[str]) -> str:
+    """A question with the most similar of `words`; empty if none is similar."""
+    similar = difflib.get_close_matches(word, words, 1)
+    return f" (did you mean {similar[0]}?)" if similar else ""
 
 
 def flag_of(key: str) -> str:
@@ -189,6 +209,7 @@ def flag_of(key: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvferryd",
+        usage="kvferryd [--config FILE] [--FLAG VALUE]...",
         description="Moves KV-cache blocks between one device and host memory for LLM engines.",
         epilog="Each flag is a key of the TOML file: --pool-size is size in [pool]. Sizes: 64GiB "
         "or 64Gi is 64 x 1024^3 bytes, 64GB or 64G is 64 x 1000^3; also k, M and T; 6.4e10 is a "
