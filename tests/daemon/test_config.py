@@ -217,6 +217,18 @@ def test_an_invalid_flag_is_refused(flag: str) -> None:
     read_refused(flag)
 
 
+@pytest.mark.parametrize("device", ["gpu7", "cuda:0", "", "-1", "cpu0"])
+def test_a_value_that_names_no_device_is_refused(device: str) -> None:
+    message = str(read_refused(f"--device={device}"))
+    assert f"device = {device!r} is no device" in message
+    assert '"cpu", or the index ("0") or UUID ("GPU-...") of a GPU' in message
+
+
+@pytest.mark.parametrize("device", ["cpu", "CPU", "0", "12", "GPU-0f1e", "MIG-0f1e"])
+def test_devices_are_cpu_indices_and_uuids(device: str) -> None:
+    assert read([f"--device={device}"]).device == device
+
+
 @pytest.mark.parametrize("flag", ["--pool-size=0", "--pool-chunk=0", "--pool-chunk=0.1"])
 def test_a_pool_or_chunk_of_zero_bytes_is_refused(flag: str) -> None:
     read_refused(flag)

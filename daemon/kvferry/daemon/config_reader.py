@@ -42,6 +42,8 @@ SIZES = (
     "tiers.custom.rate",
     "tiers.mooncake.rate",
 )
+# The form of a device: "cpu", an index or a UUID.
+DEVICE = r"cpu|[0-9]+|[A-Z]+-.+"
 # Flags that are shorter than their keys.
 SHORT_FLAGS = {
     "tiers.disk.path": "--tier-disk",
@@ -99,6 +101,9 @@ def read(arguments: Sequence[str] | None = None) -> Config:
         size = attrgetter(key)(config)
         if not parse_bytes(size, key) and key.startswith("pool."):
             raise _wrong_value(key, size, "is zero; set at least 1 byte")
+    if not re.fullmatch(DEVICE, config.device, re.IGNORECASE):
+        problem = 'is no device; set "cpu", or the index ("0") or UUID ("GPU-...") of a GPU'
+        raise _wrong_value("device", config.device, problem)
     _check_disk_tier(config.tiers.disk)
     _check_custom_tier(config.tiers.custom)
     _check_mooncake_tier(config.tiers.mooncake)
