@@ -373,9 +373,10 @@ def test_the_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         read(["--help"])
     shown = capsys.readouterr().out
+    assert "--pool-keep true|false" in shown
     flags = {flag_of(key) for key, _, _ in options()}
     assert flags | {"--config", "--help", "--version"} == set(
-        re.findall(r"--[a-z-]+(?= [A-Z]|\s+show|\s+print)", shown)
+        re.findall(r"--[a-z-]+(?= [A-Z]| true\|false|\s+show|\s+print)", shown)
     )
 
 

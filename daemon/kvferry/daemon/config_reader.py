@@ -224,8 +224,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version, help="print the version")
     parser.add_argument("--config", metavar="FILE", help="TOML file; flags override it")
     for key, hint, default in options():
-        text = description(hint)
+        text, metavar = description(hint), key.split(".")[-1].upper()
+        if get_args(hint)[0] is bool:
+            metavar, default = "true|false", str(default).lower()
         if default not in ("", ()):
             text += f" (default: {default})"
-        parser.add_argument(flag_of(key), dest=key, metavar=key.split(".")[-1].upper(), help=text)
+        parser.add_argument(flag_of(key), dest=key, metavar=metavar, help=text)
     return parser

@@ -40,7 +40,7 @@ app = typer.Typer(
     "--directory names another directory. Exit status: 0 done, 1 failed (one line on stderr), "
     "2 wrong usage. Start a daemon with kvferryd.",
     no_args_is_help=True,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,  # its tables have a type beside each flag that takes no value
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -154,7 +154,10 @@ def release(
     engine: Annotated[str, typer.Argument(help="The engine's name.", metavar="ENGINE")],
     directory: Directory = None,
 ) -> None:
-    """Stop keeping an engine's KV tensors: free them now, or when the engine disconnects."""
+    """Stop keeping an engine's KV tensors.
+
+    They are freed now, or when the engine disconnects.
+    """
     nbytes = status_command.release_kept_tensors(directory, engine)
     print(f"released {units.size(nbytes)} kept for {engine}")
 
@@ -163,9 +166,11 @@ def release(
 def doctor(
     directory: Directory = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for each reply.", min=0.1)] = 5.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for each reply.", min=0.1, metavar="SECONDS")
+    ] = TIMEOUT,
 ) -> None:
-    """Check what an engine needs from its daemon, and print what to change.
+    """Check what an engine needs, and print what to change.
 
     Run it as the engine's user, in its container, with its environment. It stores and loads one
     page; that page of the pool stays reserved until the memory is needed. Exit status 1: a check
@@ -186,13 +191,17 @@ def doctor(
 def top(
     directory: Directory = None,
     interval: Annotated[
-        float, typer.Option("--interval", "-n", help="Seconds between two updates.", min=0.1)
+        float,
+        typer.Option(
+            "--interval", "-n", help="Seconds between two updates.", min=0.1, metavar="SECONDS"
+        ),
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
 ) -> None:
-    """Watch all daemons of this machine: link, queue, pool, namespaces, engines, health.
+    """Watch all daemons of this machine.
 
-    Press q or ctrl-c to exit. If the output is not a terminal, it is printed once.
+    Shows link, queue, pool, namespaces, engines and health of each. Press q or ctrl-c to exit. If
+    the output is not a terminal, it is printed once.
     """
     from kvferry.client.cli.top import run_top
 
@@ -228,7 +237,9 @@ def bench(
     ] = "bandwidth,latency",
     gib: Annotated[
         float | None,
-        typer.Option(help="GiB per direction and copy (default: 1; quick: 1/16).", min=1e-3),
+        typer.Option(
+            help="GiB per direction and copy (default: 1; quick: 1/16).", min=1e-3, metavar="GIB"
+        ),
     ] = None,
     sizes: Annotated[
         str | None,
@@ -245,6 +256,7 @@ def bench(
             help="Repetitions (default: 5 copies per size after a warm-up, 3 windows beside an "
             "engine; quick: 2, 1).",
             min=1,
+            metavar="NUMBER",
         ),
     ] = None,
     staging: Annotated[
@@ -275,7 +287,7 @@ def bench(
         ),
     ] = None,
 ) -> None:
-    """Benchmark a daemon as an engine sees it, against a plain contiguous pinned copy.
+    """Benchmark a daemon against a plain contiguous pinned copy.
 
     bandwidth: GB/s by fragment size for stores, loads and both at once. latency: cost of calls and
     of single blocks. beside: how much copies and a busy engine slow each other down (GPU only).
