@@ -21,7 +21,7 @@ import pytest
 
 from kvferry.client import LocalDaemon, Lookup, OffloadClient
 from kvferry.testing.engine import until
-from kvferry.testing.mooncake_store import MooncakeStore, is_installed
+from kvferry.testing.mooncake_store import INSTALL, MooncakeStore, is_installed
 from support.daemon_invariants import broken_invariants, check_released
 from support.lossy_network import LossyNetwork, missing
 from support.tiered_engine import TieredEngine, keys
@@ -29,7 +29,7 @@ from support.traffic_processes import TrafficProcesses
 from support.traffic_statistics import TrafficOptions, merge_statistics
 
 pytestmark = [
-    pytest.mark.skipif(not is_installed(), reason="Mooncake: pip install 'kvferry[mooncake]'"),
+    pytest.mark.skipif(not is_installed(), reason=f"Mooncake: {INSTALL}"),
     pytest.mark.skipif(bool(missing()), reason=missing()),
 ]
 # Limit of every call of a client, also on a busy machine; calls with a deadline have 0.25 s.

@@ -14,11 +14,9 @@ from rich.progress import Progress
 
 from kvferry.testing import demo_cluster
 from kvferry.testing.engine import until
-from kvferry.testing.mooncake_store import MooncakeStore, is_installed
+from kvferry.testing.mooncake_store import INSTALL, MooncakeStore, is_installed
 
-pytestmark = pytest.mark.skipif(
-    not is_installed(), reason="Mooncake is not installed: pip install 'kvferry[mooncake]'"
-)
+pytestmark = pytest.mark.skipif(not is_installed(), reason=f"Mooncake is not installed: {INSTALL}")
 BLOCKS = 24
 
 
@@ -27,6 +25,15 @@ def test_one_daemon_finds_the_blocks_of_the_other(capsys: pytest.CaptureFixture[
     output = capsys.readouterr().out
     assert "is the one that engine A stored: yes" in output
     assert "after a reset no key is found: yes" in output
+
+
+def test_without_mooncake_the_command_that_installs_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo_cluster, "is_installed", lambda: False)
+    assert demo_cluster.main([]) == 2
+    install = "pip install '.[mooncake]' in a checkout of kvferry"
+    assert capsys.readouterr().out == f"Mooncake is not installed: {install}\n"
 
 
 def test_the_packages_of_a_missing_library_are_named(

@@ -349,7 +349,7 @@ def test_a_tier_that_cannot_be_opened_says_why(options: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("installed", "advice"),
     [
-        ((), r"install kvferry\[mooncake\]"),
+        ((), r"pip install '\.\[mooncake\]' in a checkout"),
         (("mooncake-transfer-engine",), "apt-get install libcurl4 libibverbs1 libnuma1"),
         (
             ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),

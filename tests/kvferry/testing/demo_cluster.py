@@ -38,7 +38,7 @@ from kvferry.client import (
 )
 from kvferry.client.tensors import shared_empty
 from kvferry.testing.content import Bytes, expected
-from kvferry.testing.mooncake_store import MooncakeStore, is_installed
+from kvferry.testing.mooncake_store import INSTALL, MooncakeStore, is_installed
 
 BLOCK_BYTES = 1 << 20
 TIMEOUT = 60.0
@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if chosen.blocks < 1:
         parser.error(f"--blocks {chosen.blocks}: give 1 or more")
     if not is_installed():
-        console.print("Mooncake is not installed: pip install 'kvferry[mooncake]'", soft_wrap=True)
+        console.print(f"Mooncake is not installed: {escape(INSTALL)}", soft_wrap=True)
         return 2
     try:
         with Progress(console=console, disable=not console.is_terminal) as progress:

@@ -5,9 +5,9 @@
         store.kill_master()
         store.start_master()
 
-Both are the programs of the wheel (`pip install kvferry[mooncake]`), without authentication. The
-master listens at `host`, the data ports of the store process at all interfaces, as Mooncake has it;
-the ports are free ones. Any thread, one at a time.
+Both are the programs of the wheel (extra `mooncake`), without authentication. The master listens at
+`host`, the data ports of the store process at all interfaces, as Mooncake has it; the ports are
+free ones. Any thread, one at a time.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from urllib.request import urlopen
 
 # Seconds to wait for a process to be ready.
 READY_SECONDS = 30.0
+# kvferry is on no index: its extras come from a checkout.
+INSTALL = "pip install '.[mooncake]' in a checkout of kvferry"
 # As the daemon says it, of which this package only uses the command.
 INSTALL_LIBRARIES = "on Debian or Ubuntu: apt-get install libcurl4 libibverbs1 libnuma1"
 # What the dynamic loader writes if a library is missing.
@@ -221,7 +223,7 @@ def find_program(name: str) -> str:
         path = Path(directory) / name
         if path.exists():
             return str(path)
-    raise RuntimeError(f"{name} is not installed; run `pip install kvferry[mooncake]`")
+    raise RuntimeError(f"{name} is not installed: {INSTALL}")
 
 
 def free_port() -> int:

@@ -191,7 +191,7 @@ def _import_library() -> Any:
 def _how_to_install() -> str:
     match list(_installed()):
         case []:
-            return "install kvferry[mooncake]"
+            return "pip install '.[mooncake]' in a checkout of kvferry"
         case [name]:
             needed = f"install the libraries that {name} needs ({INSTALL_LIBRARIES})"
             return f"{needed}, or another build of it"
