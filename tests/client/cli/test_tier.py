@@ -87,6 +87,8 @@ def test_clear_deletes_one_namespace_or_all(disk: KillableDisk, capsys: Captured
     disk.close()
     assert kvferry("tier", "clear", disk.root, "--yes", "--namespace", "unknown") == 1
     assert "no namespace 'unknown'" in capsys.readouterr().err
+    assert kvferry("tier", "clear", disk.root, "--namespace", "unknown") == 1
+    assert "Delete" not in capsys.readouterr().err  # it does not ask
     assert kvferry("tier", "clear", disk.root, "--yes", "--namespace", NAMESPACE) == 0
     assert "deleted 40 blocks of 1 namespaces" in capsys.readouterr().out
     disk.open()
@@ -98,6 +100,10 @@ def test_clear_deletes_one_namespace_or_all(disk: KillableDisk, capsys: Captured
     assert (disk.contains([1]), disk.contains([1], OTHER_PART)) == ([True], [False])
     disk.close()
     assert kvferry("tier", "clear", disk.root, "--yes") == 0
+    for command in ("list", "verify"):
+        capsys.readouterr()
+        assert kvferry("tier", command, disk.root) == 0
+        assert capsys.readouterr().out == f"no namespace in {disk.root}\n"
     disk.open()
     assert disk.usage().keys == 0
     disk.close()

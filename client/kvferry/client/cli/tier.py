@@ -92,6 +92,8 @@ def verify(root: Root, json: AsJson = False) -> None:
                 f"{printable(each['namespace'])}: {each['good']:,} blocks good, "
                 f"{each['bad']:,} bad{problem}"
             )
+        if not results:
+            print(f"no namespace in {root}")
     raise typer.Exit(int(any(each["bad"] or each["problem"] for each in results)))
 
 
@@ -107,11 +109,12 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete the blocks of a namespace, or all. Stop the daemon first."""
+    names = [] if namespace is None else [namespace]
     if not yes:
-        run_command("check-unused", root)  # before the question, not after it
+        run_command("check-unused", root, *names)  # before the question, not after it
         what = "all blocks" if namespace is None else f"the blocks of {printable(namespace)}"
         typer.confirm(f"Delete {what} in {root}?", abort=True, err=True)
-    cleared = run_command("clear", root, *([] if namespace is None else [namespace]))
+    cleared = run_command("clear", root, *names)
     blocks = sum(each["blocks"] or 0 for each in cleared)
     freed = sum(each["allocated_bytes"] for each in cleared)
     print(f"deleted {blocks:,} blocks of {len(cleared)} namespaces, {size(freed)}")

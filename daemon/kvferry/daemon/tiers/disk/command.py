@@ -95,10 +95,10 @@ def list_namespaces(root: Path) -> list[NamespaceFiles]:
     return found
 
 
-def check_unused(root: Path) -> list[NamespaceFiles]:
-    """The namespaces of a root that no daemon uses. Raises Refused (BUSY, BAD_CONFIG), OSError."""
+def check_unused(root: Path, namespace: str | None) -> list[NamespaceFiles]:
+    """What `clear` deletes. Raises the errors of `clear`."""
     with _locked(root):
-        return list_namespaces(root)
+        return _find_namespaces(root, namespace)
 
 
 def verify(root: Path, report: Callable[[Progress], None]) -> list[Verified]:
@@ -131,17 +131,22 @@ def clear(root: Path, namespace: str | None) -> list[NamespaceFiles]:
     Raises Refused (BUSY, BAD_CONFIG, UNKNOWN_NAMESPACE) and OSError.
     """
     with _locked(root):
-        found = [
-            each
-            for each in list_namespaces(root)
-            if namespace is None or is_part_of(each.namespace, namespace)
-        ]
-        if namespace is not None and not found:
-            message = f"no namespace {namespace!r} in {root}; `kvferry tier list` shows them"
-            raise Refused(Code.UNKNOWN_NAMESPACE, message, namespace)
+        found = _find_namespaces(root, namespace)
         for each in found:
             move_to_trash(root / each.namespace)
         remove_trash(root)
+    return found
+
+
+def _find_namespaces(root: Path, namespace: str | None) -> list[NamespaceFiles]:
+    """A namespace with its parts, or all. Raises Refused (UNKNOWN_NAMESPACE, BAD_CONFIG)."""
+    found = list_namespaces(root)
+    if namespace is None:
+        return found
+    found = [each for each in found if is_part_of(each.namespace, namespace)]
+    if not found:
+        message = f"no namespace {namespace!r} in {root}; `kvferry tier list` shows them"
+        raise Refused(Code.UNKNOWN_NAMESPACE, message, namespace)
     return found
 
 
@@ -206,7 +211,7 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
             case "list":
                 result = list_namespaces(root)
             case "check-unused":
-                result = check_unused(root)
+                result = check_unused(root, namespace)
             case "verify":
                 result = verify(root, lambda progress: _print("progress", progress))
             case _:
