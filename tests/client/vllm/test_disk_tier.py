@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.client import LocalDaemon, OffloadClient, nonblocking
+from kvferry.client import LocalDaemon, OffloadClient, session
 from kvferry.client.vllm import scheduler
 from kvferry.proto.status import TierStatus
 from kvferry.testing.engine import until
@@ -63,7 +63,7 @@ def test_prompts_are_found_on_disk(
     from kvferry.client.vllm import compat
 
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    monkeypatch.setattr(nonblocking, "SEARCH_TIMEOUT", SECONDS)
+    monkeypatch.setattr(session, "SEARCH_TIMEOUT", SECONDS)
     monkeypatch.setattr(scheduler, "LOOKUP_TIMEOUT", SECONDS)
     daemon = start(tmp_path, tier_disk_write="write_through")
     first = core.EngineCore(daemon.directory, groups)
