@@ -66,7 +66,8 @@ NEMOTRON: dict[str, Any] = COMMON | {
     "mlp_bias": False,
     "attention_bias": False,
 }
-# Qwen3-Next: gated delta nets in three of four layers, and experts.
+# Qwen3-Next: gated delta nets in three of four layers, and experts. Each token uses all experts: of
+# random weights, the choice of some would change with the last bit of a sum.
 QWEN: dict[str, Any] = COMMON | {
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
@@ -87,14 +88,14 @@ QWEN: dict[str, Any] = COMMON | {
     "linear_num_key_heads": 8,
     "linear_num_value_heads": 16,
     "num_experts": 8,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 8,
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
     "decoder_sparse_step": 1,
     "norm_topk_prob": True,
     "mlp_only_layers": [],
 }
-# DeepSeek V3: multi-head latent attention (MLA), and experts.
+# DeepSeek V3: multi-head latent attention (MLA), and experts, of which each token uses all.
 DEEPSEEK: dict[str, Any] = COMMON | {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -112,7 +113,7 @@ DEEPSEEK: dict[str, Any] = COMMON | {
     "rms_norm_eps": 1e-6,
     "n_routed_experts": 8,
     "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 8,
     "moe_intermediate_size": 512,
     "moe_layer_freq": 1,
     "first_k_dense_replace": 1,
