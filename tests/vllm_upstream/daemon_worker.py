@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -76,6 +77,8 @@ class WorkerOfTests(FaultTolerantWorker):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(*arguments.values())
+        if not hasattr(self.spec, "engine_config"):
+            self.spec.engine_config = SimpleNamespace(packed=None)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Add the fields of kvferry's connector to the metadata first."""
@@ -138,6 +141,7 @@ def give_daemon(utils: Any) -> None:
             # Some tests create the spec without a connector.
             with contextlib.suppress(Refused):
                 self._spec = KVFerrySpec(config)
+                self.engine_config = self._spec.engine_config
 
         def get_worker(self, kv_caches: Any) -> Any:
             worker = self._spec.get_worker(kv_caches)

@@ -70,7 +70,7 @@ def replace_classes() -> None:
 
     # Some tests give the connector one of vLLM's managers, which lacks what kvferry's has besides.
     for name in ("request_arrived", "begin_lookups", "is_resetting"):
-        setattr(OffloadingManager, name, lambda *_: None)
+        setattr(OffloadingManager, name, lambda *_, **__: None)
     UnspecifiedPlatform.device_type = "cpu"
     UnspecifiedPlatform.support_hybrid_kv_cache = classmethod(lambda cls: True)
     offloading_connector.OffloadingConnector = ConnectorOverDaemon
