@@ -2,9 +2,9 @@
 
     python tests/gpu/vllm_scenarios.py [scenario...] [--json FILE]
 
-restart, share, same-outputs, daemon-killed, resets, aborted, multi, hybrid, tampered: on one GPU,
-in this order if none is named. Two scenarios run only if they are named: mooncake, which needs its
-wheel, and tensor-parallel, which needs two GPUs.
+restart, share, same-outputs, daemon-killed, resets, aborted, multi, hybrid, containers, exported,
+sleep, tampered: on one GPU, in this order if none is named. Two scenarios run only if they are
+named: mooncake, which needs its wheel, and tensor-parallel, which needs two GPUs.
 Prints a line per finding. Exits with status 1 if one is wrong.
 """
 
@@ -15,9 +15,11 @@ import json
 import mmap
 import os
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -346,6 +348,87 @@ def mooncake() -> None:
     check_same("and has the same outputs", before, after)
 
 
+def containers(daemon: GpuDaemon) -> None:
+    """Engines in PID and IPC namespaces of their own; the daemon is outside."""
+    prompts = make_prompts(4, 12, TOKENS)
+    first = start_engine(daemon, isolated=True)
+    before = first.generate(prompts)
+    first.settle()
+    first.forget()
+    again = first.generate(prompts)
+    check("an isolated engine hits", min(hits(again)) >= TOKENS - 64, cached=hits(again))
+    check_same("and has the same outputs", before, again)
+    first.kill()
+    with start_engine(daemon, isolated=True) as second:
+        after = second.generate(prompts)
+        check("killed and started again it hits", min(hits(after)) >= TOKENS - 64)
+        check_same("and has the same outputs", before, after)
+        daemon.kill()
+        daemon.start()
+        cached = wait_hits(second)
+        check("offloading is back with the daemon", min(cached) >= TOKENS - 64, cached=cached)
+
+
+def exported(daemon: GpuDaemon) -> None:
+    """Milliseconds to the first token of a host hit, with engines that are asked in turn."""
+    variants: dict[str, dict[str, Any]] = {
+        "CUDA IPC": {"extra": {"kvferry_exported_kv": False}},
+        "exported": {},
+        "exported, isolated": {"isolated": True},
+    }
+    prompts = make_prompts(31, 13, 7000)
+    times: dict[str, list[float]] = {what: [] for what in variants}
+    with ExitStack() as stack:
+        engines = {
+            what: stack.enter_context(start_engine(daemon, **options))
+            for what, options in variants.items()
+        }
+        for engine in engines.values():
+            engine.generate(prompts)
+            engine.settle()
+        for number, prompt in enumerate(prompts):
+            for what, engine in engines.items():
+                engine.forget()
+                seconds, cached = engine.timed([prompt])
+                if cached < 6900:
+                    check(f"{what} hits", fine=False, cached=cached)
+                if number:
+                    times[what].append(1e3 * seconds)
+    for what, each in times.items():
+        low, median, high = statistics.quantiles(each, n=4)
+        spread = f"{low:.2f} to {high:.2f}"
+        check(f"host hit, {what}", fine=True, ms=round(median, 2), quartiles=spread)
+
+
+def sleep_mode(daemon: GpuDaemon) -> None:
+    """Sleep and wake up 20 times; every fifth time the weights are discarded and loaded again."""
+    prompts = make_prompts(8, 14, TOKENS)
+    with start_engine(daemon, enable_sleep_mode=True) as engine:
+        expected = engine.generate(prompts)
+        for cycle in range(20):
+            engine.settle()
+            engine.forget()
+            again = engine.generate(prompts)
+            check_same(f"cycle {cycle}", expected, again, cached=sum(hits(again)))
+            check("hits from host memory", min(hits(again)) >= TOKENS - 64, cached=hits(again))
+            level = 2 if cycle % 5 == 4 else 1
+            awake = device_memory_used()
+            engine.ask(do="sleep", level=level)
+            freed = awake - device_memory_used()
+            check(f"sleep of level {level} frees the KV cache", freed >= 8 << 30, mib=freed >> 20)
+            engine.ask(do="wake", reload=level == 2)
+            after = engine.generate(prompts)
+            check_same("after waking up", expected, after, cached=sum(hits(after)))
+
+
+def device_memory_used() -> int:
+    """Bytes of the GPU that all processes use."""
+    from vllm.third_party import pynvml
+
+    pynvml.nvmlInit()
+    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
+
+
 # Scenarios with one daemon.
 SHARED: dict[str, Callable[[GpuDaemon], None]] = {
     "restart": restart,
@@ -356,6 +439,9 @@ SHARED: dict[str, Callable[[GpuDaemon], None]] = {
     "aborted": aborted,
     "multi": multi,
     "hybrid": hybrid,
+    "containers": containers,
+    "exported": exported,
+    "sleep": sleep_mode,
 }
 # Scenarios that start their daemons.
 OWN: dict[str, Callable[[], None]] = {

@@ -23,7 +23,12 @@ QUERY_NAMES = "q_proj.weight", "q_b_proj.weight"
 
 
 class SensitiveLoading:
-    """Has vLLM import this module in its workers."""
+    """Methods that vLLM adds to its workers, which import this module for it."""
+
+    def fill_again(self) -> None:
+        """Load the weights again, after sleep of level 2."""
+        model: torch.nn.Module = self.model_runner.model  # type: ignore[attr-defined]
+        fill_all(model)
 
 
 @register_model_loader("sensitive")
@@ -32,11 +37,14 @@ class SensitiveLoader(BaseModelLoader):
         """There is nothing to download."""
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        modules = dict(model.named_modules())
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 0 and parameter.is_floating_point():
-                module = modules[name.rpartition(".")[0]]
-                fill(name, parameter.data, module)
+        fill_all(model)
+
+
+def fill_all(model: torch.nn.Module) -> None:
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 0 and parameter.is_floating_point():
+            fill(name, parameter.data, modules[name.rpartition(".")[0]])
 
 
 def fill(name: str, weight: torch.Tensor, module: torch.nn.Module) -> None:

@@ -172,6 +172,7 @@ FIELDS |= {
             "model_class_overrides": {"Llama": "module:Llama"},
             "model_impl": "transformers",
             "override_attention_dtype:-27": "float32",
+            "enable_sleep_mode": True,
         },
         through={
             "the commit or the files; a model may write into these": "hf_config hf_text_config",
@@ -188,7 +189,7 @@ FIELDS |= {
             "enable_trace_replay:29-",
             LOADING: "trust_remote_code hf_token allow_deprecated_quantization",
             KERNEL: "enforce_eager disable_cascade_attn",
-            MEMORY: "enable_sleep_mode sleep_mode_backend enable_cumem_allocator "
+            MEMORY: "sleep_mode_backend enable_cumem_allocator "
             "enable_nccl_comm_suspend:30- sleep_preserve_parameter_names:31- "
             "sleep_mode_offload_cudagraph:32-",
             "prompts are not longer than the window then": "disable_sliding_window",

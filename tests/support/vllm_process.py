@@ -45,6 +45,8 @@ SENSITIVE = {
     "worker_extension_cls": "support.sensitive_loader.SensitiveLoading",
 }
 
+CONTAINER = "unshare", "--pid", "--ipc", "--mount-proc", "--fork", "--kill-child"
+
 
 class EngineEnded(Exception):
     """The engine's process has ended."""
@@ -55,8 +57,8 @@ class VLLM:
 
     connector: a name in CONNECTORS. extra: its kv_connector_extra_config. sensitive: use weights
     whose outputs depend on the KV cache (sensitive_loader.py), so that answers can be compared;
-    else dummy weights. tree: another source tree of kvferry, whose client the engine uses. options:
-    of vLLM.
+    else dummy weights. isolated: in PID and IPC namespaces of its own, as in a container. tree:
+    another source tree of kvferry, whose client the engine uses. options: of vLLM.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class VLLM:
         model: dict[str, Any] = SMALL,
         extra: dict[str, Any] | None = None,
         sensitive: bool = False,
+        isolated: bool = False,
         tree: str = "",
         **options: Any,
     ) -> None:
@@ -81,7 +84,10 @@ class VLLM:
             "top": TOP if sensitive else None,
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "support.vllm_served", json.dumps(chosen)],
+            [
+                *(CONTAINER if isolated else ()),
+                *(sys.executable, "-m", "support.vllm_served", json.dumps(chosen)),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=sys.stderr,

@@ -76,6 +76,17 @@ class Served:
     def reset(self, connector: bool) -> bool:
         return self._llm.reset_prefix_cache(reset_connector=connector) is not False
 
+    def sleep(self, level: int) -> bool:
+        self._llm.sleep(level=level)
+        return True
+
+    def wake(self, reload: bool) -> bool:
+        """reload: the weights of sensitive_loader.py, which sleep of level 2 discards."""
+        self._llm.wake_up()
+        if reload:
+            self._llm.collective_rpc("fill_again")
+        return True
+
     def decode(self, prompts: Prompts, tokens: int, others: Prompts, every: int) -> dict[str, Any]:
         """Milliseconds between tokens while `prompts` decode and other requests arrive.
 

@@ -65,6 +65,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuDriverGetVersion": (c_void_p,),
     "cuDeviceGetCount": (c_void_p,),
     "cuDeviceGetName": (c_char_p, c_int, c_int),
+    "cuDeviceGetAttribute": (c_void_p, c_int, c_int),
     "cuDeviceGetUuid_v2": (c_void_p, c_int),
     "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
     "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
@@ -207,6 +208,12 @@ class Driver:
 
     def device_count(self) -> int:
         return self._int("cuDeviceGetCount")
+
+    def device_attribute(self, attribute: int, ordinal: int) -> int:
+        """attribute: a number of CUdevice_attribute."""
+        value = c_int()
+        self.call("cuDeviceGetAttribute", byref(value), attribute, ordinal)
+        return value.value
 
     def device_uuid(self, ordinal: int) -> str:
         raw = (ctypes.c_ubyte * 16)()

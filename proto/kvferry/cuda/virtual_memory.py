@@ -20,6 +20,8 @@ from kvferry.cuda.driver import Driver, MemoryLocation
 from kvferry.proto.errors import Code, Failed, Refused
 
 _PINNED, _DEVICE, _POSIX_DESCRIPTOR, _READ_WRITE = 1, 1, 1, 3
+# CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+_GPU_DIRECT_WITH_VMM = 110
 
 
 class _Properties(ctypes.Structure):
@@ -53,7 +55,15 @@ class DeviceMemory:
 
     def close(self) -> None:
         """Unmap it. Nothing on the device may use the mapping."""
+        self.unmap()
+        self.free_address()
+
+    def unmap(self) -> None:
+        """Release the bytes, and keep the address for `VirtualMemory.replace_memory`."""
         self.driver.call("cuMemUnmap", self.address, self.nbytes)
+
+    def free_address(self) -> None:
+        """Free the address of unmapped memory."""
         self.driver.call("cuMemAddressFree", self.address, self.nbytes)
 
 
@@ -64,7 +74,11 @@ class VirtualMemory:
         self._driver, self._ordinal = driver, ordinal
         self._location = MemoryLocation(_DEVICE, ordinal)
         self._properties = _Properties(
-            type=_PINNED, handle_types=_POSIX_DESCRIPTOR, location=self._location
+            type=_PINNED,
+            handle_types=_POSIX_DESCRIPTOR,
+            location=self._location,
+            # Without it, no network card can register the memory.
+            gpu_direct=driver.device_attribute(_GPU_DIRECT_WITH_VMM, ordinal),
         )
 
     def whole_granules(self, nbytes: int) -> int:
@@ -79,17 +93,32 @@ class VirtualMemory:
 
         nbytes: from `whole_granules`. If it raises Failed (DRIVER), nothing stays allocated.
         """
+        address = self._reserve(nbytes)
+        memory = DeviceMemory(self._driver, address, nbytes)
+        try:
+            return memory, self.replace_memory(memory)
+        except BaseException:
+            memory.free_address()
+            raise
+
+    def replace_memory(self, unmapped: DeviceMemory) -> int:
+        """Allocate memory and map it at the address of memory that was unmapped.
+
+        Returns a file descriptor, which the caller owns. If it raises Failed (DRIVER), nothing
+        stays allocated.
+        """
         handle = c_uint64()
-        self._driver.call("cuMemCreate", byref(handle), nbytes, byref(self._properties), 0)
+        self._driver.call("cuMemCreate", byref(handle), unmapped.nbytes, byref(self._properties), 0)
         try:
             descriptor = self._export(handle)
             try:
-                return self._map(handle, nbytes), descriptor
+                self._map(handle, unmapped.address, unmapped.nbytes)
             except BaseException:
                 os.close(descriptor)
                 raise
         finally:
             self._driver.call("cuMemRelease", handle)
+        return descriptor
 
     def import_memory(self, descriptor: int, nbytes: int) -> DeviceMemory:
         """Map memory that another process has exported. The caller still owns the descriptor.
@@ -100,7 +129,13 @@ class VirtualMemory:
         handle = self._import(descriptor)
         try:
             self._check_device(handle)
-            return self._map(handle, nbytes)
+            address = self._reserve(nbytes)
+            try:
+                self._map(handle, address, nbytes)
+            except BaseException:
+                self._driver.call("cuMemAddressFree", address, nbytes)
+                raise
+            return DeviceMemory(self._driver, address, nbytes)
         except Failed as error:
             raise Failed(
                 Code.MAP_FAILED,
@@ -145,17 +180,16 @@ class VirtualMemory:
                 found,
             )
 
-    def _map(self, handle: c_uint64, nbytes: int) -> DeviceMemory:
-        call, address, access = self._driver.call, c_uint64(), _Access(self._location, _READ_WRITE)
-        call("cuMemAddressReserve", byref(address), nbytes, 0, 0, 0)
+    def _reserve(self, nbytes: int) -> int:
+        address = c_uint64()
+        self._driver.call("cuMemAddressReserve", byref(address), nbytes, 0, 0, 0)
+        return address.value
+
+    def _map(self, handle: c_uint64, address: int, nbytes: int) -> None:
+        access = _Access(self._location, _READ_WRITE)
+        self._driver.call("cuMemMap", address, nbytes, 0, handle, 0)
         try:
-            call("cuMemMap", address.value, nbytes, 0, handle, 0)
-            try:
-                call("cuMemSetAccess", address.value, nbytes, byref(access), 1)
-            except BaseException:
-                call("cuMemUnmap", address.value, nbytes)
-                raise
+            self._driver.call("cuMemSetAccess", address, nbytes, byref(access), 1)
         except BaseException:
-            call("cuMemAddressFree", address.value, nbytes)
+            self._driver.call("cuMemUnmap", address, nbytes)
             raise
-        return DeviceMemory(self._driver, address.value, nbytes)

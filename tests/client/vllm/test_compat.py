@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -58,18 +59,27 @@ def test_an_older_version_is_refused(vllm: Any) -> None:
 
 def test_what_would_corrupt_kv_is_refused(vllm: Any) -> None:
 
-    from kvferry.client.vllm.connector import KVFerryConnector, check_supported
+    from kvferry.client.vllm.connector import check_supported
 
     config, caches = vllm_config("engine", {}), vllm.kv_cache_config(8)
     check_supported(config, caches)
-    config.model_config.enable_sleep_mode = True
-    with pytest.raises(Refused, match="without --enable-sleep-mode"):
-        check_supported(config, caches)
-    assert not KVFerryConnector.supports_sleep_mode(config.kv_transfer_config)
-    config.model_config.enable_sleep_mode = False
     caches.kv_cache_groups[0].host_resident = True
     with pytest.raises(Refused, match="hisparse_config"):
         check_supported(config, caches)
+
+
+@pytest.mark.parametrize("exported", [None, False, True])
+def test_sleep_mode_needs_exported_memory_and_notices(vllm: Any, exported: bool | None) -> None:
+    from kvferry.client.vllm import compat
+    from kvferry.client.vllm.connector import KVFerryConnector, check_supported
+
+    config = vllm_config("engine", {} if exported is None else {"kvferry_exported_kv": exported})
+    config.model_config.enable_sleep_mode = True
+    supported = compat.CALLS_BEFORE_SLEEP and exported is not False
+    assert KVFerryConnector.supports_sleep_mode(config.kv_transfer_config) is supported
+    refusal = pytest.raises(Refused, match="without --enable-sleep-mode")
+    with nullcontext() if supported else refusal:
+        check_supported(config, vllm.kv_cache_config(8))
 
 
 def test_a_vllm_without_the_hook_for_its_block_pool_is_refused(vllm: Any) -> None:

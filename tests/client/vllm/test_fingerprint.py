@@ -294,7 +294,9 @@ def test_a_plug_in_may_have_an_additional_config_with_a_hash() -> None:
     assert other("additional_config", Additional()) != other()
 
 
-@pytest.mark.parametrize("path", ["cache_config.calculate_kv_scales", "lora_config"])
+@pytest.mark.parametrize(
+    "path", ["cache_config.calculate_kv_scales", "lora_config", "model_config.enable_sleep_mode"]
+)
 def test_what_another_start_may_not_have_the_same_is_of_this_start(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -96,6 +96,24 @@ def test_a_load_that_does_not_end_is_awaited_for_a_moment_only(
     worker.shutdown()
 
 
+def test_jobs_end_before_the_kv_caches_lose_their_memory(
+    start_kvferryd: StartKvferryd, start_worker: Start
+) -> None:
+    """And a job that is submitted during the sleep fails."""
+    daemon = start_kvferryd()
+    worker = start_worker(daemon)
+    worker.store(1, gpu_blocks(1), KeysSpec((A,)))
+    worker.suspend()
+    with OffloadClient(daemon.directory) as observer:
+        until(lambda: not any(engine.present for engine in observer.status().engines))
+    worker.load(2, KeysSpec((A,)), gpu_blocks(2))
+    assert ended(worker, 2) == {1: True, 2: False}
+    worker.resume()
+    worker.load(3, KeysSpec((A,)), gpu_blocks(2))
+    assert ended(worker, 1) == {3: True}
+    worker.shutdown()
+
+
 def test_a_key_that_is_not_there_fails_the_load(
     start_kvferryd: StartKvferryd, start_worker: Start
 ) -> None:

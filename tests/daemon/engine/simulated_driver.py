@@ -22,8 +22,7 @@ import numpy as np
 from kvferry.cuda.driver import Event, Parameters
 from kvferry.proto.errors import Code, Failed
 from kvferry.proto.specs import Direction
-
-from .simulated_memory import Refusal, SimulatedMemory
+from support.simulated_memory import Refusal, SimulatedMemory
 
 POISON = 0xEE
 # Steps of a copy or kernel.

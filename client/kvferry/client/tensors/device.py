@@ -1,8 +1,9 @@
-"""GPU memory that a daemon has allocated, mapped in the engine's process.
+"""GPU memory of this process that has a file descriptor, by which a daemon can map it.
 
-The tensors own the mapping and its file descriptor: both are released with the last tensor, after
-the device was synchronized. Until then the memory exists even if the daemon ends, and the client
-registers it with the next daemon by this descriptor. Called in the client's thread.
+Of memory that a daemon has allocated, the tensors own the mapping and its file descriptor: both are
+released with the last tensor, after the device was synchronized. Until then the memory exists even
+if the daemon ends, and the client registers it with the next daemon by this descriptor. Memory that
+this process has allocated is in an ExportedPool. Called in the client's thread.
 """
 
 from __future__ import annotations
@@ -38,6 +39,16 @@ def mapped_memory_at(pointer: int) -> MappedMemory | None:
     return next((memory for memory in tuple(_mapped.values()) if memory.contains(pointer)), None)
 
 
+def add_mapping(memory: DeviceMemory, descriptor: int) -> None:
+    """Let `mapped_memory_at` find this memory, until `remove_mapping`."""
+    _mapped[memory.address] = MappedMemory(memory, descriptor)
+
+
+def remove_mapping(address: int) -> MappedMemory:
+    """Forget the memory that begins at an address. The caller owns its descriptor."""
+    return _mapped.pop(address)
+
+
 def map_device_memory(uuid: str, descriptor: int, nbytes: int) -> Any:
     """Map memory of a GPU: torch's int8, (nbytes,). The tensor and its views own the descriptor.
 
@@ -52,7 +63,7 @@ def map_device_memory(uuid: str, descriptor: int, nbytes: int) -> Any:
         except BaseException:
             memory.close()
             raise
-    _mapped[memory.address] = MappedMemory(memory, descriptor)
+    add_mapping(memory, descriptor)
     # Not at exit: other threads and finalizers may still use the tensors.
     weakref.finalize(whole, _release_memory, context, memory.address).atexit = False
     return tensor
@@ -85,6 +96,6 @@ class _DeviceBytes:
 def _release_memory(context: int, address: int) -> None:
     """Release memory after its last tensor; kernels that use it may still run."""
     driver().drain(context)
-    mapped = _mapped.pop(address)
+    mapped = remove_mapping(address)
     mapped.memory.close()
     os.close(mapped.descriptor)

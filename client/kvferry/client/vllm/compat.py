@@ -51,6 +51,9 @@ try:
 except ImportError:
     HOST_SOURCE = DISK_SOURCE = None
 
+# From 0.33 on vLLM notifies connectors before it sleeps and after it has woken up.
+CALLS_BEFORE_SLEEP = hasattr(connector_base.KVConnectorBase_V1, "unregister_kv_caches")
+
 # From 0.33 on loads may be synchronous, if this key of kv_connector_extra_config is not 0.
 SYNC_LOADS = "sync_load_budget_bytes"
 
@@ -111,6 +114,20 @@ def is_host_resident(kv_cache_config: Any) -> bool:
     """Whether a part of the KV cache is in host memory, which is possible from 0.30 on."""
     parts = (*kv_cache_config.kv_cache_groups, *kv_cache_config.kv_cache_tensors)
     return any(getattr(part, "host_resident", False) for part in parts)
+
+
+def is_cuda() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
+
+
+def is_in_multi_connector() -> bool:
+    """Whether the connector of this process is a MultiConnector. In the worker, once created."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    return isinstance(get_kv_transfer_group(), MultiConnector)
 
 
 def writes_blocks_early(vllm_config: Any, kv_cache_config: Any) -> bool:

@@ -25,6 +25,7 @@ from kvferry.client.vllm import compat
 from kvferry.client.vllm.block_owners import BlockOwners
 from kvferry.client.vllm.engine_config import provide_config
 from kvferry.client.vllm.held_blocks import HeldBlocks
+from kvferry.client.vllm.kv_memory import KVMemory, check_sleep_mode, exports
 from kvferry.client.vllm.prefill_rate import PrefillRate
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.version import installed_version
@@ -61,11 +62,12 @@ class KVFerryConnector(OffloadingConnector):
             arguments = compat.worker_arguments(worker.spec, vllm_config, kv_cache_config)
             self._fault_tolerant = FaultTolerantWorker(*arguments)
             self.connector_worker = self._fault_tolerant
+        self._kv_memory = KVMemory(vllm_config)
 
     @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - vLLM's signature
-        """False: the daemon would copy to and from memory that is no longer the KV cache's."""
-        return False
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Asked before the model is loaded."""
+        return compat.CALLS_BEFORE_SLEEP and exports(kv_transfer_config) is not False
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
@@ -154,6 +156,22 @@ class KVFerryConnector(OffloadingConnector):
 
     # In the worker
 
+    def get_mem_pool_context(self) -> Any:
+        """Called from 0.31 on, before the KV caches are allocated."""
+        return self._kv_memory.allocation_context()
+
+    def unregister_kv_caches(self) -> None:
+        """Called before sleep; vLLM has reset all caches, the host's too."""
+        assert self._fault_tolerant is not None
+        self._fault_tolerant.suspend()
+        self._kv_memory.release()
+
+    def restore_kv_caches(self) -> None:
+        """Called after sleep."""
+        assert self._fault_tolerant is not None
+        self._kv_memory.restore()
+        self._fault_tolerant.resume()
+
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Called instead of get_finished from 0.30 on."""
         _, received = self.get_finished(finished_req_ids)
@@ -186,6 +204,16 @@ class FaultTolerantWorker(OffloadingConnectorWorker):
             first = next(iter(kv_caches.values()))
             buffer = first[0] if isinstance(first, list) else first
             self._init_worker(config.packed.canonical(buffer, config.factor))
+
+    def suspend(self) -> None:
+        """The KV caches lose their memory."""
+        if self.worker is not None:
+            self.worker.suspend()
+
+    def resume(self) -> None:
+        """The KV caches have memory again, at the same addresses."""
+        if self.worker is not None:
+            self.worker.resume()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """The first call of a step."""
@@ -240,9 +268,7 @@ class FaultTolerantWorker(OffloadingConnectorWorker):
 
 def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raise Refused (BAD_CONFIG) if an option would corrupt KV. Turn synchronous loads off."""
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        message = "kvferry does not support sleep mode; start vLLM without --enable-sleep-mode"
-        raise Refused(Code.BAD_CONFIG, message, "enable_sleep_mode")
+    check_sleep_mode(vllm_config)
     if compat.is_host_resident(kv_cache_config):
         message = (
             "kvferry does not support a KV cache that is partly in host memory; start vLLM without "

@@ -40,7 +40,8 @@ log = logging.getLogger("kvferry")
 # Seconds to wait for a daemon when an engine starts.
 TIMEOUT = 5.0
 # The keys of kv_connector_extra_config that kvferry defines.
-EXTRA_KEYS = "kvferry_dirs", "kvferry_salt"
+EXPORTED_KV = "kvferry_exported_kv"
+EXTRA_KEYS = "kvferry_dirs", "kvferry_salt", EXPORTED_KV
 CHUNK_TOKENS = 64
 # Maximum of a chunk that is chosen here, unless one GPU block is larger.
 CHUNK_BYTES = 8 << 20
@@ -196,7 +197,7 @@ def _check_extra_keys(extra: Mapping[str, Any]) -> None:
     """Raise Refused (BAD_CONFIG) for unknown keys that begin with "kvferry"."""
     for key in extra.keys() - set(EXTRA_KEYS):
         if key.startswith("kvferry"):
-            message = f"unknown key in kv_connector_extra_config; use {' or '.join(EXTRA_KEYS)}"
+            message = f"unknown key in kv_connector_extra_config; use {', '.join(EXTRA_KEYS)}"
             raise Refused(Code.BAD_CONFIG, message, key)
 
 

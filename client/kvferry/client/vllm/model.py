@@ -172,6 +172,8 @@ def _salt(vllm_config: Any) -> str:
         unknown.append("hf_overrides (a function)")
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         unknown.append("the weights that are transferred to it")
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        unknown.append("the weights that are loaded after a sleep of level 2")
     if not _versioned(vllm_config):
         unknown.append("the weights (no commit, no local file)")
     if not unknown:

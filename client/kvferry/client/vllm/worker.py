@@ -68,7 +68,8 @@ class WorkerSide:
             kv_caches = canonical_kv_caches(kv_caches, config.factor)
         self._kv_caches: CanonicalKVCaches = kv_caches
         self._device = self._kv_caches.tensors[0].device
-        # Results for the next get_finished.
+        # Jobs without a result, and results for the next get_finished.
+        self._in_flight: set[int] = set()
         self._results: list[TransferResult] = []
         self._load_eta = LoadEta()
         self._timeline: Timeline | None = None
@@ -77,9 +78,9 @@ class WorkerSide:
         self._abandoned = 0
         try:
             self._timeline = Timeline.create(self._device if self._device.type == "cuda" else "cpu")
-            self._client = self._connect(self._timeline)
-        except KVFerryError as error:  # no daemon can serve this device
+        except KVFerryError as error:
             log.warning("kvferry: the worker continues without offloading: %s", error)
+        self.resume()
 
     def store(self, job_id: int, blocks: Any, keys: KeysSpec) -> None:
         """blocks: vLLM's GPULoadStoreSpec."""
@@ -122,6 +123,22 @@ class WorkerSide:
                 self._abandon(error)
             self._abandon_if_lost()
 
+    def suspend(self) -> None:
+        """The KV caches are about to lose their memory: end all jobs, and the session."""
+        if self._client is not None:
+            self.wait(tuple(self._in_flight))
+            self._poll()
+            self._client.close()
+            self._client = None
+
+    def resume(self) -> None:
+        """The KV caches have memory."""
+        if self._timeline is not None and self._client is None:
+            try:
+                self._client = self._connect(self._timeline)
+            except KVFerryError as error:  # no daemon can serve this device
+                log.warning("kvferry: the worker continues without offloading: %s", error)
+
     def shutdown(self) -> None:
         if self._timeline is not None:
             self._timeline.revoke()
@@ -144,6 +161,7 @@ class WorkerSide:
         except KVFerryError as error:
             self._fail(job_id, direction, error)
             return
+        self._in_flight.add(job_id)
         try:  # signalled last: the daemon decodes the job meanwhile
             timeline.signal(self._stream(), value)
         except KVFerryError as error:  # without the signal the job would never begin
@@ -161,6 +179,7 @@ class WorkerSide:
         for result in finished:
             if result.error is not None:
                 log.info("kvferry: job %d: %s", result.job_id, result.error)
+        self._in_flight.difference_update([result.job_id for result in finished])
         self._results += finished
 
     def _fail(self, job_id: int, direction: Direction, error: KVFerryError) -> None:
