@@ -8,6 +8,7 @@ import pwd
 import re
 import socket
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -156,10 +157,8 @@ def _advice(error: KVFerryError, directory: Path) -> str:
             return _restart_advice(_lock_owner(directory))
         case Code.PROTOCOL_VERSION | Code.BAD_MESSAGE:
             return "install the same version of kvferry on both sides, and restart both"
-        case Code.FORBIDDEN if "access.group" in error.message:
-            return "name a group of this user as access.group in the daemon's configuration"
         case Code.FORBIDDEN:
-            return "use one PID namespace for both: docker run --pid=host"
+            return "name a group of this user as access.group in the daemon's configuration"
         case Code.SHUTTING_DOWN:
             return f"start the daemon again: {_start_command(directory)}"
     return "see the daemon's log"
@@ -219,20 +218,30 @@ def status(context: CheckContext) -> Iterator[Finding]:
 
 
 def processes(context: CheckContext) -> Iterator[Finding]:
-    """Whether this process sees the daemon's process. The daemon has seen ours: it accepted it."""
+    """Whether this process sees the daemon's process. CUDA IPC needs that."""
     if context.client is None:
         return
     pid = context.client.daemon.pid
     inside = next((p for p in ("/.dockerenv", "/run/.containerenv") if Path(p).exists()), None)
-    if _lock_owner(context.client.directory) == pid and Path(f"/proc/{pid}").exists():
+    if _listening_process(context.client.directory) == pid:
         where = f"; this is a container ({inside})" if inside else ""
         yield ok("processes", f"this process and the daemon (pid {pid}) see each other{where}")
     else:
         yield warn(
             "processes",
-            f"the daemon sees this process, but its pid {pid} is not visible here",
-            "if sharing tensors fails: --pid=host --ipc=host for the engine's container",
+            f"the daemon's pid {pid} is not visible here, so CUDA IPC cannot share tensors",
+            "vLLM 0.31 and newer do not need it; else share tensors of allocate_kv_caches, or "
+            "start both containers with --pid=host --ipc=host",
         )
+
+
+def _listening_process(directory: Path) -> int:
+    """The pid that the daemon has in this PID namespace; 0 if it is in another one."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel, suppress(OSError):
+        channel.connect(str(directory / "fds.sock"))
+        credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        return int.from_bytes(credentials[:4], sys.byteorder)
+    return 0
 
 
 def device(context: CheckContext) -> Iterator[Finding]:

@@ -131,11 +131,16 @@ class Connections:
         )
 
     def _groups(self, uid: int, gid: int, pid: int) -> frozenset[int]:
-        """The groups of the connection in a request of libzmq, found by its credentials."""
-        for process in self._by_descriptor.values():
-            if (process.uid, process.gid, process.pid) == (uid, gid, pid):
-                return process.groups
-        return frozenset()
+        """The groups of the connection in a request of libzmq, found by its credentials.
+
+        Processes in other PID namespaces have pid 0: of those that look alike, the common groups.
+        """
+        alike = [
+            process.groups
+            for process in self._by_descriptor.values()
+            if (process.uid, process.gid, process.pid) == (uid, gid, pid)
+        ]
+        return frozenset.intersection(*alike) if alike else frozenset()
 
     def _bucket_of(self, uid: int, now: float) -> TokenBucket:
         bucket = self._buckets.get(uid)

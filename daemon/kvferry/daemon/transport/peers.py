@@ -2,7 +2,8 @@
 
 The uid and pid of a client come from the socket (SO_PEERCRED, in ZeroMQ's Peer-Address
 "localhost:uid:gid:pid"), not from its messages. A pidfd reports the exit of a client's process, and
-the ROUTER's monitor the end of its connection. Event loop only.
+the ROUTER's monitor the end of its connection. A client in another PID namespace has pid 0; its
+pidfd is that of the socket (SO_PEERPIDFD, Linux 6.5), or it has none. Event loop only.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +21,9 @@ import zmq
 from kvferry.daemon.transport.accept_gate import NONE_LEFT
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.messages import DaemonMessage, Hello, KeyEvents
+
+# Linux, include/uapi/asm-generic/socket.h; Python has no name for it.
+SO_PEERPIDFD = 77
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +37,7 @@ class Peer:
     identity: bytes
     uid: int
     pid: int
-    pidfd: int
+    pidfd: int | None
     # File descriptor number of the connection, as in ZeroMQ's SRCFD and monitor events.
     connection: int
     client: str
@@ -59,6 +64,25 @@ def frame_credentials(frame: zmq.Frame) -> tuple[int, int]:
         raise Refused(Code.FORBIDDEN, message) from error
 
 
+def open_pidfd(connection: int, pid: int) -> int | None:
+    """A pidfd of the process at the other end of a connected socket; None if there is none.
+
+    connection: descriptor of the socket. pid: 0 if it is not visible here. Raises Refused (BUSY).
+    """
+    try:
+        with socket.socket(fileno=os.dup(connection)) as peer:
+            try:
+                return peer.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+            except OSError as error:
+                if error.errno != errno.ENOPROTOOPT:
+                    raise
+        return os.pidfd_open(pid) if pid else None
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise Refused(Code.BUSY, NONE_LEFT, error.strerror) from error
+        return None  # the process has ended: so does the connection
+
+
 class Peers:
     """All connected clients, by session and by address.
 
@@ -82,21 +106,12 @@ class Peers:
         connection = int(frame.get(zmq.SRCFD))
         self._check_connected(identity, connection)
         uid, pid = frame_credentials(frame)
-        try:
-            pidfd = os.pidfd_open(pid)
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-                raise Refused(Code.BUSY, NONE_LEFT, error.strerror) from error
-            raise Refused(
-                Code.FORBIDDEN,
-                f"process {pid} is not visible to the daemon ({error.strerror}); run both in one "
-                "PID namespace",
-                pid,
-            ) from error
+        pidfd = open_pidfd(connection, pid)
         peer = Peer(session, identity, uid, pid, pidfd, connection, hello.client, hello.engine)
         self.by_session[session] = self.by_identity[identity] = peer
         self._by_connection[connection] = peer
-        self._loop.add_reader(pidfd, self._on_exit, peer, "process exited")
+        if pidfd is not None:
+            self._loop.add_reader(pidfd, self._on_exit, peer, "process exited")
         return peer
 
     def remove_peer(self, session: str) -> None:
@@ -105,8 +120,9 @@ class Peers:
         del self.by_identity[peer.identity]
         if self._by_connection.get(peer.connection) is peer:
             del self._by_connection[peer.connection]
-        self._loop.remove_reader(peer.pidfd)
-        os.close(peer.pidfd)
+        if peer.pidfd is not None:
+            self._loop.remove_reader(peer.pidfd)
+            os.close(peer.pidfd)
 
     def connection_opened(self, connection: int) -> None:
         """A connection was accepted."""
