@@ -20,7 +20,7 @@ from kvferry.client import (
 )
 from kvferry.daemon.tiers.disk.command import list_namespaces
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
-from kvferry.proto.events import BlockStored, KVEventBatch
+from kvferry.proto.events import BlockStored, KVEventBatch, published_hash
 from kvferry.proto.messages import TiersFound
 from kvferry.testing.engine import until
 from support.patient_daemon import PatientDaemon
@@ -202,14 +202,14 @@ def test_a_subscriber_receives_which_blocks_are_on_disk(start: Start, enter: Ent
         listener.connect(f"ipc://{daemon.directory}/events.sock")
         time.sleep(0.2)  # a subscription takes a moment
         engine.store(range(4))
-        on_disk = set[bytes]()
+        on_disk = set[int]()
         while len(on_disk) < 4:
             batch = msgspec.msgpack.decode(listener.recv_multipart()[2], type=KVEventBatch)
             for event in batch.events:
                 if isinstance(event, BlockStored) and event.medium == "STORAGE":
                     assert (event.locality, event.ownership) == ("LOCAL", "disk")
                     on_disk.update(event.block_hashes)
-    assert on_disk == {key[:-4] for key in keys(range(4))}
+    assert on_disk == set(map(published_hash, keys(range(4))))
 
 
 def test_a_second_tier_has_what_the_first_has_not(start: Start, enter: Enter) -> None:

@@ -31,7 +31,13 @@ from kvferry.client import (
     TransferResult,
     offload_key,
 )
-from kvferry.proto.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from kvferry.proto.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    published_hash,
+)
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 from support.time_limits import PROMPTLY
@@ -248,7 +254,7 @@ def test_kv_events_are_published(kvferryd: LocalDaemon, start_tenant: StartTenan
             assert name.decode() == topic
             numbers.append(int.from_bytes(number, "big"))
             published += msgspec.msgpack.decode(payload, type=KVEventBatch).events
-    hashes = [key_[:-4] for key_ in keys(1, 2, 3)]
+    hashes = list(map(published_hash, keys(1, 2, 3)))
     assert numbers == list(range(len(numbers)))
     assert published[0] == BlockStored(hashes[:2], None, [], 0, None, "CPU", None)
     assert published[1] == BlockRemoved([hashes[1]], "CPU")  # the tail of a prefix is evicted first

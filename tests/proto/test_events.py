@@ -16,8 +16,9 @@ from kvferry.proto.events import (
 from kvferry.proto.keys import EventKind, offload_key
 from kvferry.proto.messages import KeyEvent, KeyEvents
 
-HASHES = [bytes([n]) * 32 for n in range(3)]
-KEYS = tuple(offload_key(block_hash) for block_hash in HASHES)
+KEYS = tuple(offload_key(bytes([n]) * 32) for n in range(3))
+# The last 64 bits of each hash, as numbers.
+HASHES = [n * 0x0101010101010101 for n in range(3)]
 
 
 def published(*events: KeyEvent) -> list[dict[str, object]] | None:
@@ -63,7 +64,7 @@ def test_pending_and_abandoned_stores_are_not_published() -> None:
 
 
 def test_groups_of_a_block_are_one_hash() -> None:
-    both = offload_key(HASHES[0], 0), offload_key(HASHES[0], 1)
+    both = offload_key(bytes(32), 0), offload_key(bytes(32), 1)
     (event,) = published(KeyEvent(EventKind.REMOVED, both)) or []
     assert event["block_hashes"] == HASHES[:1]
 
@@ -75,8 +76,8 @@ def test_a_batch_is_decoded_unchanged() -> None:
 
 def test_many_events_are_split_into_batches() -> None:
     """All events are published in order, and no batch has more than MAX_BATCH_HASHES hashes."""
-    hashes = [n.to_bytes(32, "big") for n in range(3 * MAX_BATCH_HASHES)]
-    keys = tuple(map(offload_key, hashes))
+    hashes = list(range(3 * MAX_BATCH_HASHES))
+    keys = tuple(offload_key(n.to_bytes(32)) for n in hashes)
     removed, stored = KeyEvent(EventKind.REMOVED, keys[:5]), KeyEvent(EventKind.STORED, keys)
     cleared = KeyEvent(EventKind.CLEARED, ())
     batches = list(batches_of(KeyEvents(1, (removed, stored, cleared), 1), 16, 12.5))

@@ -3,7 +3,8 @@
 Each message on the daemon's PUB socket has three frames: the name of the namespace (the topic), a
 sequence number (8 bytes, big-endian, one more with each batch of that namespace), and a
 KVEventBatch in msgpack. A subscriber that receives too slowly misses batches and sees a gap in the
-numbers. Missed batches are not sent again. Hashes are those of the offload keys, without the group.
+numbers. Missed batches are not sent again. Hashes are the last 64 bits of those in the offload
+keys, as in vLLM's events by default (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES).
 
 The host pool's medium is CPU. A tier's medium is STORAGE: its events say that blocks were written
 into it. As with vLLM's own tiers, no event says that a tier has evicted a block.
@@ -35,8 +36,8 @@ class BlockStored(_Event):
     block_size: tokens in a block. medium, locality, ownership: see Place.
     """
 
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
+    block_hashes: list[int]
+    parent_block_hash: int | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None
@@ -49,7 +50,7 @@ class BlockStored(_Event):
 class BlockRemoved(_Event):
     """Blocks that can no longer be loaded."""
 
-    block_hashes: list[bytes]
+    block_hashes: list[int]
     medium: str
 
 
@@ -149,5 +150,10 @@ def _event(event: KeyEvent, block_size: int, place: Place) -> KVEvent | None:
     return None
 
 
-def _hashes(keys: Sequence[bytes]) -> list[bytes]:
-    return list(dict.fromkeys(map(block_hash_of, keys)))
+def published_hash(key: bytes) -> int:
+    """The last 64 bits of a key's block hash."""
+    return int.from_bytes(block_hash_of(key)[-8:])
+
+
+def _hashes(keys: Sequence[bytes]) -> list[int]:
+    return list(dict.fromkeys(map(published_hash, keys)))

@@ -18,7 +18,13 @@ from kvferry.daemon.core.actions import PublishKVEvents
 from kvferry.daemon.observability.kv_events import NUMBERS_PER_PROCESS, KVEventPublisher
 from kvferry.daemon.observability.kv_events_process import SEND_HIGH_WATER
 from kvferry.proto.errors import Refused
-from kvferry.proto.events import MAX_BATCH_HASHES, AllBlocksCleared, BlockStored, KVEventBatch
+from kvferry.proto.events import (
+    MAX_BATCH_HASHES,
+    AllBlocksCleared,
+    BlockStored,
+    KVEventBatch,
+    published_hash,
+)
 from kvferry.proto.keys import EventKind, offload_key
 from kvferry.proto.messages import KeyEvent, KeyEvents
 from support.child_processes import children_of
@@ -94,7 +100,7 @@ async def test_a_subscriber_receives_events_after_it_connected(
     for number in range(3):
         publisher.publish(stored(KEYS[number]))
     for number in range(3):
-        hashes = [KEYS[number][:-4]]
+        hashes = [published_hash(KEYS[number])]
         event = BlockStored(hashes, None, [], 16, None, "CPU", None)
         assert await subscriber.receive() == ("name", number, [event])
 
@@ -148,7 +154,7 @@ async def test_a_dead_process_is_replaced_and_the_numbers_show_a_gap(
     publisher.publish(stored(KEYS[2]))
     _, number, events = await subscriber.receive()
     assert number == NUMBERS_PER_PROCESS
-    assert events == [BlockStored([KEYS[2][:-4]], None, [], 16, None, "CPU", None)]
+    assert events == [BlockStored([published_hash(KEYS[2])], None, [], 16, None, "CPU", None)]
 
 
 @pytest.mark.parametrize("publisher", [{"max_queued_bytes": 256 << 10}], indirect=True)
