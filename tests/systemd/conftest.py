@@ -37,6 +37,19 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry-tests"
 
 
+def requirements() -> list[str]:
+    """What the daemon, the command line and Mooncake need, and their build."""
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    return [
+        *project["project"]["dependencies"],
+        *extras["daemon"],
+        *extras["cli"],
+        *[name for name in extras["dev"] if name.startswith("mooncake")],
+        *project["build-system"]["requires"],
+    ]
+
+
 @pytest.fixture(scope="session")
 def commands() -> dict[str, str]:
     return sections(CHECKOUT / "deploy" / "README.md")
@@ -49,12 +62,7 @@ def boot_container(*, gpu: bool = False) -> Iterator[SystemdContainer]:
         pytest.skip(reason)
     if gpu and not Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has no NVIDIA GPU")
-    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
-    extras = project["project"]["optional-dependencies"]
-    requirements = [*project["project"]["dependencies"], *extras["daemon"], *extras["cli"]]
-    requirements += [name for name in extras["dev"] if name.startswith("mooncake")]
-    requirements += project["build-system"]["requires"]
-    root = Foundation(cache_directory(), requirements, CHECKOUT / "constraints.txt").copy()
+    root = Foundation(cache_directory(), requirements(), CHECKOUT / "constraints.txt").copy()
     for name in SHIPPED:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(CHECKOUT / name, root / "src" / name, ignore=ignored)
