@@ -216,7 +216,7 @@ async def run(
                 core.writes,
                 region_store.checksums_of,
                 server.report_to_core,
-                metrics.tiers.observe_promotion,
+                metrics.jobs.observe_promotion,
             )
             region_store.restore_regions(kept.fds, core.restore_region)
             kept_tensor_store = KeptTensorStore(kept.fd_store)

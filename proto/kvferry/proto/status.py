@@ -1,15 +1,24 @@
-"""DaemonStatus and its parts: what the daemon reports to clients and operators."""
+"""DaemonStatus and its parts: what the daemon reports to clients and operators.
+
+A number is declared here, once (status_numbers.py). It is counted where it happens.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated
+from functools import partial
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
 
+from kvferry.proto.errors import Code
 from kvferry.proto.keys import MAX_KEY_BYTES
 from kvferry.proto.specs import Count, Direction, Name, Part, Positive
+from kvferry.proto.status_numbers import MetricLabel, counter, gauge
+
+# Error codes with an alert (deploy/alerts.yml).
+ALERTED = str(Code.BUSY), str(Code.CORRUPT_BLOCK)
 
 
 class DeviceInfo(Part):
@@ -95,10 +104,21 @@ class Fingerprint(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 class PoolStatus(Part):
+    """The host pool. reserved_bytes: of all regions, deserted ones included."""
+
+    metrics_prefix: ClassVar[str] = "pool_"
+
     size_bytes: int
-    pinned_bytes: int
-    # Bytes of all regions, deserted ones included.
-    reserved_bytes: int
+    pinned_bytes: Annotated[
+        int, gauge("Bytes of the host pool that are registered with the device.", text="")
+    ]
+    reserved_bytes: Annotated[
+        int, gauge("Bytes in regions of the host pool.", "bytes", state="reserved", text="")
+    ]
+
+    @property
+    def free_bytes(self) -> Annotated[int, gauge("Its other bytes.", "bytes", state="free")]:
+        return self.size_bytes - self.reserved_bytes
 
 
 class GroupCopying(Part):
@@ -109,16 +129,21 @@ class GroupCopying(Part):
 
 
 class EngineStatus(Part):
-    """present: whether the engine has a registration. jobs: in flight.
+    """An engine with a registration, a region of the pool or kept tensors.
 
     kept_bytes: of tensors that are kept, or will be kept when the engine disconnects.
     """
 
-    name: str
-    present: bool
+    name: Annotated[str, MetricLabel("engine")]
+    present: Annotated[
+        bool,
+        gauge("Engines with a region: 1 registered, 0 disconnected.", "engine_present", text=""),
+    ]
     host_blocks: int
     host_block_bytes: int
-    jobs: int
+    jobs: Annotated[
+        int, gauge("Jobs in flight.", "jobs_in_flight", text="{} jobs in flight", top=True)
+    ]
     copying: tuple[GroupCopying, ...] = ()
     kept_bytes: int = 0
 
@@ -128,26 +153,41 @@ class NamespaceStatus(Part):
 
     unverified: stored for an earlier daemon, and not yet compared with its checksum.
     orphaned: without a key since a reset or a checksum error, but in use by a job or pinned.
-    pinned: how many of the ready blocks are pinned.
     """
 
-    name: str
+    metrics_prefix: ClassVar[str] = "namespace_"
+
+    name: Annotated[str, MetricLabel("namespace")]
     fingerprint: Fingerprint
     policy: str
     engines: tuple[str, ...]
     blocks: int
     block_bytes: int
-    free: int
-    pending: int
-    ready: int
-    unverified: int
-    orphaned: int
-    pinned: int
-    hits: int
-    misses: int
-    stored: int
-    stores_skipped: int
-    evictions: int
+    free: Annotated[int, gauge("Host blocks without a key.", "blocks", state="free")]
+    pending: Annotated[int, gauge("Host blocks being written.", "blocks", state="pending")]
+    ready: Annotated[int, gauge("Loadable host blocks.", "blocks", state="ready")]
+    unverified: Annotated[int, gauge("Host blocks to verify.", "blocks", state="unverified")]
+    orphaned: Annotated[int, gauge("In use, without a key.", "blocks", state="orphaned")]
+    pinned: Annotated[
+        int, gauge("Ready host blocks that are pinned by engines or loads.", "pinned_blocks")
+    ]
+    # Since the namespace was created.
+    hits: Annotated[
+        int, counter("Keys that engines looked up and found.", "lookups", result="hit", text="")
+    ] = 0
+    misses: Annotated[
+        int, counter("Keys that they did not find.", "lookups", result="miss", text="")
+    ] = 0
+    stored: Annotated[int, counter("Blocks that were stored.")] = 0
+    stores_skipped: Annotated[
+        int,
+        counter("Blocks offered and not stored: no room, or store_threshold was not reached."),
+    ] = 0
+    evictions: Annotated[int, counter("Blocks that were evicted.", text="{} evicted", top=True)] = 0
+
+    @property
+    def model(self) -> Annotated[str, MetricLabel("model")]:
+        return self.fingerprint.model
 
 
 class CalibrationPoint(Part):
@@ -172,7 +212,10 @@ class CopyStatus(Part):
 
 
 class Totals(Part):
-    """Numbers of jobs and bytes since the start of the daemon."""
+    """Numbers of jobs and bytes since the start of the daemon.
+
+    The metrics count jobs and bytes themselves, by direction and copy mode.
+    """
 
     stores: int = 0
     loads: int = 0
@@ -182,24 +225,55 @@ class Totals(Part):
     cancelled: int = 0
 
 
+_job_age = partial(gauge, metric="oldest_job_seconds", if_none=0.0, top=True)
+
+
 class HealthStatus(Part):
     """Whether the daemon is healthy, and the reasons if it is not. All times are in seconds.
 
-    probe_seconds, probe_age: duration of the last probe (a small block copied to the device and
-        back, and compared), and time since its end; None before the first one.
-    oldest_job: age of the oldest job in flight that does not wait for its engine's timeline;
-        held_job: the same of those that wait. None if there is none.
-    loop_lag, worker_lag: largest recent delays of the event loop and of the device worker.
+    A probe copies a small block to the device and back, and compares it. Its values are None before
+    the first one, and the ages of jobs if there is no such job.
     """
 
-    healthy: bool
+    healthy: Annotated[
+        bool, gauge("Whether the daemon is healthy: 1 or 0; /health has the reasons.", text="")
+    ]
     reasons: tuple[str, ...] = ()
-    probe_seconds: float | None = None
-    probe_age: float | None = None
-    oldest_job: float | None = None
-    held_job: float | None = None
-    loop_lag: float = 0.0
-    worker_lag: float = 0.0
+    probe_seconds: Annotated[
+        float | None, gauge("Duration of the last probe; NaN before the first one.", text="")
+    ] = None
+    probe_age: Annotated[
+        float | None,
+        gauge("Time since the last probe; NaN before the first one.", "probe_age_seconds", text=""),
+    ] = None
+    oldest_job: Annotated[
+        float | None,
+        _job_age("Age of the oldest other job in flight.", waiting="no", text="oldest job {}"),
+    ] = None
+    held_job: Annotated[
+        float | None,
+        _job_age(
+            "Age of the oldest job that waits for its engine's timeline.",
+            waiting="yes",
+            text="waiting for its engine {}",
+        ),
+    ] = None
+    loop_lag: Annotated[
+        float,
+        gauge(
+            "Largest delay of the event loop in the last 10 s.",
+            "loop_lag_seconds",
+            text="event loop {} late",
+        ),
+    ] = 0.0
+    worker_lag: Annotated[
+        float,
+        gauge(
+            "Longest response time of the device worker in the last 10 s.",
+            "worker_lag_seconds",
+            text="device worker {} late",
+        ),
+    ] = 0.0
 
 
 class VerificationStatus(Part):
@@ -212,61 +286,113 @@ class VerificationStatus(Part):
     decided_bytes: int
 
 
+_failure = partial(counter, metric="failures", failure=True)
+
+
 class TierStatus(Part):
     """A tier below the host pool. Numbers of keys and bytes count since the start of the daemon.
 
     state: "starting", "on", "off" (until the circuit breaker admits a probe, or its process has
         started again) or "probing".
-    used_bytes: of `capacity_bytes`, with all overhead; the latter is 0 if it is not known.
+    promotion_seconds: the mean time of a promotion, from the request until its keys were loadable.
     read_only: why nothing can be written.
     failure: why its process has ended, until it has started again.
-    promotion_seconds: the mean time of a promotion, from the request until its keys were loadable.
-    queue_seconds: age of the oldest promotion or write that has not ended.
     """
 
-    name: str
+    metrics_prefix: ClassVar[str] = "tier_"
+
+    name: Annotated[str, MetricLabel("tier")]
     state: str
-    capacity_bytes: int = 0
-    used_bytes: int = 0
-    keys: int = 0
-    # Keys that FindInTiers asked the tier for, by result.
-    hits: int = 0
-    misses: int = 0
-    # Keys that were found, and not promoted, because computing them is expected to be faster.
-    skipped: int = 0
-    promoted: int = 0
+    capacity_bytes: Annotated[
+        int, gauge("Bound of what the tier stores; 0: not known.", text="")
+    ] = 0
+    used_bytes: Annotated[int, gauge("Bytes used, with all overhead.", text="")] = 0
+    keys: Annotated[int, gauge("Keys in the tier.", "stored_keys")] = 0
+    hits: Annotated[int, counter("Keys found.", "lookups", result="hit", text="")] = 0
+    misses: Annotated[int, counter("Keys not found.", "lookups", result="miss", text="")] = 0
+    skipped: Annotated[
+        int,
+        counter("Found, and not read: computing is faster.", "lookups", result="skipped"),
+    ] = 0
+    promoted: Annotated[int, counter("Read to the pool.", "keys", result="read", text="")] = 0
     promotion_seconds: float = 0.0
-    read_bytes: int = 0
-    written: int = 0
-    written_bytes: int = 0
-    # Keys that were evicted before they were written: the tier was full, off or behind.
-    dropped_writes: int = 0
-    evictions: int = 0
-    checksum_failures: int = 0
-    errors: int = 0
-    queue_seconds: float = 0.0
-    # How often the circuit breaker turned the tier off, and how often its process died.
-    openings: int = 0
-    deaths: int = 0
+    read_bytes: Annotated[
+        int, counter("Read to the pool.", "moved_bytes", direction="read", text="")
+    ] = 0
+    written: Annotated[int, counter("Written to the tier.", "keys", result="written", text="")] = 0
+    written_bytes: Annotated[
+        int, counter("Written to the tier.", "moved_bytes", direction="written", text="")
+    ] = 0
+    dropped_writes: Annotated[
+        int,
+        counter(
+            "Evicted from the pool before they were written: the tier was full, off or behind.",
+            "keys",
+            result="dropped",
+            text="{} writes dropped",
+            failure=True,
+        ),
+    ] = 0
+    evictions: Annotated[int, counter("Keys evicted from the tier.", text="{} evicted")] = 0
+    checksum_failures: Annotated[
+        int, _failure("Wrong checksums.", kind="checksum", text="{} wrong checksums")
+    ] = 0
+    errors: Annotated[int, _failure("Failed reads and writes.", kind="error")] = 0
+    queue_seconds: Annotated[
+        float, gauge("Age of the oldest promotion or write in progress.", text="queue {}", top=True)
+    ] = 0.0
+    openings: Annotated[
+        int, _failure("The tier was turned off.", kind="breaker", text="{} times off")
+    ] = 0
+    deaths: Annotated[
+        int, _failure("Its process died.", kind="death", text="{} process deaths")
+    ] = 0
     read_only: str = ""
     failure: str = ""
 
+    @property
+    def is_on(self) -> Annotated[bool, gauge("Whether the tier gets requests: 1 or 0.", "on")]:
+        return self.state == "on"
+
+    @property
+    def cannot_write(self) -> Annotated[bool, gauge("Whether it is read-only.", "read_only")]:
+        return bool(self.read_only)
+
 
 class DaemonStatus(Part):
+    """errors: their number by code. rate() ignores the first sample of a series, so those with an
+    alert are exported from the start."""
+
     version: str
     boot_id: str
     pid: int
-    uptime_seconds: float
+    uptime_seconds: Annotated[float, gauge("Time since the start of the daemon.", text="")]
     device: DeviceInfo
     pool: PoolStatus
-    sessions: int
+    sessions: Annotated[int, gauge("Connected clients.", text="")]
     engines: tuple[EngineStatus, ...]
     totals: Totals
-    # Number of errors per code since the start.
-    errors: dict[str, int]
+    errors: Annotated[
+        dict[str, int],
+        counter("Error replies, by code.", keys=("code",), from_start=ALERTED, text=""),
+    ]
     # Result of the calibration; None before it ran, and on the CPU.
     copying: CopyStatus | None = None
     health: HealthStatus | None = None
     # None if there was nothing to verify.
     verification: VerificationStatus | None = None
     tiers: tuple[TierStatus, ...] = ()
+
+    @property
+    def unverified_bytes(self) -> Annotated[int, gauge("Bytes of an earlier daemon to verify.")]:
+        left = self.verification
+        return 0 if left is None else left.total_bytes - left.decided_bytes
+
+    @property
+    def build_info(
+        self,
+    ) -> Annotated[
+        dict[tuple[str, ...], int],
+        gauge("Version of the daemon, and its device.", keys=("version", "device", "device_name")),
+    ]:
+        return {(self.version, self.device.uuid, self.device.name): 1}

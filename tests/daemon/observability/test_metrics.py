@@ -1,32 +1,28 @@
-"""Metrics: each job is counted once, and counters follow the totals of the core."""
+"""Metrics: each job is counted once, and series follow the status.
+
+That each number of the status is exported: tests/test_status_numbers.py.
+"""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
 from kvferry.daemon.core.actions import TransferCompleted
-from kvferry.daemon.observability.followed_counter import FollowedCounter
 from kvferry.daemon.observability.metrics import BUCKETS, Metrics
 from kvferry.proto import status as proto_status
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import Direction
 
+STATES = "on", "off", "probing", "starting"
+READ_ONLY = proto_status.TierStatus("disk", "on", read_only="no space")
 DEVICE, POOL = proto_status.DeviceInfo("cpu", "cpu", "host"), proto_status.PoolStatus(100, 60, 40)
 
 
-def status(*engines: proto_status.EngineStatus, **errors: int) -> proto_status.DaemonStatus:
+def status(*engines: proto_status.EngineStatus) -> proto_status.DaemonStatus:
     health = proto_status.HealthStatus(True)
     return proto_status.DaemonStatus(
-        "0", "b", 1, 1.0, DEVICE, POOL, 0, engines, proto_status.Totals(), errors, None, health
-    )
-
-
-def namespace_status(name: str, stored: int) -> proto_status.NamespaceStatus:
-    counts = [*[1] * 10, stored, 1, 1]
-    return proto_status.NamespaceStatus(
-        name, proto_status.Fingerprint("model", 4096), "lru", (), *counts
+        "0", "b", 1, 1.0, DEVICE, POOL, 0, engines, proto_status.Totals(), {}, None, health
     )
 
 
@@ -58,61 +54,51 @@ def test_a_job_that_was_not_done_counts_no_bytes() -> None:
     assert value("kvferry_moved_bytes_total", {"direction": "store", "mode": "cpu"}) is None
 
 
-def test_counters_follow_totals_of_the_core() -> None:
-    """If a total decreases, the counter restarts. If it disappears, its series is removed."""
-    registry = CollectorRegistry()
-    counter = FollowedCounter("events", "Events.", ("name",), registry)
-
-    def samples() -> tuple[float | None, float | None]:
-        a, b = (registry.get_sample_value("events_total", {"name": name}) for name in "ab")
-        return a, b
-
-    counter.set_totals({("a",): 5, ("b",): 0})
-    assert samples() == (5, 0)
-    counter.set_totals({("a",): 7, ("b",): 2})
-    assert samples() == (7, 2)
-    counter.set_totals({("a",): 3})
-    assert samples() == (3, None)
-    counter.set_totals({("a",): 3, ("b",): 1})
-    assert samples() == (3, 1)
-
-
 def test_series_of_removed_engines_are_dropped() -> None:
-    metrics = Metrics()
-    metrics.update(
-        status(proto_status.EngineStatus("e", True, 1, 1, 1), busy=2), [namespace_status("n", 4)]
-    )
+    metrics, engine = Metrics(), proto_status.EngineStatus("e", True, 1, 1, 1)
+    metrics.update(status(engine), [])
     value = metrics.registry.get_sample_value
-    labels = {"namespace": "n", "model": "model"}
     assert value("kvferry_engine_present", {"engine": "e"}) == 1
-    assert value("kvferry_namespace_stored_total", labels) == 4
-    assert value("kvferry_errors_total", {"code": "busy"}) == 2
-    metrics.update(status(busy=3), [])
+    metrics.update(status(), [])
     assert value("kvferry_engine_present", {"engine": "e"}) is None
-    assert value("kvferry_namespace_stored_total", labels) is None
-    assert value("kvferry_errors_total", {"code": "busy"}) == 3
 
 
-def test_a_tier_has_metrics_and_its_promotions_are_counted() -> None:
+def test_promotions_are_counted_and_a_tier_without_any_shows_zero() -> None:
+    metrics, labels = Metrics(), {"tier": "disk"}
+    tiers = (proto_status.TierStatus("disk", "on"),)
+    value = metrics.registry.get_sample_value
+    metrics.update(msgspec.structs.replace(status(), tiers=tiers), [])
+    assert value("kvferry_tier_promotion_seconds_count", labels) == 0
+    metrics.jobs.observe_promotion("disk", 0.003)
+    assert value("kvferry_tier_promotion_seconds_count", labels) == 1
+    assert value("kvferry_tier_promotion_seconds_bucket", labels | {"le": "0.0025"}) == 0
+    assert value("kvferry_tier_promotion_seconds_bucket", labels | {"le": "0.005"}) == 1
+
+
+def test_values_that_follow_from_other_fields_are_exported() -> None:
     metrics = Metrics()
-    tier = proto_status.TierStatus("disk", "on", used_bytes=7, hits=3, read_bytes=5, deaths=2)
-    metrics.update(msgspec.structs.replace(status(), tiers=(tier,)), [])
-    metrics.tiers.observe_promotion("disk", 0.003)
-    expected: dict[str, tuple[dict[str, str], float]] = {
-        "on": ({}, 1),
-        "used_bytes": ({}, 7),
-        "lookups_total": ({"result": "hit"}, 3),
-        "moved_bytes_total": ({"direction": "read"}, 5),
-        "failures_total": ({"kind": "death"}, 2),
-        "promotion_seconds_bucket": ({"le": "0.005"}, 1),
-        "promotion_seconds_count": ({}, 1),
-    }
-    for name, (labels, value) in expected.items():
-        sample = metrics.registry.get_sample_value(
-            f"kvferry_tier_{name}", {"tier": "disk", **labels}
-        )
-        assert sample == value, name
-    for state in ("off", "probing", "starting"):
-        off = msgspec.structs.replace(tier, state=state)
-        metrics.update(msgspec.structs.replace(status(), tiers=(off,)), [])
-        assert metrics.registry.get_sample_value("kvferry_tier_on", {"tier": "disk"}) == 0
+    full = msgspec.structs.replace(
+        status(),
+        verification=proto_status.VerificationStatus(7, 3),
+        tiers=tuple(proto_status.TierStatus(name, name) for name in STATES),
+    )
+    metrics.update(full, [])
+    value = metrics.registry.get_sample_value
+    build = {"version": "0", "device": "cpu", "device_name": "host"}
+    assert value("kvferry_build_info", build) == 1
+    assert value("kvferry_pool_bytes", {"state": "free"}) == 60
+    assert value("kvferry_unverified_bytes") == 4
+    assert [value("kvferry_tier_on", {"tier": state}) for state in STATES] == [1, 0, 0, 0]
+    metrics.update(msgspec.structs.replace(full, verification=None, tiers=(READ_ONLY,)), [])
+    assert value("kvferry_unverified_bytes") == 0
+    assert value("kvferry_tier_read_only", {"tier": "disk"}) == 1
+
+
+def test_values_before_the_first_probe_and_without_jobs() -> None:
+    metrics = Metrics()
+    metrics.update(status(), [])
+    value = metrics.registry.get_sample_value
+    assert str(value("kvferry_probe_seconds")) == "nan"
+    assert value("kvferry_oldest_job_seconds", {"waiting": "no"}) == 0
+    # An error that has an alert is a series from the start.
+    assert value("kvferry_errors_total", {"code": "corrupt_block"}) == 0

@@ -3,8 +3,10 @@
 link         GB/s per direction now; the bar is relative to one large contiguous copy
 queue        jobs in flight, and how long the oldest waits for the daemon, or for its engine
 pool         reserved, registered and free, not registered yet
-tiers        state, bytes used, hit rate, age of the oldest promotion or write, failures
+tiers        state, bytes used and hit rate
 namespaces   with their hit rate since the last sample; then engines, and errors
+
+Each row also shows the numbers whose declaration says so (proto/status_numbers.py).
 """
 
 from __future__ import annotations
@@ -19,9 +21,18 @@ from rich.text import Text
 
 from kvferry.client.cli.status import format_verified
 from kvferry.client.cli.tier_rows import tier_row
-from kvferry.client.cli.units import duration, printable, short_duration, size
+from kvferry.client.cli.units import (
+    duration,
+    format_number,
+    numbers,
+    printable,
+    short_duration,
+    size,
+)
 from kvferry.client.cli.watcher import DaemonHistory, Rates, StatusSample
+from kvferry.proto.specs import Part
 from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus, PoolStatus
+from kvferry.proto.status_numbers import declared_numbers
 
 # Below this number of columns, the sparkline and some columns are left out.
 NARROW = 76
@@ -126,12 +137,13 @@ def _queue_row(status: DaemonStatus, rates: Rates) -> Text:
     text = Text.assemble(("queue    ", "dim"), f"{jobs:,} in flight · {rates.jobs:,.0f} jobs/s")
     if rates.failed:
         text.append(f" · {rates.failed:,.1f} fail", "red")
-    health = status.health
-    if health is not None and health.oldest_job is not None:
-        text.append(f" · oldest {short_duration(health.oldest_job)}")
-    if health is not None and health.held_job is not None:
-        waiting = short_duration(health.held_job)
-        text.append(f" · waiting for its engine {waiting}", "yellow")
+    return _append_numbers(text, status.health, status.totals, status)
+
+
+def _append_numbers(text: Text, *parts: Part | None) -> Text:
+    for part in parts:
+        for number in numbers(part, top=True) if part is not None else ():
+            text.append(" · ").append(number)
     return text
 
 
@@ -143,13 +155,17 @@ def _pool_row(pool: PoolStatus, width: int) -> Text:
     if pool.pinned_bytes < pool.size_bytes:
         text += f", {pinned:.0%} registered"
     room = max(10, min(40, width - 9 - len(text)))
-    return Text.assemble(("pool     ", "dim"), render_bar(parts, room), text)
+    bar = render_bar(parts, room)
+    return _append_numbers(Text.assemble(("pool     ", "dim"), bar, text), pool)
 
 
 def _namespace_table(sample: StatusSample, previous: StatusSample | None, wide: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     table.add_column("model", overflow="ellipsis", no_wrap=True, max_width=36 if wide else 20)
-    for name in ("full", "", "hits", *(("blocks", "evicted") if wide else ())):
+    declared = declared_numbers(type(sample.namespaces[0])).items()
+    shown = {field: number for field, number in declared if wide and number.top}
+    names = [number.text.format("").strip() for number in shown.values()]
+    for name in ("full", "", "hits", *(["blocks"] if wide else []), *names):
         table.add_column(name, justify="right", no_wrap=True)
     old = {space.name: space for space in previous.namespaces} if previous else {}
     for space in sample.namespaces:
@@ -161,7 +177,8 @@ def _namespace_table(sample: StatusSample, previous: StatusSample | None, wide: 
         ]
         cells.append(_format_hit_rate(space, old.get(space.name)))
         if wide:
-            cells += [f"{space.blocks:,} x {size(space.block_bytes)}", f"{space.evictions:,}"]
+            cells.append(f"{space.blocks:,} x {size(space.block_bytes)}")
+        cells += [format_number(each, getattr(space, field)) for field, each in shown.items()]
         table.add_row(*cells)
     return table
 
@@ -189,8 +206,9 @@ def _engine_row(status: DaemonStatus) -> Iterator[Text]:
     for number, engine in enumerate(status.engines):
         style = "green" if engine.present else "dim"
         away = "" if engine.present else " (away)"
-        jobs = f" {engine.jobs:,} jobs" if engine.jobs else ""
-        text.append("  " if number else "").append(f"{printable(engine.name)}{away}{jobs}", style)
+        text.append("  " if number else "").append(f"{printable(engine.name)}{away}", style)
+        for each in numbers(engine, top=True):
+            text.append(" ").append(each)
     yield text
 
 

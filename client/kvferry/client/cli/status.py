@@ -18,7 +18,7 @@ from rich.text import Text
 
 from kvferry.client import DaemonStatus, OffloadClient, find_daemon
 from kvferry.client.cli.tier_rows import tier_lines
-from kvferry.client.cli.units import duration, printable, rows, short_duration, size
+from kvferry.client.cli.units import duration, numbers, printable, rows, short_duration, size
 from kvferry.client.endpoint import find_daemon_in
 from kvferry.proto.errors import Code, Gone
 from kvferry.proto.status import (
@@ -134,7 +134,8 @@ def _status_lines(status: DaemonStatus, namespaces: Namespaces, width: int) -> I
         counts = (f"{code} x{n}" for code, n in sorted(status.errors.items()))
         yield from rows("errors", counts, width, "red")
     sessions = f"{status.sessions} (this one included)"
-    yield from rows("sessions", [sessions, f"engines {len(status.engines)}"], width)
+    parts = [sessions, f"engines {len(status.engines)}", *numbers(status)]
+    yield from rows("sessions", parts, width)
     for engine in status.engines:
         yield Text()
         yield from _engine_lines(engine, width)
@@ -144,7 +145,7 @@ def _status_lines(status: DaemonStatus, namespaces: Namespaces, width: int) -> I
 
 
 def _health_lines(health: HealthStatus | None, width: int) -> Iterator[Text]:
-    """Health and delays. A job that waits for its engine's timeline is shown separately."""
+    """Health, delays and the oldest jobs."""
     if health is None:
         return
     if health.healthy:
@@ -152,15 +153,10 @@ def _health_lines(health: HealthStatus | None, width: int) -> Iterator[Text]:
     else:
         summary = Text(f"unhealthy: {'; '.join(health.reasons)}", "bold red")
     yield from rows("health", [summary], width)
-    worker, loop = short_duration(health.worker_lag), short_duration(health.loop_lag)
-    parts = [f"device worker {worker} late", f"event loop {loop} late"]
+    parts = numbers(health)
     if health.probe_seconds is not None and health.probe_age is not None:
         probe, age = short_duration(health.probe_seconds), short_duration(health.probe_age)
         parts.insert(0, f"probe {probe} ({age} ago)")
-    if health.oldest_job is not None:
-        parts.append(f"oldest job {short_duration(health.oldest_job)}")
-    if health.held_job is not None:
-        parts.append(f"waiting for its engine {short_duration(health.held_job)}")
     yield from rows("", parts, width, "dim")
 
 
@@ -190,6 +186,7 @@ def _pool_lines(pool: PoolStatus, width: int) -> Iterator[Text]:
     parts: list[Text | str] = [bar, f"{size(pool.pinned_bytes)} pinned"]
     if pool.pinned_bytes < pool.size_bytes:
         parts.append(Text(f"being registered: {100 * pool.pinned_bytes // whole}%", "yellow"))
+    parts += numbers(pool)
     yield from rows("pool", parts, width)
 
 
@@ -199,6 +196,7 @@ def _total_lines(totals: Totals, width: int) -> Iterator[Text]:
         f"loaded {size(totals.loaded_bytes)} in {totals.loads} jobs",
         Text(f"{totals.failed} failed", "red" if totals.failed else ""),
         f"{totals.cancelled} cancelled",
+        *numbers(totals),
     ]
     yield from rows("moved", parts, width)
 
@@ -209,7 +207,7 @@ def _engine_lines(engine: EngineStatus, width: int) -> Iterator[Text]:
     block, nbytes = engine.host_block_bytes, engine.host_blocks * engine.host_block_bytes
     parts = [
         f"{engine.host_blocks:,} host blocks of {size(block)} ({size(nbytes)})",
-        f"{engine.jobs:,} jobs in flight",
+        *numbers(engine),
     ]
     if engine.kept_bytes:
         parts.append(f"{size(engine.kept_bytes)} of tensors kept")
@@ -217,7 +215,7 @@ def _engine_lines(engine: EngineStatus, width: int) -> Iterator[Text]:
 
 
 def _namespace_lines(space: NamespaceStatus, width: int) -> Iterator[Text]:
-    """The model, its rank if there are several, the namespace's name, its engines and blocks."""
+    """The model, its rank if there are several, the namespace's name, its engines and numbers."""
     model = space.fingerprint
     names = [printable(model.model)]
     if model.world_size > 1:
@@ -227,7 +225,6 @@ def _namespace_lines(space: NamespaceStatus, width: int) -> Iterator[Text]:
     namespace = [Text(f"namespace {space.name}"), Text(space.policy)]
     yield from rows("", [*namespace, *(engines or [Text("no engine", "yellow")])], width)
     blocks = f"{space.blocks:,} blocks of {size(space.block_bytes)}"
-    counts = (f"{space.ready:,} ready", f"{space.pinned:,} pinned", f"{space.free:,} free")
     lookups = space.hits + space.misses
     hits = [f"{space.hits / lookups:.0%} hits"] if lookups else []
-    yield from rows("", [blocks, *counts, *hits, f"{space.evictions:,} evicted"], width)
+    yield from rows("", [blocks, *hits, *numbers(space)], width)

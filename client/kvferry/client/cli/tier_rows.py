@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from kvferry.client.cli.units import printable, rows, short_duration, size
+from kvferry.client.cli.units import numbers, printable, rows, short_duration, size
 from kvferry.proto.status import TierStatus
 
 # How each state is shown, and its style.
@@ -19,28 +19,18 @@ STATES = {
 
 
 def tier_lines(tiers: Sequence[TierStatus], width: int) -> Iterator[Text]:
-    """Rows of `kvferry status`: the usage, the transfers and the errors of each tier."""
+    """Rows of `kvferry status`: the usage and the numbers of each tier."""
     for tier in tiers:
         shown, style = STATES.get(tier.state, (tier.state, ""))
         head = [Text(shown, style), Text(_used(tier))]
-        if _is_counted(tier):
-            head.append(Text(f"{tier.keys:,} keys"))
         if tier.read_only:
             head.append(Text(f"read-only: {printable(tier.read_only)}", "red"))
         yield from rows(printable(tier.name), head, width)
-        parts = [f"{_hits(tier)} hits"] if tier.hits + tier.misses else []
-        if tier.skipped:
-            parts.append(f"{tier.skipped:,} skipped")
+        parts: list[Text | str] = [f"{_hits(tier)} hits"] if tier.hits + tier.misses else []
         mean = f" (mean {short_duration(tier.promotion_seconds)})" if tier.promotion_seconds else ""
         parts.append(f"read {size(tier.read_bytes)} in {tier.promoted:,} keys{mean}")
         parts.append(f"written {size(tier.written_bytes)} in {tier.written:,}")
-        if _is_counted(tier):
-            parts.append(f"evicted {tier.evictions:,}")
-        if tier.queue_seconds:
-            parts.append(f"queue {short_duration(tier.queue_seconds)}")
-        yield from rows("", parts, width, "dim")
-        if failures := _failures(tier):
-            yield from rows("", failures, width, "red")
+        yield from rows("", [*parts, *numbers(tier)], width, "dim")
         if tier.failure:
             yield from rows("", [printable(tier.failure)], width, "red")
 
@@ -55,12 +45,10 @@ def tier_row(tier: TierStatus) -> Text:
     )
     if tier.hits + tier.misses:
         text.append(f" · hits {_hits(tier)}")
-    if tier.queue_seconds:
-        text.append(f" · oldest {short_duration(tier.queue_seconds)}")
     if tier.read_only:
         text.append(" · read-only", "red")
-    if failures := _failures(tier):
-        text.append(f" · {', '.join(failures)}", "yellow")
+    for number in numbers(tier, top=True):
+        text.append(" · ").append(number)
     return text
 
 
@@ -78,14 +66,3 @@ def _used(tier: TierStatus) -> str:
 
 def _hits(tier: TierStatus) -> str:
     return f"{tier.hits / (tier.hits + tier.misses):.0%}"
-
-
-def _failures(tier: TierStatus) -> list[str]:
-    counts = {
-        "writes dropped": tier.dropped_writes,
-        "wrong checksums": tier.checksum_failures,
-        "errors": tier.errors,
-        "times off": tier.openings,
-        "process deaths": tier.deaths,
-    }
-    return [f"{number:,} {what}" for what, number in counts.items() if number]

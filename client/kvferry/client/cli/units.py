@@ -9,6 +9,9 @@ from collections.abc import Iterable, Iterator
 
 from rich.text import Text
 
+from kvferry.proto.specs import Part
+from kvferry.proto.status_numbers import Number, declared_numbers
+
 _SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _DURATION_UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 # Columns of the label at the start of a row.
@@ -31,6 +34,25 @@ def rows(label: str, parts: Iterable[Text | str], width: int, style: str = "") -
         line.append("" if is_empty else ", ", style).append_text(text)
         is_empty = False
     yield line
+
+
+def numbers(part: Part, *, top: bool = False) -> list[Text | str]:
+    """The declared numbers of a part of the status that are not zero, such as "12 evicted".
+
+    top: only those of `kvferry top`.
+    """
+    return [
+        Text(text, "yellow" if top else "red") if number.failure else text
+        for field, number in declared_numbers(type(part)).items()
+        if number.text and (number.top or not top) and (value := getattr(part, field))
+        if (text := number.text.format(format_number(number, value)))
+    ]
+
+
+def format_number(number: Number, value: float) -> str:
+    """A value in its unit."""
+    formats = {"bytes": size, "seconds": short_duration}
+    return formats.get(number.unit, "{:,}".format)(value)
 
 
 def printable(name: str) -> str:
