@@ -26,8 +26,8 @@ import numpy as np
 from kvferry.client.session import ClientSession
 from kvferry.daemon.core.actions import MapTensors, Report, StartTransfer
 from kvferry.daemon.core.core import Core
+from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.layout import Extent
-from kvferry.daemon.core.status import DaemonIdentity
 from kvferry.daemon.device.mappings import MapCommand
 from kvferry.daemon.device.worker import Command, DeviceWorker
 from kvferry.daemon.engine.base import Mapping

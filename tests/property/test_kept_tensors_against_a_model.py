@@ -25,7 +25,7 @@ from kvferry.daemon.core.actions import (
     UnmapTensors,
 )
 from kvferry.daemon.core.core import Core
-from kvferry.daemon.core.status import DaemonIdentity
+from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code, ErrorInfo
@@ -141,7 +141,7 @@ class KeptTensorsModel:
         """Process all commands, and compare the held memory with the status."""
         while self.commands:
             self.work()
-        status = {engine.name: engine for engine in self.core.status(1.0).engines}
+        status = {engine.name: engine for engine in self.core.engines()}
         kept = {name: e.kept_bytes for name, e in status.items() if e.kept_bytes}
         held = dict.fromkeys({memory.engine for memory in self.held.values()}, 0)
         for memory in self.held.values():

@@ -16,6 +16,7 @@ from kvferry.daemon.core.actions import (
     CopyPlan,
     MapTensors,
     SendMessage,
+    SendStatus,
     StartTransfer,
     TensorsMapped,
     TensorsUnmapped,
@@ -79,6 +80,8 @@ class CheckedCore:
                 case SendMessage(session, message):
                     assert session in self.engine_of
                     self._check_message(session, message)
+                case SendStatus(session, request_id):
+                    assert wire.StatusReport in self.due.pop((session, request_id))
                 case CloseSession(session):
                     self._forget_session(session)
                 case MapTensors(number, session):

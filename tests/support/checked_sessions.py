@@ -24,7 +24,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.core import Core
-from kvferry.daemon.core.status import DaemonIdentity
+from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code, ErrorInfo

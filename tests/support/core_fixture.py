@@ -19,7 +19,7 @@ from kvferry.daemon.core.actions import (
     TransferCompleted,
 )
 from kvferry.daemon.core.core import Core
-from kvferry.daemon.core.status import DaemonIdentity
+from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code, ErrorInfo

@@ -31,7 +31,7 @@ from kvferry.daemon.core.actions import (
     UnmapTensors,
 )
 from kvferry.daemon.core.core import Core
-from kvferry.daemon.core.status import DaemonIdentity
+from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.tier_actions import BlocksCommitted, TierDescription
 from kvferry.proto import memory
 from kvferry.proto import messages as wire

@@ -29,8 +29,8 @@ from kvferry.daemon.access.admission import Admission
 from kvferry.daemon.access.endpoint import Endpoint
 from kvferry.daemon.config import Config, HealthConfig
 from kvferry.daemon.core.core import Core
+from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.regions import MAX_REGIONS
-from kvferry.daemon.core.status import DaemonIdentity
 from kvferry.daemon.core.transfers import MAX_GPU_BLOCKS
 from kvferry.daemon.device.command_queue import Ping
 from kvferry.daemon.device.worker import DeviceWorker

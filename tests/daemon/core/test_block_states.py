@@ -125,7 +125,7 @@ def test_loads_in_flight_of_a_corrupt_block_fail_and_the_block_becomes_stale() -
     assert (result.error.code, result.error.value, result.nbytes) == (Code.CORRUPT_BLOCK, "1", 0)
     assert fixture.refused("a", 3, load(0, 1, hosts=(1,))) == Code.STALE
     fixture.start("a", 4, load(0, 1, hosts=(0,)))
-    assert fixture.core.status(101.0).errors[Code.CORRUPT_BLOCK] == 2
+    assert fixture.core.errors[Code.CORRUPT_BLOCK] == 2
 
 
 def test_blocks_of_an_earlier_daemon_are_stale_until_they_are_verified() -> None:

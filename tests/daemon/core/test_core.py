@@ -7,9 +7,6 @@ import pytest
 from kvferry.daemon.core.actions import (
     CancelTransfers,
     CloseSession,
-    CopyCalibrated,
-    HealthChecked,
-    PoolRegistered,
     SendMessage,
     TensorsMapped,
     TensorsUnmapped,
@@ -17,10 +14,9 @@ from kvferry.daemon.core.actions import (
     UnmapTensors,
 )
 from kvferry.proto import messages as wire
-from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code
 from kvferry.proto.results import Outcome
-from support.core_fixture import DEVICE, LAYOUT, LIMITS, POOL, CoreFixture, new_core, store
+from support.core_fixture import DEVICE, LAYOUT, LIMITS, CoreFixture, new_core, store
 
 # Sessions
 
@@ -87,42 +83,3 @@ def test_a_stopping_daemon_refuses_a_waiting_successor() -> None:
     assert (action.session, action.message.request_id) == ("a/new", 5)
     assert action.message.error.code == Code.SHUTTING_DOWN
     assert not fixture.core.busy
-
-
-def test_status_has_sessions_engines_and_pool() -> None:
-    fixture = CoreFixture("a/worker", "a/scheduler", "b")
-    fixture.start("a/scheduler", 1, store(0))
-    fixture.refused("a/worker", 2, store(99))
-    fixture.core.close_session("b")
-    fixture.report(TensorsUnmapped(2))
-    fixture.report(PoolRegistered(8192))
-    copying = proto_status.CopyStatus(
-        "auto", proto_status.CalibrationPoint(1 << 20, 55.0, 54.0), (), 1, 1
-    )
-    health = proto_status.HealthStatus(True)
-    fixture.report(CopyCalibrated(copying))
-    fixture.report(HealthChecked(health))
-    (action,) = fixture.send("a/worker", wire.StatusRequest(5))
-    assert action == SendMessage(
-        "a/worker",
-        wire.StatusReport(
-            5,
-            proto_status.DaemonStatus(
-                version="0.1",
-                boot_id="boot",
-                pid=4711,
-                uptime_seconds=1.0,
-                device=DEVICE,
-                pool=proto_status.PoolStatus(POOL, 8192, 8192),
-                sessions=2,
-                engines=(
-                    proto_status.EngineStatus("a", True, 2, 2048, 1),
-                    proto_status.EngineStatus("b", False, 2, 2048, 0),
-                ),
-                totals=proto_status.Totals(),
-                errors={"block_out_of_range": 1},
-                copying=copying,
-                health=health,
-            ),
-        ),
-    )

@@ -20,13 +20,13 @@ from kvferry.daemon.core.actions import (
     UnmapTensors,
 )
 from kvferry.daemon.core.core import Core
+from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.records import (
     KeptTensorsRecord,
     RecoveredRegion,
     RegionRecord,
     engine_owner,
 )
-from kvferry.daemon.core.status import DaemonIdentity
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
@@ -99,7 +99,7 @@ class KeptTensorsFixture:
 
     def kept(self) -> dict[str, tuple[bool, int]]:
         """Engine -> (is connected, kept bytes), if it has kept tensors."""
-        engines = self.core.status(1.0).engines
+        engines = self.core.engines()
         return {e.name: (e.present, e.kept_bytes) for e in engines if e.kept_bytes}
 
 

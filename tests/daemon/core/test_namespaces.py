@@ -34,7 +34,7 @@ def test_opening_creates_a_namespace() -> None:
     fixture.open_sessions("a")
     opened = fixture.open_namespace("a", quota=REGION_BYTES + 100, policy="arc", threshold=2)
     assert opened == wire.Opened(7, FINGERPRINT.name, 4, PAGE, False, "arc", 2, ())
-    assert fixture.core.status(101.0).pool.reserved_bytes == REGION_BYTES + 100
+    assert fixture.core.reserved_bytes == REGION_BYTES + 100
 
 
 def test_a_namespace_without_a_quota_gets_all_free_bytes() -> None:
@@ -52,7 +52,7 @@ def test_an_engine_with_an_equal_fingerprint_shares_the_namespace() -> None:
     )
     assert fixture.register("b") == memory.HostRegion(4, PAGE, False)
     assert offsets(fixture.start("b", load(b"ba"))) == offsets(plan)[::-1]
-    assert fixture.core.status(101.0).pool.reserved_bytes == REGION_BYTES
+    assert fixture.core.reserved_bytes == REGION_BYTES
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_quota_below_one_block_or_above_the_pool_is_refused(quota: int) -> Non
         str(quota),
     )
     assert fixture.namespaces() == ()
-    assert fixture.core.status(101.0).pool.reserved_bytes == 0
+    assert fixture.core.reserved_bytes == 0
     assert fixture.error("a", wire.Touch(()))[0] == Code.UNKNOWN_NAMESPACE
 
 
@@ -300,7 +300,7 @@ def test_another_quota_recreates_a_namespace_without_engines() -> None:
     opened = fixture.open_namespace("b", quota=2 * REGION_BYTES)
     assert (opened.reattached, opened.num_blocks) == (False, 8)
     assert fixture.usage("blocks", "ready", "free") == (8, 0, 8)
-    assert fixture.core.status(101.0).pool.reserved_bytes == 2 * REGION_BYTES
+    assert fixture.core.reserved_bytes == 2 * REGION_BYTES
 
 
 # Status

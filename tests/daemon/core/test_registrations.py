@@ -96,7 +96,7 @@ def test_a_layout_with_too_many_gpu_blocks_is_refused() -> None:
     tensors = (TensorLayout((1 << 31) - 1, 1, 1),) * many
     layout = KVLayout(tensors, tuple((TensorRef(n, 1),) for n in range(many)))
     assert fixture.error("a", wire.AllocateKVCaches(1, layout))
-    assert fixture.core.status(101.0).pool.reserved_bytes == 0
+    assert fixture.core.reserved_bytes == 0
     assert not fixture.core.busy
 
 
@@ -112,7 +112,7 @@ def test_a_full_pool_is_refused_and_counted() -> None:
     fixture = CoreFixture("a", "b", registered=False)
     fixture.send("a", wire.AllocateKVCaches(1, LAYOUT))
     assert fixture.error("b", wire.AllocateKVCaches(1, LAYOUT)) == Code.POOL_FULL
-    assert fixture.core.status(101.0).errors == {"pool_full": 1}
+    assert fixture.core.errors == {"pool_full": 1}
 
 
 def test_a_successor_waits_until_the_old_mapping_is_unmapped() -> None:
@@ -156,7 +156,7 @@ def test_a_registration_waits_for_the_room_of_a_disconnecting_engine() -> None:
     assert isinstance(first, MapTensors)
     assert first.session == "b"
     assert (second.session, second.message.error.code) == ("c", Code.POOL_FULL)
-    assert fixture.core.status(101.0).errors == {"pool_full": 2}
+    assert fixture.core.errors == {"pool_full": 2}
 
 
 def test_a_registration_waits_for_the_last_of_several_disconnecting_engines() -> None:

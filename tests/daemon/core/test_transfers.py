@@ -32,7 +32,7 @@ def test_a_completed_job_reports_its_bytes_and_time() -> None:
     (action,) = fixture.report(TransferCompleted(plan.serial, Outcome.DONE, 0.25))
     result = JobResult(7, Direction.STORE, Outcome.DONE, 3072, 0.25)
     assert action == SendMessage("a", wire.Finished((result,)))
-    assert fixture.core.status(101.0).totals == proto_status.Totals(stores=1, stored_bytes=3072)
+    assert fixture.core.totals() == proto_status.Totals(stores=1, stored_bytes=3072)
 
 
 def test_an_unsuccessful_job_reports_no_bytes() -> None:
@@ -45,7 +45,7 @@ def test_an_unsuccessful_job_reports_no_bytes() -> None:
         assert isinstance(action.message, wire.Finished)
         (result,) = action.message.results
         assert (result.outcome, result.nbytes) == (outcome, 0)
-    assert fixture.core.status(101.0).totals == proto_status.Totals(failed=1, cancelled=1)
+    assert fixture.core.totals() == proto_status.Totals(failed=1, cancelled=1)
 
 
 @pytest.mark.parametrize(

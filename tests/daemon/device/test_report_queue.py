@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 
-from kvferry.daemon.core.actions import PoolRegistered, Report
+from kvferry.daemon.core.actions import Report, TensorsUnmapped
 from kvferry.daemon.device.report_queue import ReportQueue
 
 
@@ -24,7 +24,11 @@ def test_reports_of_another_thread_are_taken_in_order() -> None:
         def put() -> None:
             for number in range(0, 3000, 3):
                 reports.put_reports(
-                    [PoolRegistered(number), PoolRegistered(number + 1), PoolRegistered(number + 2)]
+                    [
+                        TensorsUnmapped(number),
+                        TensorsUnmapped(number + 1),
+                        TensorsUnmapped(number + 2),
+                    ]
                 )
                 if number % 50 == 0:
                     time.sleep(0)
@@ -36,7 +40,7 @@ def test_reports_of_another_thread_are_taken_in_order() -> None:
         thread.join()
 
     asyncio.run(serve())
-    assert taken == [PoolRegistered(number) for number in range(3000)]
+    assert taken == [TensorsUnmapped(number) for number in range(3000)]
 
 
 def test_the_loop_is_woken_once_for_several_reports() -> None:
@@ -48,18 +52,18 @@ def test_the_loop_is_woken_once_for_several_reports() -> None:
             nonlocal wake_ups
             wake_ups += 1
             for report in reports.take_reports():
-                if report == PoolRegistered(1):  # another report arrives meanwhile
-                    reports.put_reports([PoolRegistered(3)])
+                if report == TensorsUnmapped(1):  # another report arrives meanwhile
+                    reports.put_reports([TensorsUnmapped(3)])
                 taken.append(report)
 
         reports = ReportQueue(asyncio.get_running_loop(), on_reports)
         for number in range(3):
-            reports.put_reports([PoolRegistered(number)])
+            reports.put_reports([TensorsUnmapped(number)])
         await asyncio.sleep(0.01)
         assert wake_ups == 2, "once for the first three, and once for the next"
-        reports.put_reports([PoolRegistered(4)])
+        reports.put_reports([TensorsUnmapped(4)])
         await asyncio.sleep(0.01)
 
     asyncio.run(serve())
     assert wake_ups == 3
-    assert taken == [PoolRegistered(number) for number in range(5)]
+    assert taken == [TensorsUnmapped(number) for number in range(5)]

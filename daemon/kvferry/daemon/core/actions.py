@@ -35,13 +35,7 @@ from kvferry.proto.memory import Allocation, Location
 from kvferry.proto.messages import DaemonMessage, KeyEvents
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import Direction
-from kvferry.proto.status import (
-    CopyStatus,
-    GroupCopying,
-    HealthStatus,
-    TierStatus,
-    VerificationStatus,
-)
+from kvferry.proto.status import CopyStatus, GroupCopying
 
 
 class CopyPlan(msgspec.Struct, frozen=True):
@@ -73,6 +67,14 @@ class SendMessage(msgspec.Struct, frozen=True):
 
     session: str
     message: DaemonMessage
+
+
+@dataclass(frozen=True, slots=True)
+class SendStatus:
+    """Send the status of the daemon, in reply to a request."""
+
+    session: str
+    request_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +242,7 @@ class CancelTransfers:
 
 Action: TypeAlias = (
     SendMessage
+    | SendStatus
     | SendStream
     | Broadcast
     | PublishKVEvents
@@ -329,26 +332,10 @@ class BlocksCorrupted:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolRegistered:
-    """The host pool is registered up to this byte."""
-
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class CopyCalibrated:
     """The calibration ended with this result."""
 
     copying: CopyStatus
-
-
-@dataclass(frozen=True, slots=True)
-class HealthChecked:
-    """The current health of the daemon, progress of the verification, and the state of tiers."""
-
-    health: HealthStatus
-    verification: VerificationStatus | None = None
-    tiers: tuple[TierStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,9 +364,7 @@ Report: TypeAlias = (
     | TransferCompleted
     | BlocksVerified
     | BlocksCorrupted
-    | PoolRegistered
     | CopyCalibrated
-    | HealthChecked
     | Pong
     | BlocksCommitted
     | KeysFound

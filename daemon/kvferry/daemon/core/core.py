@@ -7,6 +7,7 @@ Error, and it is counted. Called by the server, on the event loop only.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TypeAlias
 
 from kvferry.daemon.core.actions import (
@@ -16,16 +17,16 @@ from kvferry.daemon.core.actions import (
     CloseSession,
     Continue,
     CopyCalibrated,
-    HealthChecked,
     Pong,
-    PoolRegistered,
     Report,
     SendMessage,
+    SendStatus,
     TensorsMapped,
     TensorsUnmapped,
     TransferCompleted,
 )
 from kvferry.daemon.core.engine_owners import EngineOwners
+from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.layout import split_spec
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.promotions import Promotions
@@ -33,7 +34,6 @@ from kvferry.daemon.core.records import KeptTensorsRecord, RecoveredRegion
 from kvferry.daemon.core.regions import MAX_REGIONS, Regions
 from kvferry.daemon.core.registration import OWN
 from kvferry.daemon.core.registrations import Registrations
-from kvferry.daemon.core.status import DaemonIdentity, StatusRecorder
 from kvferry.daemon.core.tier_actions import (
     BlocksCommitted,
     BlocksFetched,
@@ -62,8 +62,8 @@ class Core:
     own_bytes: bytes at the front of the pool for the daemon's own blocks. observe_job: see
     transfers.JobObserver. tiers: those below the pool, fastest first.
 
-    writes: what the tiers take to write it. Every method is called on the event loop and returns
-    without blocking.
+    errors: their number by code. writes: what the tiers take to write it. Every method is called on
+    the event loop and returns without blocking.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Core:
     ) -> None:
         self.identity = identity
         self.stopping = False
-        self._recorder = StatusRecorder(identity)
+        self.errors: Counter[str] = Counter()
         # The engine of each session.
         self._engines: dict[str, str] = {}
         self._owners = EngineOwners()
@@ -155,10 +155,7 @@ class Core:
             case BlocksCorrupted():
                 self._handle_corrupted(report)
                 actions, error = [], None
-            case PoolRegistered() | CopyCalibrated() | HealthChecked():
-                self._recorder.record(report)
-                return []
-            case Pong():  # for observability
+            case Pong() | CopyCalibrated():  # for observability
                 return []
             case KeysFound():
                 actions, error = self._promotions.handle_found(report), None
@@ -178,7 +175,7 @@ class Core:
             case Continue(command):
                 return [command]
         if error is not None:
-            self._recorder.count_errors(error.code)
+            self.errors[error.code] += 1
         return [*self._regions.take_changes(), *actions, *self._namespaces.take_key_events()]
 
     def restore_region(self, found: RecoveredRegion) -> None:
@@ -241,7 +238,9 @@ class Core:
 
     def _count_error(self, error: KVFerryError, session: str) -> None:
         if self._engines.get(session) != OWN:
-            self._recorder.count_errors(error.code)
+            self.errors[error.code] += 1
+
+    # Numbers of the status
 
     def tier_counters(self) -> dict[str, dict[str, float]]:
         """Fields of TierStatus that the core counts, by the name of the tier."""
@@ -251,15 +250,24 @@ class Core:
     def pool_bytes(self) -> int:
         return self._regions.pool_bytes
 
-    def namespaces(self) -> tuple[wire_status.NamespaceStatus, ...]:
-        """The status of each namespace."""
-        return self._namespaces.status()
+    @property
+    def own_bytes(self) -> int:
+        """The part of the pool that is the daemon's own."""
+        return self._regions.own_bytes
 
-    def status(self, now: float) -> wire_status.DaemonStatus:
-        """now: time.monotonic() in seconds."""
-        return self._recorder.status(
-            now, len(self.sessions), self._regions, self._registrations, self._transfers
-        )
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of all regions, without the daemon's own."""
+        return self._regions.reserved_bytes
+
+    def totals(self) -> wire_status.Totals:
+        return wire_status.Totals(**self._transfers.totals)
+
+    def engines(self) -> tuple[wire_status.EngineStatus, ...]:
+        return self._registrations.status(self._transfers.count_by_engine())
+
+    def namespaces(self) -> tuple[wire_status.NamespaceStatus, ...]:
+        return self._namespaces.status()
 
     def _dispatch(
         self, session: str, engine: str, message: wire.ClientMessage, now: float
@@ -280,7 +288,7 @@ class Core:
             case wire.Subscribe() | wire.Pin() | wire.Unpin() | wire.Touch():
                 return self._namespaces.handle_message(session, message)
             case wire.StatusRequest(request_id):
-                return [SendMessage(session, wire.StatusReport(request_id, self.status(now)))]
+                return [SendStatus(session, request_id)]
             case wire.NamespacesRequest(request_id):
                 return [SendMessage(session, wire.NamespacesReport(request_id, self.namespaces()))]
             case wire.OpenNamespace() | wire.RegisterKVCaches() | wire.AllocateKVCaches():
@@ -304,7 +312,7 @@ class Core:
 
     def _handle_corrupted(self, report: BlocksCorrupted) -> None:
         """Host blocks are corrupt: they are no longer loadable, and loads in flight fail."""
-        self._recorder.count_errors(Code.CORRUPT_BLOCK, report.blocks.size)
+        self.errors[Code.CORRUPT_BLOCK] += report.blocks.size
         region = self._regions.get(report.owner)
         if region is None:
             return

@@ -247,11 +247,7 @@ class Namespace:
             unverified=usage.unverified,
             orphaned=usage.orphaned,
             pinned=usage.pinned,
-            hits=usage.hits,
-            misses=usage.misses,
-            stored=usage.stored,
-            stores_skipped=usage.stores_skipped,
-            evictions=usage.evictions,
+            **self.cache.counts,
         )
 
     def _pin_keys(

@@ -13,6 +13,7 @@ event loop.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 
@@ -50,7 +51,7 @@ from kvferry.proto.messages import (
     Released,
     ReleaseKVCaches,
 )
-from kvferry.proto.status import GroupCopying
+from kvferry.proto.status import EngineStatus, GroupCopying
 
 
 class Registrations:
@@ -90,17 +91,28 @@ class Registrations:
             raise Refused(Code.NOT_REGISTERED, message, engine)
         return registration
 
-    def copying_of(self, engine: str) -> tuple[GroupCopying, ...]:
-        current = self._by_engine.get(engine)
-        return () if current is None else current.copying
+    def status(self, in_flight: Counter[str]) -> tuple[EngineStatus, ...]:
+        """Engines with a registration, with a deserted region, or only with kept tensors.
 
-    def kept_bytes_by_engine(self) -> dict[str, int]:
-        """Bytes of kept tensors per engine, including those that will be kept."""
-        kept = dict(self._kept_tensors.bytes_by_engine())
-        for registration in self:
-            if registration.kept_bytes:
-                kept[registration.engine] = registration.kept_bytes
-        return kept
+        in_flight: jobs of each engine.
+        """
+        clients = [each for each in self if each.engine != OWN]
+        will_keep = {each.engine: each.kept_bytes for each in clients if each.kept_bytes}
+        kept = self._kept_tensors.bytes_by_engine() | will_keep
+        copying: dict[str, tuple[GroupCopying, ...]] = {}
+        # Whether it is present, its host blocks, and the bytes of each. The last entry counts.
+        hosts = dict.fromkeys(kept, (False, 0, 0))
+        for region in self._regions:
+            if region.owner.kind == "engine":
+                block_bytes = region.contents.host_block_bytes
+                hosts[region.owner.name] = False, region.num_blocks, block_bytes
+        for each in clients:
+            hosts[each.engine] = True, each.host.num_blocks, each.host.block_bytes
+            copying[each.engine] = each.copying
+        return tuple(
+            EngineStatus(name, *host, in_flight[name], copying.get(name, ()), kept.get(name, 0))
+            for name, host in hosts.items()
+        )
 
     def is_open(self, registration: Registration) -> bool:
         return registration.number in self._open

@@ -22,12 +22,11 @@ from kvferry.daemon.core.actions import (
     Broadcast,
     CloseSession,
     CommitBlocks,
+    CopyCalibrated,
     FreeDeferred,
-    HealthChecked,
     KeepTensors,
     MapTensors,
     Pong,
-    PoolRegistered,
     PublishKVEvents,
     RegionCreated,
     RegionFreed,
@@ -35,6 +34,7 @@ from kvferry.daemon.core.actions import (
     ReleaseTensors,
     Report,
     SendMessage,
+    SendStatus,
     SendStream,
     StartTransfer,
     TensorsMapped,
@@ -59,10 +59,11 @@ from kvferry.daemon.transport.fd_passing import FdServer
 from kvferry.daemon.transport.observers import ClientLog, HealthMonitor
 from kvferry.daemon.transport.outbox import merge_results
 from kvferry.daemon.transport.sessions import Sessions
+from kvferry.daemon.transport.status import StatusAssembler
 from kvferry.daemon.transport.zap import ZapHandler, protect
 from kvferry.proto.codec import MAX_MESSAGE_BYTES
 from kvferry.proto.errors import KVFerryError
-from kvferry.proto.messages import ClientMessage, DaemonMessage, Goodbye, Hello, StatusRequest
+from kvferry.proto.messages import ClientMessage, DaemonMessage, Goodbye, Hello, StatusReport
 from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus
 
 # Messages of any size that ZeroMQ itself queues per connection: received ones, of at most twice
@@ -91,6 +92,7 @@ class Server:
         self._kept_tensor_store: KeptTensorStore
         self._tiering: Tiering
         self._health: HealthMonitor
+        self._status = StatusAssembler(core)
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._error: KVFerryError | None = None
@@ -166,8 +168,7 @@ class Server:
         return await self._health.check_health()
 
     async def status_snapshot(self) -> tuple[DaemonStatus, tuple[NamespaceStatus, ...]]:
-        self._core.report(self._health_report())
-        return self._core.status(time.monotonic()), self._core.namespaces()
+        return self._daemon_status(), self._core.namespaces()
 
     # Called from other threads
 
@@ -184,7 +185,7 @@ class Server:
         self._loop.call_soon_threadsafe(self._stop_with_error, error)
 
     def _pool_registered(self, nbytes: int) -> None:
-        self._core.report(PoolRegistered(nbytes))
+        self._status.registered_bytes = nbytes
         if nbytes == self._core.pool_bytes:
             self._client_log.pool_registered(nbytes)
         self._health.pool_grew()
@@ -197,8 +198,6 @@ class Server:
 
     def handle_message(self, session: str, message: ClientMessage) -> None:
         self._take_reports()
-        if isinstance(message, StatusRequest):
-            self._core.report(self._health_report())
         self._perform(self._core.handle(session, message, time.monotonic()))
 
     def open_session(self, session: str, hello: Hello, uid: int) -> bool:
@@ -236,15 +235,21 @@ class Server:
                 report = self._fd_server.hold_fds_of(report)
             elif isinstance(report, Pong):
                 self._health.handle_pong(report)
+            elif isinstance(report, CopyCalibrated):
+                self._status.copying = report.copying
             reports.append(report)
         self.report_to_core(reports)
         for report in reports:
             if isinstance(report, TransferCompleted):
                 self._region_store.end_store(report.serial)
 
-    def _health_report(self) -> HealthChecked:
-        tiers = self._tiering.status(self._core.tier_counters())
-        return HealthChecked(self._health.status(), self._region_store.verification, tiers)
+    def _daemon_status(self) -> DaemonStatus:
+        return self._status.assemble(
+            time.monotonic(),
+            self._health.status(),
+            self._region_store.verification,
+            self._tiering.status(self._core.tier_counters()),
+        )
 
     # Actions
 
@@ -259,10 +264,8 @@ class Server:
                     self._region_store.commit_store(action)
                 case SendMessage(session, message):
                     self._sessions.send_message(session, message)
-                case SendStream(session, messages):
-                    self._outboxes.start_stream(session, messages)
-                case Broadcast(sessions, key_events):
-                    self._outboxes.broadcast_events(sessions, key_events)
+                case SendStatus() | SendStream() | Broadcast():
+                    self._send(action)
                 case PublishKVEvents():
                     self._publish(action)
                 case MapTensors():
@@ -287,6 +290,16 @@ class Server:
                     free_in_steps(deferred)
                 case command:
                     self._worker.post_command(command)
+
+    def _send(self, action: SendStatus | SendStream | Broadcast) -> None:
+        match action:
+            case Broadcast(sessions, key_events):
+                self._outboxes.broadcast_events(sessions, key_events)
+            case SendStream(session, messages):
+                self._outboxes.start_stream(session, messages)
+            case SendStatus(session, request_id):
+                report = StatusReport(request_id, self._daemon_status())
+                self._sessions.send_message(session, report)
 
     def _map_tensors(self, action: MapTensors) -> None:
         """Pass the descriptors that the client has sent to the device worker."""

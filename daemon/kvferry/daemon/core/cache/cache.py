@@ -67,7 +67,7 @@ class Cache:
         self._admission_filter = AdmissionFilter(store_threshold, max(capacity, OFFERS_REMEMBERED))
         # Jobs in flight, those from before a reset included.
         self._jobs: set[Reservation | Pins] = set()
-        self._hits = self._misses = self._skipped = self._stored = 0
+        self.counts = self._blocks.counts
 
     def configure(self, policy: str, store_threshold: int) -> None:
         """Change the policy and the threshold. Keys and counters stay.
@@ -94,19 +94,14 @@ class Cache:
             unverified=contents.unverified,
             pinned=allocator.held - allocator.orphaned - contents.pending,
             orphaned=allocator.orphaned,
-            hits=self._hits,
-            misses=self._misses,
-            stores_skipped=self._skipped,
-            stored=self._stored,
-            evictions=self._blocks.evictions,
         )
 
     def lookup(self, key: bytes) -> Lookup:
         """HIT, MISS or HIT_PENDING, which counts as neither. Changes nothing else."""
         block = self._blocks.index.find_number(key)
         found = Lookup.MISS if block < 0 else self._blocks.contents.lookup(block)
-        self._hits += found is Lookup.HIT
-        self._misses += found is Lookup.MISS
+        self.counts["hits"] += found is Lookup.HIT
+        self.counts["misses"] += found is Lookup.MISS
         return found
 
     def count_prefix(self, keys: Sequence[bytes]) -> int:
@@ -121,8 +116,8 @@ class Cache:
 
     def count_lookups(self, hits: int, misses: int) -> None:
         """Count lookups that a client's mirror answered."""
-        self._hits += hits
-        self._misses += misses
+        self.counts["hits"] += hits
+        self.counts["misses"] += misses
 
     # Stores
 
@@ -150,7 +145,7 @@ class Cache:
             if block < 0 or block in replaceable
         ]
         wanted = self._admission_filter.count_offers(candidates)
-        self._skipped += len(candidates) - len(wanted)
+        self.counts["stores_skipped"] += len(candidates) - len(wanted)
         if not wanted:
             return Reservation((), (), ())
         replaced = (
@@ -162,7 +157,7 @@ class Cache:
         self._blocks.allocator.hold_blocks(held)
         try:
             if needed > self._blocks.allocator.idle:
-                self._skipped += len(wanted)
+                self.counts["stores_skipped"] += len(wanted)
                 return None
             self._blocks.discard_blocks(_array(replaced))
             blocks, evicted = self._blocks.reserve_blocks(tuple(wanted))
@@ -183,7 +178,7 @@ class Cache:
         self._blocks.allocator.release_blocks(blocks)
         if present and success:
             self._blocks.set_stored(blocks, keys, parts)
-            self._stored += len(keys)
+            self.counts["stored"] += len(keys)
             whole = [key for key in keys if key not in parts] if parts else keys
             self.events.add(EventKind.STORED, whole)
             self.events.add(EventKind.ABANDONED, tuple(parts))

@@ -36,7 +36,7 @@ class Pins:
 
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
-    """Blocks now, and keys counted since the start.
+    """Blocks by state.
 
     capacity = free + pending + ready + unverified + orphaned. Keys stored in part count as ready.
     """
@@ -48,11 +48,6 @@ class CacheUsage:
     unverified: int
     pinned: int
     orphaned: int
-    hits: int
-    misses: int
-    stores_skipped: int
-    stored: int
-    evictions: int
 
     @property
     def used(self) -> int:

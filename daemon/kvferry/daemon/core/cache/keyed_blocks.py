@@ -13,6 +13,7 @@ tier_access.py, on the event loop.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -37,7 +38,8 @@ class KeyedBlocks:
         self.capacity, self._min_uses = capacity, min_uses
         self.allocator = BlockAllocator(capacity)
         self.events = CacheEvents()
-        self.evictions = 0
+        # Counters of NamespaceStatus, by field.
+        self.counts: Counter[str] = Counter()
         # For each tier, the blocks that were evicted before they were written into it.
         self.unwritten = [0] * len(min_uses)
         self._make_policy = POLICIES[policy]
@@ -65,7 +67,7 @@ class KeyedBlocks:
         self.policy.insert_blocks(keys, blocks)
         self.store_order.append(blocks)
         self.marks.start(blocks)
-        self.evictions += len(evicted)
+        self.counts["evictions"] += len(evicted)
         self.events.add(EventKind.PENDING, keys)
         return blocks, evicted
 

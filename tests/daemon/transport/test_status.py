@@ -1,0 +1,45 @@
+"""The status that the server assembles."""
+
+from __future__ import annotations
+
+from kvferry.daemon.core.actions import SendStatus, TensorsUnmapped
+from kvferry.daemon.transport.status import StatusAssembler
+from kvferry.proto import messages as wire
+from kvferry.proto import status as proto_status
+from support.core_fixture import DEVICE, POOL, CoreFixture, store
+
+HEALTH = proto_status.HealthStatus(True)
+
+
+def test_status_has_the_numbers_of_all_parts() -> None:
+    fixture = CoreFixture("a/worker", "a/scheduler", "b")
+    fixture.start("a/scheduler", 1, store(0))
+    fixture.refused("a/worker", 2, store(99))
+    fixture.core.close_session("b")
+    fixture.report(TensorsUnmapped(2))
+    assert fixture.send("a/worker", wire.StatusRequest(5)) == [SendStatus("a/worker", 5)]
+    assembler, tiers = StatusAssembler(fixture.core), (proto_status.TierStatus("disk", "on"),)
+    verification = proto_status.VerificationStatus(2, 1)
+    assembler.registered_bytes = 8192
+    assembler.copying = proto_status.CopyStatus(
+        "auto", proto_status.CalibrationPoint(1 << 20, 55.0, 54.0), (), 1, 1
+    )
+    assert assembler.assemble(101.0, HEALTH, verification, tiers) == proto_status.DaemonStatus(
+        version="0.1",
+        boot_id="boot",
+        pid=4711,
+        uptime_seconds=1.0,
+        device=DEVICE,
+        pool=proto_status.PoolStatus(POOL, 8192, 8192),
+        sessions=2,
+        engines=(
+            proto_status.EngineStatus("a", True, 2, 2048, 1),
+            proto_status.EngineStatus("b", False, 2, 2048, 0),
+        ),
+        totals=proto_status.Totals(),
+        errors={"block_out_of_range": 1},
+        copying=assembler.copying,
+        health=HEALTH,
+        verification=verification,
+        tiers=tiers,
+    )
