@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,9 +62,8 @@ class AttachedTier:
     rate: ReadRate = field(default_factory=lambda: ReadRate(time.monotonic))
     # Starts of the fetches that have not ended, by number, the oldest first.
     fetches: dict[int, float] = field(default_factory=dict)
-    # Keys that the tier was asked for and has, or has not.
-    hits: int = 0
-    misses: int = 0
+    # Counters of TierStatus, by field.
+    counts: Counter[str] = field(default_factory=Counter)
     # Fetches that read a key, and their total time.
     promotions: int = 0
     promotion_seconds: float = 0.0
@@ -142,8 +142,8 @@ class Tiering:
 
         def receive(results: Sequence[Result], tier: int) -> None:
             hits = results.count(Result.OK)
-            self._tiers[tier].hits += hits
-            self._tiers[tier].misses += len(results) - hits
+            self._tiers[tier].counts["hits"] += hits
+            self._tiers[tier].counts["misses"] += len(results) - hits
             for place, result in enumerate(results):
                 if result is Result.OK and not 0 <= search.tier_of[place] < tier:
                     search.tier_of[place] = tier
@@ -237,8 +237,7 @@ class Tiering:
         if tier.write_out is not None and (write := tier.write_out.oldest) is not None:
             oldest.append(write)
         values: dict[str, float] = {
-            "hits": tier.hits,
-            "misses": tier.misses,
+            **tier.counts,
             "promoted": fetched[Result.OK],
             "promotion_seconds": tier.promotion_seconds / max(1, tier.promotions),
             "written": put[Result.OK],
