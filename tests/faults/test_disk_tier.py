@@ -1,4 +1,4 @@
-"""The disk tier with torn slots, kills, power cuts, and failing file systems: never wrong bytes.
+"""The disk tier with torn slots and failing file systems: never wrong bytes.
 
 Fetches compare the bytes with those that were put (kvferry.testing.tier_subjects).
 """
@@ -12,28 +12,21 @@ import subprocess
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from daemon.tiers.disk_fixtures import KillableDisk
-from daemon.tiers.setups import disk_setup
 from kvferry.daemon.tiers.base import Result
-from kvferry.daemon.tiers.tier_process import TierTimes
 from kvferry.testing.tier_subjects import (
-    NAMESPACE,
     PoolMemory,
     ProcessSubject,
-    content_of,
-    key_of,
-    open_subject,
 )
-from support.disk_tier_files import allocated_bytes, pretend_reboot
+from support.disk_tier_files import allocated_bytes
+from support.disk_tier_process import BLOCK, disk_process
 
-BLOCK = 4096
 OK, MISS, FULL, PRESENT = Result.OK, Result.MISS, Result.FULL, Result.PRESENT
 SIZE = 32 << 20
 BATCH = 16
@@ -44,14 +37,6 @@ def pool() -> Iterator[PoolMemory]:
     pool = PoolMemory(BLOCK)
     yield pool
     pool.files.close()
-
-
-@contextmanager
-def disk_process(root: Path, pool: PoolMemory, size: int = SIZE) -> Iterator[ProcessSubject]:
-    short_breaks = TierTimes(first_off=0.05, longest_off=0.2)
-    with open_subject(replace(disk_setup(root, size), times=short_breaks), pool) as tier:
-        assert isinstance(tier, ProcessSubject)
-        yield tier
 
 
 def kill(tier: ProcessSubject) -> None:
@@ -95,7 +80,7 @@ def small_file_system(folder: Path, mebibytes: int = 16) -> Iterator[Path]:
 def test_torn_slots_and_flipped_bits(
     pool: PoolMemory, tmp_path: Path, long: bool, seed: int
 ) -> None:
-    """10,000 damaged slots (500 in the short form), with the index kept or rebuilt."""
+    """10,000 damaged slots (500 in the short form), with the hints kept or lost."""
     wanted = 10_000 if long else 500
     rng = np.random.default_rng(seed)
     disk = KillableDisk(pool, tmp_path / "tier", 16 << 20)
@@ -104,7 +89,7 @@ def test_torn_slots_and_flipped_bits(
     while damaged < wanted:
         put_all(disk, numbers)
         if rng.integers(2):
-            disk.cut_power()
+            disk.lose_hints()
         else:
             disk.kill()
         for path in disk.slabs():
@@ -131,97 +116,6 @@ def test_torn_slots_and_flipped_bits(
     assert set(outcomes) <= {OK, MISS, Result.CORRUPT}
     assert outcomes[Result.CORRUPT] > 0
     assert outcomes[OK] > 0.4 * outcomes.total()
-
-
-# Kills
-
-
-def start_puts(tier: ProcessSubject, numbers: range) -> list[Result]:
-    """Put 32 keys in 8 requests at once. Returns their results, which come later."""
-    ended: list[Result] = []
-    for place in range(32):
-        tier.pool.block(place)[:] = content_of(numbers[place], BLOCK)
-    for at in range(0, 32, 4):
-        keys = [key_of(number) for number in numbers[at : at + 4]]
-        sums = [tier.pool.checksum(at + n, key) for n, key in enumerate(keys)]
-        blocks = tier.blocks(NAMESPACE, keys, range(at, at + 4))
-        tier.client.put(blocks, np.array(sums, np.uint64), ended.extend)
-    return ended
-
-
-def fetch_when_loaded(tier: ProcessSubject, numbers: range) -> list[Result]:
-    """Fetch once the index is rebuilt, which happens in the background."""
-    for _ in range(1000):
-        if tier.usage().keys >= len(numbers):
-            break
-    return fetch_all(tier, numbers)
-
-
-def test_kills_under_load(tmp_path: Path, long: bool, seed: int) -> None:
-    """SIGKILL of the tier's process, 100 times (6 in the short form), with puts in flight.
-
-    After every second kill the pool is lost and the boot id is another one.
-    """
-    rounds, rng = 100 if long else 6, random.Random(seed)
-    root, put, found, unfinished = tmp_path / "tier", 0, 0, Counter[Result]()
-    for number in range(rounds):
-        whole = range(number * 1000, number * 1000 + 256)
-        in_flight = range(whole.stop, whole.stop + 32)
-        with ExitStack() as opened:
-            pool = PoolMemory(BLOCK)
-            opened.callback(pool.files.close)
-            tier = opened.enter_context(disk_process(root, pool))
-            assert put_all(tier, whole) == [OK] * 256
-            ended, few = start_puts(tier, in_flight), rng.randrange(0, 28, 4)
-            tier.wait_until(lambda ended=ended, few=few: len(ended) >= few)  # type: ignore[misc]
-            if number % 2:
-                assert tier.client.pid is not None
-                os.kill(tier.client.pid, signal.SIGKILL)
-                tier.close()
-                pool = PoolMemory(BLOCK)
-                opened.callback(pool.files.close)
-                pretend_reboot(root)
-                tier = opened.enter_context(disk_process(root, pool))
-            else:
-                kill(tier)
-            results = fetch_when_loaded(tier, whole)
-            put, found = put + len(results), found + results.count(OK)
-            unfinished.update(fetch_all(tier, in_flight))
-            tier.drop()
-    print(f"{rounds} kills: {found} of {put} blocks found; puts in flight: {dict(unfinished)}")
-    assert found >= 0.99 * put
-    assert set(unfinished) <= {OK, MISS, Result.CORRUPT}
-
-
-@pytest.mark.parametrize("damage", ["garbage", "middle", "truncated"])
-def test_an_index_that_is_damaged_while_it_is_used(
-    pool: PoolMemory, tmp_path: Path, damage: str
-) -> None:
-    """Lookups miss or the process dies, and then blocks are found again."""
-    numbers = range(512)
-    with disk_process(tmp_path / "tier", pool) as tier:
-        assert put_all(tier, numbers) == [OK] * 512
-        index = tmp_path / "tier" / NAMESPACE / "index"
-        with index.open("r+b") as file:
-            match damage:
-                case "garbage":
-                    file.write(b"\xa5" * index.stat().st_size)
-                case "middle":
-                    file.seek(8192)
-                    file.write(b"\xa5" * (index.stat().st_size - 8192))
-                case _:
-                    file.truncate(4096)
-        results = list[Result]()
-        for _ in range(600):
-            tier.wait_until(lambda: tier.client.is_on)
-            results = fetch_all(tier, numbers)
-            if results.count(OK) > 500:
-                break
-            assert set(results) <= {OK, MISS, Result.ERROR}
-            tier.put([1000])
-            tier.wait_until(lambda: tier.client.in_flight == 0)
-        assert results.count(OK) > 500
-        assert set(put_all(tier, range(2000, 2064))) == {OK}
 
 
 # The size limit

@@ -1,4 +1,4 @@
-"""SIGKILL of daemons with a disk tier, under load. Half of them lose their pool, as after a reboot.
+"""SIGKILL of daemons with a disk tier, under load. Half of them lose their pool and the hints.
 
 Written blocks are found again with their bytes. Blocks from before a reset are not found.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.daemon_invariants import check_released
-from support.disk_tier_files import pretend_reboot
+from support.disk_tier_files import lose_hints
 from support.restarting_daemons import RestartingDaemons
 from support.tier_ledger import BATCH, TierLedger
 from support.traffic_processes import TrafficProcesses, mixed_engines
@@ -80,7 +80,7 @@ def test_daemons(
             ledger.close()
             if number % 2:
                 daemons.lose_pool()
-                pretend_reboot(root)
+                lose_hints(root)
             daemons.start()
             ledger.connect(daemons.directory)
             if reset:

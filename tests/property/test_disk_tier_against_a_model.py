@@ -1,14 +1,15 @@
-"""The disk tier compared with a dictionary, with kills and power cuts at random points.
+"""The disk tier compared with a dictionary, with kills and lost hints at random points.
 
 The tier is large enough for all keys, so it evicts none. A key of the dictionary must be found with
 its bytes. Other keys must be missing, with one exception: a key that was dropped individually may
-be found with its bytes after the index was rebuilt, because its slot still exists.
+be found with its bytes after the hints were lost, because its slot still exists.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,13 @@ from hypothesis import strategies as st
 
 from daemon.tiers.disk_fixtures import KillableDisk
 from kvferry.daemon.tiers.base import Result
+from kvferry.daemon.tiers.disk.slot_table import Entry
 from kvferry.testing.tier_subjects import PoolMemory
 
 NAMESPACES = ("a" * 16, "b" * 16)
 VERBS = (
     *("put", "put", "put", "fetch", "drop", "reset"),
-    *("kill", "cut", "close", "maintain", "die", "die-committed"),
+    *("kill", "lose", "close", "maintain", "die", "die-inserted"),
 )
 OK, MISS = Result.OK, Result.MISS
 
@@ -69,51 +71,45 @@ class DiskTierModel:
                 for keys in (self.stored, self.uncertain, self.dropped):
                     keys[name].clear()
             case "kill":
-                disk.kill()
-                self._open()
-            case "cut":
-                disk.cut_power()
-                self._open()
+                disk.restart()
+            case "lose":
+                disk.lose_hints()
+                for name in NAMESPACES:
+                    self.uncertain[name] |= self.dropped[name] - self.stored[name]
+                disk.open()
             case "close":
                 disk.close()
-                self._open()
+                disk.open()
             case "maintain":
                 disk.tier.maintain()
             case _:
-                self._die(name, numbers, committed=verb == "die-committed")
+                self._die(name, numbers, inserted=verb == "die-inserted")
 
     def _record_stored(self, name: str, numbers: list[int]) -> None:
         self.stored[name] |= set(numbers)
         self.uncertain[name] -= set(numbers)
 
-    def _die(self, name: str, numbers: list[int], *, committed: bool) -> None:
+    def _die(self, name: str, numbers: list[int], *, inserted: bool) -> None:
+        """Kill it when the first new block is written, before or after that is inserted."""
         disk = self.disk
         disk.put(numbers[:1], name)  # this creates the store
         self._record_stored(name, numbers[:1])
-        store = disk.tier._stores[name]
-        commit = store._commit
+        catalog = disk.tier._stores[name].catalog
+        insert = catalog.insert
 
-        def die(written: object) -> bool:
-            if committed:
-                commit(written)  # type: ignore[arg-type]
+        def die(entry: Entry) -> None:
+            number = int.from_bytes(entry.key[:8], "big")
+            if inserted:
+                insert(entry)
+                self._record_stored(name, [number])
+            else:  # its header may be found later
+                self.dropped[name].add(number)
             raise Killed
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(store, "_commit", die)
-            with pytest.raises(Killed):
-                disk.put(numbers, name)
-        if committed:
-            self._record_stored(name, numbers)
-        else:  # the slots are written, so a later rebuild may find them
-            self.dropped[name] |= set(numbers) - self.stored[name]
-        disk.kill()
-        self._open()
-
-    def _open(self) -> None:
-        self.disk.open()
-        if self.disk.tier._rebuild:
-            for name in NAMESPACES:
-                self.uncertain[name] |= self.dropped[name] - self.stored[name]
+        with pytest.MonkeyPatch.context() as patch, suppress(Killed):
+            patch.setattr(catalog, "insert", die)
+            disk.put(numbers, name)
+        disk.restart()
 
     def check(self, name: str, numbers: list[int]) -> None:
         found = self.disk.contains(numbers, name)

@@ -6,7 +6,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from kvferry.daemon.tiers.disk.recovery import BOOT_ID, STATE
+import numpy as np
+
+from kvferry.daemon.tiers.disk.hints import HINTS, HintFile
 from kvferry.daemon.tiers.disk.root_files import LOCK
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
 
@@ -21,15 +23,21 @@ def allocated_bytes(root: Path) -> int:
     return total
 
 
-def pretend_reboot(root: Path, seconds: float = 30.0) -> None:
-    """Make the next process of the tier detect another boot id.
+def keys_in_hints(directory: Path, key_bytes: int) -> set[bytes]:
+    """The keys of a namespace, by its hint file. Raises FileNotFoundError if there is none."""
+    file = HintFile(directory / HINTS, key_bytes, read_only=True)
+    hints = file.read(range(file.nbytes // file.bytes_of(1)))
+    file.close()
+    return {hints.keys[slot] for slot in np.flatnonzero(hints.generations > 0).tolist()}
 
-    Waits until the last process has ended. Changes nothing if that process closed the tier
-    cleanly, or if there has been none. Raises TimeoutError after `seconds`.
+
+def lose_hints(root: Path, seconds: float = 30.0) -> None:
+    """Have the next process of the tier read the headers of all slots.
+
+    Waits until the last process has ended. Raises TimeoutError after `seconds`.
     """
     with suppress(FileNotFoundError), (root / LOCK).open() as lock:
         if not wait_until_unlocked(lock.fileno(), seconds):
             raise TimeoutError(f"{root} is locked")
-    state, boot_id = root / STATE, BOOT_ID.read_text().strip()
-    with suppress(FileNotFoundError):
-        state.write_text(state.read_text().replace(boot_id, "another"))
+    for path in root.glob(f"*/{HINTS}"):
+        path.unlink()

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvferry.client import OffloadClient
 from kvferry.testing.engine import until
-from support.disk_tier_files import allocated_bytes, pretend_reboot
+from support.disk_tier_files import allocated_bytes, lose_hints
 from support.process_usage import ProcessUsage
 from support.restarting_daemons import RestartingDaemons
 from support.tier_processes import tier_process_of
@@ -102,9 +102,9 @@ class SoakTier:
         self._stopped = [stopped for stopped in self._stopped if stopped[0] > now]
 
     def lose_pool(self, daemons: RestartingDaemons) -> None:
-        """The daemon was killed. The next one finds what it would after a reboot."""
+        """The daemon was killed. The next one finds neither its pool nor the tier's hints."""
         daemons.lose_pool()
-        pretend_reboot(self.root)
+        lose_hints(self.root)
 
     # Checks
 

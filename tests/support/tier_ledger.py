@@ -1,6 +1,6 @@
 """An engine that records which keys a disk tier has, and searches for them after a kill.
 
-The index in the tier's files shows which keys are written. Each block contains its key and the
+The tier's hint file shows which keys are written. Each block contains its key and the
 number of resets before it (block_marks.py). So a block with other bytes, or from before a reset, is
 detected.
 """
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import lmdb
 import numpy as np
 import torch
 
@@ -28,11 +27,11 @@ from kvferry.client import (
     TransferSpec,
     offload_key,
 )
-from kvferry.daemon.tiers.disk.index import INDEX, open_read_only
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.status import TierStatus
 from kvferry.testing.engine import until
 from support.block_marks import Label, Marker
+from support.disk_tier_files import keys_in_hints
 
 OWNER = 0xFFFD
 PAGE = 16 << 10
@@ -93,15 +92,12 @@ class TierLedger:
             self.stored += numbers
 
     def written(self) -> set[int]:
-        """The stored keys that are in the tier, by its index."""
+        """The stored keys that are in the tier, by its hint file."""
         found = set[int]()
         for path in self.directories():
-            try:
-                with open_read_only(path / INDEX) as index:
-                    entries = index.find([key_of(number) for number in self.stored])
-            except (FileNotFoundError, lmdb.Error):  # it is being created
-                continue
-            found |= {n for n, entry in zip(self.stored, entries, strict=True) if entry is not None}
+            with suppress(FileNotFoundError):  # it is being created
+                keys = keys_in_hints(path, FINGERPRINT.key_bytes)
+                found |= {number for number in self.stored if key_of(number) in keys}
         return found
 
     def directories(self) -> list[Path]:
@@ -137,7 +133,7 @@ class TierLedger:
         return found
 
     def search_until_found(self, numbers: Sequence[int]) -> set[int]:
-        """Search again for missing keys, because a tier needs time to read its index."""
+        """Search again for missing keys, because a tier needs time to read headers."""
         found = set[int]()
 
         def complete() -> bool:

@@ -115,9 +115,17 @@ def test_unreadable_directories_and_namespaces_are_reported(
     assert kvferry("tier", "list", tmp_path) == 1
     assert f"no disk tier in {tmp_path}" in capsys.readouterr().err
     disk.close()
-    (disk.root / NAMESPACE / "index").write_bytes(b"\xa5" * 40_000)
+    hints = disk.root / NAMESPACE / "hints"
+    data = hints.read_bytes()
+    hints.write_bytes(b"\xa5" * (len(data) // 2) + data[len(data) // 2 :])
+    assert kvferry("tier", "list", disk.root) == 0
+    assert "slots are counted after the next start" in capsys.readouterr().out
+    hints.unlink()  # blocks are verified without it
+    assert kvferry("tier", "verify", disk.root) == 0
+    assert f"{NAMESPACE}: 40 blocks good, 0 bad" in capsys.readouterr().out
+    (disk.root / NAMESPACE / "meta").write_bytes(b"{")
     assert kvferry("tier", "list", disk.root, "--json") == 0
     found = {each["namespace"]: each for each in json.loads(capsys.readouterr().out)}
     assert found[NAMESPACE]["blocks"] is None
-    assert "INVALID" in found[NAMESPACE]["problem"]
+    assert "truncated" in found[NAMESPACE]["problem"]
     assert kvferry("tier", "verify", disk.root) == 1

@@ -1,16 +1,13 @@
-"""A disk tier in this process that can be killed, and power cuts."""
+"""A disk tier in this process that can be killed, and can lose its hints."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-import msgspec
-
 from kvferry.daemon.tiers.base import IN_TIER
-from kvferry.daemon.tiers.disk import recovery
+from kvferry.daemon.tiers.disk.hints import HINTS
 from kvferry.daemon.tiers.disk.tier import DiskOptions, DiskTier
-from kvferry.daemon.tiers.durable_files import write_file
 from kvferry.testing.tier_subjects import DirectSubject, PoolMemory
 
 SIZE = 4 << 20
@@ -38,14 +35,14 @@ class KillableDisk(DirectSubject):
         self.kill()
         self.open()
 
-    def cut_power(self) -> None:
-        """Kill it, and let the next one find that the system has booted since."""
+    def lose_hints(self) -> None:
+        """Kill it, and have the next one read the headers of all slots."""
         self.kill()
-        state = msgspec.json.decode(
-            (self.root / recovery.STATE).read_bytes(), type=recovery.RootState
-        )
-        other = msgspec.structs.replace(state, boot_id="another")
-        write_file(self.root / recovery.STATE, msgspec.json.encode(other))
+        for path in self.hint_files():
+            path.unlink()
+
+    def hint_files(self) -> list[Path]:
+        return sorted(self.root.glob(f"*/{HINTS}"))
 
     def slabs(self) -> list[Path]:
         return sorted(self.root.glob("*/slab-*"))

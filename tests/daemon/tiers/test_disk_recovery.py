@@ -5,19 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
 from kvferry.daemon.tiers.base import Result
-from kvferry.daemon.tiers.disk import command, recovery
-from kvferry.daemon.tiers.disk.index import Entry, Index
+from kvferry.daemon.tiers.disk import command, root_files
+from kvferry.daemon.tiers.disk.hints import HintFile
 from kvferry.daemon.tiers.disk.namespace_store import NamespaceStore
+from kvferry.daemon.tiers.disk.slot_table import Entry
 from kvferry.daemon.tiers.disk.tier import DiskOptions, DiskTier
 from kvferry.proto.errors import Refused
 from kvferry.testing.tier_subjects import NAMESPACE, key_of
@@ -46,64 +45,52 @@ def test_after_a_clean_end_everything_is_found(disk: KillableDisk) -> None:
 def test_after_a_kill_everything_is_found(disk: KillableDisk) -> None:
     put_all(disk, MANY)
     disk.restart()
-    assert not disk.tier._rebuild
     assert fetch_all(disk) == [OK] * len(MANY)
 
 
-def test_after_a_power_cut_the_index_is_rebuilt_from_slot_headers(disk: KillableDisk) -> None:
+def test_without_hints_blocks_are_found_by_their_headers(disk: KillableDisk) -> None:
     put_all(disk, MANY)
     disk.drop([3])
-    disk.put([3])  # twice on disk: the newer one counts
-    disk.cut_power()
-    (disk.root / NAMESPACE / "index").write_bytes(b"damaged" * 5000)
+    disk.put([3])  # twice on disk: the later one counts
+    disk.lose_hints()
     disk.open()
-    assert disk.tier._rebuild
     assert disk.usage().keys == len(MANY)
     assert fetch_all(disk) == [OK] * len(MANY)
     assert disk.put([100]) == [OK]
 
 
-def test_a_rebuild_that_is_interrupted_is_done_again(disk: KillableDisk) -> None:
+def test_headers_are_read_by_the_next_process_if_one_dies_before(disk: KillableDisk) -> None:
     put_all(disk, MANY)
-    disk.cut_power()
+    disk.lose_hints()
     disk.tier = DiskTier(DiskOptions(str(disk.root), SIZE))
     disk.kill()  # before anything was read
     disk.open()
     assert fetch_all(disk) == [OK] * len(MANY)
     disk.restart()
     assert fetch_all(disk) == [OK] * len(MANY)
-    assert not list(disk.root.glob(f"*/{recovery.REBUILDING}"))
 
 
-def test_a_namespace_is_dropped_while_its_index_is_rebuilt(
+def test_a_namespace_is_dropped_while_its_headers_are_read(
     disk: KillableDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_all(disk, MANY)
-    read_headers = recovery._headers
+    read_header = NamespaceStore._read_header
 
-    def drop_meanwhile(store: NamespaceStore) -> Iterator[tuple[bytes, Entry]]:
-        yield from read_headers(store)
-        disk.drop()
+    def drop_meanwhile(store: NamespaceStore, slot: int) -> Entry | None:
+        if slot == 7:
+            disk.drop()
+        return read_header(store, slot)
 
-    monkeypatch.setattr(recovery, "_headers", drop_meanwhile)
-    disk.cut_power()
+    monkeypatch.setattr(NamespaceStore, "_read_header", drop_meanwhile)
+    disk.lose_hints()
     disk.open()
     assert fetch_all(disk) == [MISS] * len(MANY)
     put_all(disk, MANY)
     assert fetch_all(disk) == [OK] * len(MANY)
 
 
-def test_an_index_is_suspected_when_the_tier_dies_again_and_again(disk: KillableDisk) -> None:
-    put_all(disk, MANY)
-    for _ in range(recovery.MAX_STARTS):
-        assert not disk.tier._rebuild
-        disk.restart()
-    assert disk.tier._rebuild
-    assert fetch_all(disk) == [OK] * len(MANY)
-
-
 def test_a_dropped_namespace_stays_dropped(disk: KillableDisk) -> None:
-    for end in (disk.kill, disk.cut_power):
+    for end in (disk.kill, disk.lose_hints):
         put_all(disk, MANY)
         disk.drop()
         end()
@@ -113,17 +100,17 @@ def test_a_dropped_namespace_stays_dropped(disk: KillableDisk) -> None:
     assert not list(disk.root.glob("trash-*"))
 
 
-def test_a_block_whose_entry_was_not_written_is_a_miss(
+def test_a_block_whose_hint_was_not_written_is_a_miss(
     disk: KillableDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed between the block and its entry."""
+    """Killed between the block and its hint."""
     put_all(disk, MANY)
     store = disk.tier._stores[NAMESPACE]
 
     def die(_: Any) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(store, "_commit", die)
+    monkeypatch.setattr(store.catalog, "insert", die)
     with pytest.raises(KeyboardInterrupt):
         disk.put([77])
     disk.restart()
@@ -216,6 +203,7 @@ def test_a_root_that_cannot_be_a_directory_is_refused(tmp_path: Path) -> None:
     [
         ["letters/index/letter"],
         ["letters/index/letter", "lock"],  # other programs have files of these names, too
+        ["letters/index/letter", "format"],
         ["letters/index/letter", "state"],
         ["lock/letter"],
         ["state/letter"],
@@ -238,12 +226,11 @@ def test_a_directory_that_is_no_tier_is_refused(tmp_path: Path, files: list[str]
 def test_a_full_file_system_is_reported_as_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the root has no state yet."""
 
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(recovery, "write_file", refuse)
+    monkeypatch.setattr(root_files, "write_file", refuse)
     with pytest.raises(OSError, match="No space left"):
         DiskTier(DiskOptions(str(tmp_path / "tier"), SIZE))
 
@@ -353,7 +340,7 @@ def test_where_nothing_can_be_written_reads_go_on(
     assert disk.usage().read_only == ""
 
 
-def test_nothing_is_evicted_for_blocks_that_cannot_be_inserted(
+def test_nothing_is_evicted_while_nothing_can_be_written(
     disk: KillableDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = range(400)
@@ -361,32 +348,52 @@ def test_nothing_is_evicted_for_blocks_that_cannot_be_inserted(
     before = disk.usage().keys
 
     def refuse(*_: Any) -> None:
-        raise lmdb.DiskError("no space left on device")
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(Index, "insert", refuse)
-    monkeypatch.setattr(Index, "check_writable", refuse, raising=False)
+    monkeypatch.setattr(HintFile, "write", refuse)
     for count in (1, 4, 16):
         assert disk.put(range(1000, 1000 + count)) == [Result.FULL] * count
-    assert disk.usage().keys == before - 1  # the first attempt finds it out
+    assert disk.usage().keys == before
     monkeypatch.undo()
     assert disk.put([1000]) == [OK]
 
 
-def test_an_index_that_cannot_be_filled_is_filled_later(
+def test_blocks_are_found_on_a_full_file_system_without_hints(
     disk: KillableDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a power cut, while another program fills the disk."""
     put_all(disk, MANY)
-    disk.cut_power()
+    disk.lose_hints()
 
     def refuse(*_: Any) -> None:
-        raise lmdb.DiskError("no space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Index, "insert", refuse)
+    for change in ("write", "resize"):
+        monkeypatch.setattr(HintFile, change, refuse)
     disk.open()
-    assert "no space" in disk.usage().read_only
+    assert "No space" in disk.usage().read_only
+    assert fetch_all(disk) == [OK] * len(MANY)
     monkeypatch.undo()
-    disk.tier.maintain()
+    disk.restart()
+    assert fetch_all(disk) == [OK] * len(MANY)
+    assert disk.put([100]) == [OK]
+    assert disk.usage().read_only == ""
+
+
+def test_a_root_of_format_1_is_converted(disk: KillableDisk) -> None:
+    """It has the same slots, but an index in another format."""
+    put_all(disk, MANY)
+    disk.lose_hints()
+    older = [disk.root / NAMESPACE / name for name in ("index", "index-lock", "rebuilding")]
+    for path in older:
+        path.write_bytes(b"\xde\xc0\xef\xbe" * 2048)
+    (disk.root / root_files.FORMAT).unlink()
+    (disk.root / "state").write_text('{"boot_id":"a","clean":true,"starts":0}')
+    with capture_logs() as records:
+        disk.open()
+    assert [r["event"] for r in records].count("older index replaced by slot headers") == 1
+    assert fetch_all(disk) == [OK] * len(MANY)
+    assert not any(path.exists() for path in (*older, disk.root / "state"))
+    disk.restart()
     assert fetch_all(disk) == [OK] * len(MANY)
 
 
@@ -402,10 +409,10 @@ def test_the_first_slab_is_as_small_as_the_free_space_needs(
         left = os.statvfs_result((*real[:4], free, *real[5:10]))
         monkeypatch.setattr(os, "statvfs", lambda _: left)
 
-    leave(500 << 10)
+    leave(60 << 10)
     assert disk.put([1]) == [Result.FULL]
     assert "free disk space" in disk.usage().read_only
-    leave(600 << 10)
+    leave(120 << 10)
     assert disk.put([1], "b" * 16) == [OK]
     assert disk.slabs()[-1].stat().st_size < SIZE // 32
 

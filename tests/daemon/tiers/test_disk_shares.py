@@ -12,7 +12,6 @@ import pytest
 
 from kvferry.daemon.tiers.base import IN_TIER, Result
 from kvferry.daemon.tiers.disk import namespace_store
-from kvferry.daemon.tiers.disk.index import index_bytes
 from kvferry.daemon.tiers.disk.shares import SHARE_SECONDS
 from kvferry.testing.engine import until
 from kvferry.testing.tier_subjects import NAMESPACE, PoolMemory
@@ -85,7 +84,7 @@ def test_namespaces_that_are_not_in_use_take_nothing_from_one_that_is(disk: Kill
     disk.tier.note_used([NAMESPACE])
     fill(disk, NAMESPACE)
     store = disk.tier._stores[NAMESPACE]
-    least = index_bytes(0) + store.growth
+    least = namespace_store.SMALL_FILES + store.growth
     before = store.nbytes
     for number in range(20):
         name = f"{number:016}"
@@ -120,15 +119,15 @@ def test_namespaces_that_are_not_in_use_have_one_share_together(disk: KillableDi
 
 
 def test_a_tier_that_is_smaller_than_a_block_says_so(pool: PoolMemory, tmp_path: Path) -> None:
-    disk = KillableDisk(pool, tmp_path / "tier", 512 << 10)
+    disk = KillableDisk(pool, tmp_path / "tier", 64 << 10)
     assert disk.put([1]) == [Result.FULL]
-    assert "tiers.disk.size 524288 is below the" in disk.usage().read_only
+    assert "tiers.disk.size 65536 is below the" in disk.usage().read_only
     disk.close()
 
 
 def test_there_is_always_room_for_another_namespace(disk: KillableDisk) -> None:
     """Also if the share of each is less than a slab: the one used least recently is dropped."""
-    names = [f"{number:016}" for number in range(20)]
+    names = [f"{number:016}" for number in range(60)]
     for name in names:
         until(lambda name=name: is_written(disk, name))  # type: ignore[misc]
         assert disk.fetch([1], name) == [Result.OK]

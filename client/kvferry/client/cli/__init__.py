@@ -19,7 +19,7 @@ from kvferry.proto.errors import KVFerryError
 _INSTALL = {
     "typer": "'.[cli]' in a checkout of kvferry",
     "rich": "'.[cli]' in a checkout of kvferry",
-    "lmdb": "'.[daemon]' in a checkout of kvferry",
+    "structlog": "'.[daemon]' in a checkout of kvferry",
     "torch": "'.[tensors]' in a checkout of kvferry, or only torch's CPU build (smaller by 5 GB), "
     "which is enough for --device cpu",
     "matplotlib": "matplotlib",

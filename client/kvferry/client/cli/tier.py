@@ -52,10 +52,10 @@ def list_(root: Root, json: AsJson = False) -> None:
         print(printable(each["model"]) or "unknown model")
         print(f"    namespace {printable(each['namespace'])}")
         blocks, allocated = each["blocks"], size(each["allocated_bytes"])
-        if blocks is None:
-            print(f"    {each['problem']}")
-        else:
+        if blocks is not None:
             print(f"    {blocks:,} blocks of {size(each['block_bytes'])}")
+        if each["problem"]:
+            print(f"    {each['problem']}")
         written = each["last_written"]
         age = f"{duration(max(0.0, time.time() - written))} ago" if written else "never"
         print(f"    {allocated} on disk, last written {age}")
@@ -143,6 +143,6 @@ def run_command(
                 return list(value)
         log = process.stderr.read().strip()
     if "No module named" in log:
-        raise ModuleNotFoundError(name="lmdb")
+        raise ModuleNotFoundError(name="structlog")
     message = f"the command ended with status {process.returncode}: {log[-LOG_BYTES:]}"
     raise Failed(Code.COPY_FAILED, message, str(root))

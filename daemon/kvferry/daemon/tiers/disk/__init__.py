@@ -1,15 +1,14 @@
 """The disk tier: host blocks in slots of preallocated slab files.
 
     ROOT/lock                 locked by the tier's process
-    ROOT/state                boot id, and whether the tier was closed cleanly
+    ROOT/format               identifies the root of a tier
     ROOT/drop-NUMBER-NAMESPACE  the daemon must drop this namespace: see drop_markers.py
     ROOT/NAMESPACE/meta       sizes of blocks, slots and slabs
-    ROOT/NAMESPACE/index      LMDB: key -> slot and generation
-    ROOT/NAMESPACE/rebuilding  the index is being rebuilt
+    ROOT/NAMESPACE/hints      which key is in which slot; each start reads it into memory
     ROOT/NAMESPACE/slab-*     slots: a header page, then the block, in whole pages
 
-A block is written before its index entry. Slot headers repeat key, generation and checksum, so that
-a torn slot or a stale entry is a miss, and the index can be rebuilt.
+The headers of the slots are the truth: they have key, generation and checksum. So a torn slot or a
+stale hint is a miss, and a hint that is lost is replaced by reading the header of its slot.
 """
 
 from kvferry.daemon.tiers.disk.tier import open_tier

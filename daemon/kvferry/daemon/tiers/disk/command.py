@@ -13,16 +13,15 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import msgspec
 
 from kvferry.daemon.tiers.base import block_checksum, is_part_of
 from kvferry.daemon.tiers.block_memory import BounceBuffer
-from kvferry.daemon.tiers.disk.index import INDEX, Entry, open_read_only
+from kvferry.daemon.tiers.disk.hints import FREE, HINTS, UNKNOWN, HintFile, Hints
 from kvferry.daemon.tiers.disk.namespace_store import META, StoreMeta
 from kvferry.daemon.tiers.disk.root_files import (
     LOCK,
@@ -40,9 +39,9 @@ SLABS = "slab-*"
 
 
 class NamespaceFiles(msgspec.Struct):
-    """A namespace on disk. blocks: None if its index cannot be read; `problem` says why.
+    """A namespace on disk. blocks: None if its files cannot be read. model: empty if not known.
 
-    model: empty if it is not known.
+    problem: why blocks are not counted, or not all of them.
     """
 
     namespace: str
@@ -87,9 +86,15 @@ def list_namespaces(root: Path) -> list[NamespaceFiles]:
         try:
             meta = _read_meta(directory)
             described.block_bytes, described.model = meta.block_bytes, meta.model
-            with open_read_only(directory / INDEX) as index:
-                described.blocks = index.count()
-        except (lmdb.Error, OSError, msgspec.MsgspecError) as error:
+            generations = [
+                generation
+                for _, hints in _read_hints(directory, meta)
+                for generation in hints.generations.tolist()
+            ]
+            described.blocks = sum(generation > FREE for generation in generations)
+            if unknown := generations.count(UNKNOWN):
+                described.problem = f"{unknown} slots are counted after the next start of a daemon"
+        except (OSError, msgspec.MsgspecError) as error:
             described.problem = str(error)
         found.append(described)
     return found
@@ -110,15 +115,14 @@ def verify(root: Path, report: Callable[[Progress], None]) -> list[Verified]:
         for directory in directories:
             result = Verified(directory.name)
             try:
-                for good, nbytes in _check_slots(directory):
+                for good, bad, nbytes in _check_slots(directory):
                     result.good += good
+                    result.bad += bad
                     progress.done_bytes += nbytes
                     if time.monotonic() >= reported + REPORT_EVERY:
                         reported = time.monotonic()
                         report(progress)
-                with open_read_only(directory / INDEX) as index:
-                    result.bad = index.count() - result.good
-            except (lmdb.Error, OSError, msgspec.MsgspecError) as error:
+            except (OSError, msgspec.MsgspecError) as error:
                 result.problem = str(error)
             results.append(result)
         report(Progress(total, total))
@@ -150,32 +154,42 @@ def _find_namespaces(root: Path, namespace: str | None) -> list[NamespaceFiles]:
     return found
 
 
-def _check_slots(directory: Path) -> Iterator[tuple[bool, int]]:
-    """For each slot: whether it has a good block that the index knows, and its bytes."""
+def _check_slots(directory: Path) -> Iterator[tuple[bool, bool, int]]:
+    """For each slot: whether it has a good or a bad block, and its bytes."""
     meta = _read_meta(directory)
     buffer = BounceBuffer(meta.block_bytes)
     data = buffer.view[: meta.block_bytes]
-    with open_read_only(directory / INDEX) as index:
-        for path in sorted(directory.glob(SLABS)):
-            first = int(path.name.rpartition("-")[2]) * meta.slots_per_slab
-            slab = SlabFile(path, meta.slot_bytes, meta.slots_per_slab)
-            try:
-                for at in range(meta.slots_per_slab):
-                    good = False
-                    try:
-                        header = slab.read_header(at)
-                        if header is not None and header.namespace == directory.name:
-                            entry = Entry(first + at, header.generation)
-                            good = (
-                                index.find([header.key]) == [entry]
-                                and slab.read_slot(at, buffer.address, meta.block_bytes) == header
-                                and block_checksum(header.key, data) == header.checksum
-                            )
-                    except (OSError, SlabTruncatedError):
-                        pass
-                    yield good, meta.slot_bytes
-            finally:
-                slab.close()
+    for path, hints in _read_hints(directory, meta):
+        slab = SlabFile(path, meta.slot_bytes, meta.slots_per_slab)
+        try:
+            for at, generation in enumerate(hints.generations.tolist()):
+                header = None
+                if generation > FREE or generation == UNKNOWN:
+                    with suppress(OSError, SlabTruncatedError):
+                        header = slab.read_slot(at, buffer.address, meta.block_bytes)
+                good = (
+                    header is not None
+                    and header.namespace == directory.name
+                    and (generation == UNKNOWN or header.key == hints.keys[at])
+                    and header.checksum == block_checksum(header.key, data)
+                )
+                is_block = generation > FREE or header is not None
+                yield good, is_block and not good, meta.slot_bytes
+        finally:
+            slab.close()
+
+
+def _read_hints(directory: Path, meta: StoreMeta) -> Iterator[tuple[Path, Hints]]:
+    """Each slab file, and what the hint file says about its slots."""
+    path = directory / HINTS
+    # A file that is missing knows as little as one that is empty.
+    file = HintFile(path if path.exists() else Path(os.devnull), meta.key_bytes, read_only=True)
+    try:
+        for slab in sorted(directory.glob(SLABS)):
+            first = int(slab.name.rpartition("-")[2]) * meta.slots_per_slab
+            yield slab, file.read(range(first, first + meta.slots_per_slab))
+    finally:
+        file.close()
 
 
 def _read_meta(directory: Path) -> StoreMeta:

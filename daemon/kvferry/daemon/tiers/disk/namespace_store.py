@@ -1,8 +1,8 @@
 """The blocks of one namespace on disk: reads and writes their slots, adds and deletes slabs.
 
-A block is written in three steps: slots are taken, and their victims leave the index; the slots are
-written; their keys enter the index. So an entry leads to a slot with other bytes only after a power
-cut, and then the slot's header differs. Any thread; `lock` is never held during I/O on slots.
+A block is written in three steps: a slot is taken, and its victim leaves the catalog; the slot is
+written; its key enters the catalog. Only a power cut can let a hint lead to another block, and then
+the slot's header differs. Any thread; `lock` is never held during I/O on slots.
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ import structlog
 
 from kvferry.daemon.tiers.base import Blocks, Fetched, Result
 from kvferry.daemon.tiers.disk.catalog import Catalog
-from kvferry.daemon.tiers.disk.index import Entry, index_bytes
 from kvferry.daemon.tiers.disk.slab import SlabTruncatedError, SlotHeader, slot_bytes_of
 from kvferry.daemon.tiers.disk.slabs import Slabs
+from kvferry.daemon.tiers.disk.slot_table import Entry
 
 META = "meta"
+# Bound on the bytes of a namespace beside its slabs and hints, with a part of the root's.
+SMALL_FILES = 64 << 10
 # Errors of a file system on which nothing can be written, while reads go on.
 NO_WRITES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 # Seconds without another attempt to add a slab, after one that failed.
 RETRY_SLAB = 1.0
 # Seconds of use after which its time is noted again, for the next process.
 NOTE_USE_EVERY = 600.0
+# Headers that are read at a time, between other work.
+HEADERS = 2048
 
 log = structlog.get_logger()
 
@@ -54,10 +58,7 @@ class StoreMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class NamespaceStore:
     """directory: holds `meta`. max_slots: it has, at most. grow: called without the lock if there
-    is no free slot; it may call `add_slab`, and returns whether it did.
-
-    Until `loaded` is set (recovery.py), blocks can be read, but not written. Raises OSError and
-    lmdb.Error.
+    is no free slot; it may call `add_slab`, and returns whether it did. Raises OSError.
     """
 
     def __init__(
@@ -70,16 +71,15 @@ class NamespaceStore:
         self.directory, self.meta = directory, meta
         self.name = directory.name
         self.lock = threading.Lock()
+        # When it was searched, read or written last, in seconds since the epoch. The time of `meta`
+        # keeps it for the next process.
+        self.last_used = self._noted_use = (directory / META).stat().st_mtime
         self.slabs = Slabs(directory, meta.slot_bytes, meta.slots_per_slab)
         try:
             self.catalog = Catalog(directory, self.slabs, max_slots, meta.key_bytes)
         except BaseException:
             self.slabs.close()
             raise
-        self.loaded = False
-        # When it was searched, read or written last, in seconds since the epoch. The time of `meta`
-        # keeps it for the next process.
-        self.last_used = self._noted_use = (directory / META).stat().st_mtime
         self._grow = grow
         self._max_slots = max_slots
         self._stopped = False
@@ -90,14 +90,12 @@ class NamespaceStore:
     @property
     def nbytes(self) -> int:
         """Bytes of the file system that are reserved for this store."""
-        return self.slabs.nbytes + index_bytes(self.slabs.num_slots)
+        return self.slabs.nbytes + self.catalog.hints.nbytes + SMALL_FILES
 
     @property
     def growth(self) -> int:
-        """Bytes that another slab takes."""
-        slots = self.slabs.num_slots
-        more = index_bytes(slots + self.meta.slots_per_slab) - index_bytes(slots)
-        return self.meta.slab_bytes + more
+        """Bytes that another slab takes, at most."""
+        return self.meta.slab_bytes + self.catalog.hints.bytes_of(self.meta.slots_per_slab)
 
     def matches(self, blocks: Blocks) -> bool:
         """Whether blocks have this namespace's size and length of keys."""
@@ -111,29 +109,29 @@ class NamespaceStore:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         self.last_used = time.time()
         with self.lock:
-            return [entry is not None for entry in self._find(keys)]
+            return [slot is not None for slot in self._find(keys)]
 
     def fetch(self, blocks: Blocks, deadline: float) -> list[Fetched]:
         self.last_used = time.time()
         with self.lock:
-            entries = self._find(blocks.keys)
-            for entry in entries:
-                if entry is not None:
-                    self.catalog.table.begin_read(entry.slot)
+            slots = self._find(blocks.keys)
+            for slot in slots:
+                if slot is not None:
+                    self.catalog.table.begin_read(slot)
         return [
             Fetched(Result.MISS)
-            if entry is None
-            else self._fetch_one(key, entry, address, blocks.nbytes, deadline)
-            for key, entry, address in zip(blocks.keys, entries, blocks.addresses, strict=True)
+            if slot is None
+            else self._fetch_one(key, slot, address, blocks.nbytes, deadline)
+            for key, slot, address in zip(blocks.keys, slots, blocks.addresses, strict=True)
         ]
 
-    def _find(self, keys: Sequence[bytes]) -> list[Entry | None]:
+    def _find(self, keys: Sequence[bytes]) -> list[int | None]:
         return [None] * len(keys) if self._stopped else self.catalog.find(keys)
 
     def _fetch_one(
-        self, key: bytes, entry: Entry, address: int, nbytes: int, deadline: float
+        self, key: bytes, slot: int, address: int, nbytes: int, deadline: float
     ) -> Fetched:
-        slab, at = self.slabs.place(entry.slot)
+        slab, at = self.slabs.place(slot)
         header, result = None, Result.MISS
         if time.monotonic() >= deadline:
             result = Result.LATE
@@ -141,74 +139,77 @@ class NamespaceStore:
             try:
                 header = slab.read_slot(at, address, nbytes)
             except SlabTruncatedError:
-                if self.slabs.has(entry.slot):
+                if self.slabs.has(slot):
                     log.error("slab file truncated; its blocks are lost", slab=str(slab.path))
-                self.slabs.mark_lost(entry.slot)
+                self.slabs.mark_lost(slot)
             except OSError as error:
                 log.warning("slot retired", slab=str(slab.path), slot=at, reason=str(error))
                 result = Result.ERROR
         with self.lock:
-            self.catalog.table.end_read(entry.slot)
-            if header is not None and header == SlotHeader(
-                self.name, key, entry.generation, nbytes, header.checksum
-            ):
-                self.catalog.table.touch_slot(entry.slot)
+            self.catalog.table.end_read(slot)
+            if header is not None and self._is_ours(header) and header.key == key:
+                self.catalog.table.touch_slot(slot)
                 return Fetched(Result.OK, header.checksum)
-            if result is not Result.LATE:
-                self.catalog.forget(key, entry.slot, retire=result is Result.ERROR)
+            if result is Result.ERROR:
+                self.catalog.retire(slot)
+            elif result is Result.MISS:
+                self.catalog.forget(key, slot)
         return Fetched(result)
+
+    def _is_ours(self, header: SlotHeader) -> bool:
+        return (header.namespace, header.nbytes, len(header.key)) == (
+            self.name,
+            self.meta.block_bytes,
+            self.meta.key_bytes,
+        )
 
     def forget_keys(self, keys: Sequence[bytes]) -> None:
         """Drop keys."""
         with self.lock:
-            for key, entry in zip(keys, self._find(keys), strict=True):
-                if entry is not None:
-                    self.catalog.forget(key, entry.slot, retire=False)
+            for key, slot in zip(keys, self._find(keys), strict=True):
+                if slot is not None:
+                    self.catalog.forget(key, slot)
 
     # Writing
 
     def put(self, blocks: Blocks, checksums: Sequence[int]) -> list[Result]:
         self.last_used = time.time()
-        checksum_of = dict(zip(blocks.keys, checksums, strict=True))
-        address_of = dict(zip(blocks.keys, blocks.addresses, strict=True))
         with self.lock:
-            if self._stopped or not self.loaded:
+            if self._stopped:
                 return [Result.FULL] * len(blocks.keys)
             self._puts += 1
         try:
-            return self._put(blocks, checksum_of, address_of)
+            return self._put(blocks, checksums)
         finally:
             with self.lock:
                 self._puts -= 1
 
-    def _put(
-        self, blocks: Blocks, checksum_of: dict[bytes, int], address_of: dict[bytes, int]
-    ) -> list[Result]:
-        results = dict.fromkeys(blocks.keys, Result.OK)
+    def _put(self, blocks: Blocks, checksums: Sequence[int]) -> list[Result]:
+        results = dict.fromkeys(blocks.keys, Result.PRESENT)
+        # By key: one that is given twice is written once.
+        new = {
+            key: (address, checksum)
+            for key, address, checksum in zip(blocks.keys, blocks.addresses, checksums, strict=True)
+        }
         with self.lock:
-            for key, entry in zip(blocks.keys, self._find(blocks.keys), strict=True):
-                if entry is not None:
-                    self.catalog.table.touch_slot(entry.slot)
-                    checksum_of.pop(key, None)
-                    results[key] = Result.PRESENT
-        slots = self._take_slots(len(checksum_of))
-        written = list[tuple[bytes, Entry]]()
-        for key, checksum in checksum_of.items():
-            if not slots:
+            for key, slot in zip(blocks.keys, self._find(blocks.keys), strict=True):
+                if slot is not None:
+                    self.catalog.table.touch_slot(slot)
+                    new.pop(key, None)
+        slots = self._take_slots(len(new))
+        for key, (address, checksum) in new.items():
+            if slots:
+                results[key] = self._write(slots.pop(0), key, address, checksum)
+            else:
                 results[key] = Result.FULL
-                continue
-            with self.lock:
-                entry = self.catalog.new_entry(slots.pop(0))
-            header = SlotHeader(self.name, key, entry.generation, blocks.nbytes, checksum)
-            results[key] = self._write(entry.slot, header, address_of[key])
-            if results[key] is Result.OK:
-                written.append((key, entry))
-        if not self._commit(written):
-            results |= dict.fromkeys((key for key, _ in written), Result.FULL)
         return [results[key] for key in blocks.keys]
 
-    def _write(self, slot: int, header: SlotHeader, address: int) -> Result:
+    def _write(self, slot: int, key: bytes, address: int, checksum: int) -> Result:
+        """Write a block into a busy slot, and insert it."""
         slab, at = self.slabs.place(slot)
+        with self.lock:
+            entry = Entry(slot, key, self.catalog.table.next_stamp())
+        header = SlotHeader(self.name, key, entry.stamp, self.meta.block_bytes, checksum)
         try:
             slab.write_slot(at, header, address, header.nbytes)
         except OSError as error:
@@ -217,17 +218,12 @@ class NamespaceStore:
                     self.catalog.note_error(error)
                     self.catalog.table.free_slot(slot)
                     return Result.FULL
-                self.catalog.forget(header.key, slot, retire=True)
+                self.catalog.retire(slot)
             log.warning("slot retired", slab=str(slab.path), slot=at, reason=str(error))
             return Result.ERROR
-        return Result.OK
-
-    def _commit(self, written: Sequence[tuple[bytes, Entry]]) -> bool:
-        """Insert written slots into the index. False if that fails."""
-        if not written:
-            return True
         with self.lock:
-            return self.catalog.insert(written)
+            self.catalog.insert(entry)
+        return Result.OK
 
     def _take_slots(self, count: int) -> list[int]:
         """Up to `count` slots to write: free ones, those of another slab, then victims."""
@@ -249,27 +245,30 @@ class NamespaceStore:
         """Add a slab. False if that is not possible."""
         if self._stopped:  # another store may have its directory
             return False
-        per_slab = self.meta.slots_per_slab
         number = self.slabs.first_missing()
-        if (number + 1) * per_slab > self._max_slots:
+        slots = self.slabs.slots_of(number)
+        if slots.stop > self._max_slots:
             return False
         try:
-            self.catalog.index.reserve(self.slabs.num_slots + per_slab)
+            self.catalog.hints.add_slots(slots)
             self.slabs.create(number)
         except OSError as error:
             self.catalog.note_error(error)
             return False
         with self.lock:
-            return self.catalog.add_slots(self.slabs.slots_of(number))
+            self.catalog.table.add_slots(slots)
+        return True
 
     def give_up_slab(self) -> bool:
         """Delete the coldest slab that is not in use. False if there is none."""
         with self.lock:
-            if self._stopped or not self.loaded:
-                return False
             table, slots_of = self.catalog.table, self.slabs.slots_of
-            idle = [number for number in self.slabs.numbers if not table.in_use(slots_of(number))]
-            if not idle:
+            idle = [
+                number
+                for number in self.slabs.numbers
+                if table.is_known(slots_of(number)) and not table.in_use(slots_of(number))
+            ]
+            if self._stopped or not idle:
                 return False
             coldest = min(idle, key=lambda number: table.heat(slots_of(number)))
             self._remove_slab(coldest)
@@ -278,7 +277,7 @@ class NamespaceStore:
     def remove_lost_slabs(self) -> None:
         """Delete slab files that are truncated and not in use."""
         with self.lock:
-            if self._stopped or not self.loaded:
+            if self._stopped:
                 return
             self.slabs.find_lost()
             for number in self.slabs.lost:
@@ -289,16 +288,47 @@ class NamespaceStore:
         self.slabs.delete(number)
         self.catalog.remove_slots(self.slabs.slots_of(number))
 
+    # Unknown slots
+
+    def read_headers(self, seconds: float) -> None:
+        """Read the headers of slots without a good hint, until the time is over.
+
+        On the thread that removes lost slabs.
+        """
+        until, found = time.monotonic() + seconds, 0
+        while time.monotonic() < until:
+            with self.lock:
+                slots = [] if self._stopped else self.catalog.table.unknown_slots(HEADERS)
+            if not slots:
+                break
+            entries = [(slot, self._read_header(slot)) for slot in slots]
+            found += sum(entry is not None for _, entry in entries)
+            with self.lock:
+                for slot, entry in entries:
+                    self.catalog.insert_found(slot, entry)
+        if found:
+            log.info("blocks found by slot headers", namespace=self.name, blocks=found)
+
+    def _read_header(self, slot: int) -> Entry | None:
+        slab, at = self.slabs.place(slot)
+        try:
+            header = slab.read_header(at)
+        except (OSError, SlabTruncatedError):
+            return None
+        if header is None or not self._is_ours(header):
+            return None
+        return Entry(slot, header.key, header.generation)
+
     # End
 
     @property
     def in_use(self) -> bool:
         """Whether a slot is being read or written, or a `put` is in progress."""
         with self.lock:
-            return self._puts > 0 or self.catalog.table.in_use(range(self.catalog.table.capacity))
+            return self._puts > 0 or self.catalog.table.in_use(range(self.slabs.end))
 
     def sync(self) -> None:
-        """Write slots and then the index to the device. Raises OSError and lmdb.Error."""
+        """Write slots and then their hints to the device. Raises OSError."""
         with self.lock:
             written = self.slabs.take_written()
         for descriptor in written:
@@ -306,7 +336,7 @@ class NamespaceStore:
                 os.fdatasync(descriptor)
             finally:
                 os.close(descriptor)
-        self.catalog.index.sync()
+        self.catalog.hints.sync()
         if self.last_used > self._noted_use + NOTE_USE_EVERY:
             self._noted_use = self.last_used
             with suppress(OSError):  # read-only, or dropped
@@ -319,5 +349,5 @@ class NamespaceStore:
 
     def close(self) -> None:
         """Nothing may be in progress."""
-        self.catalog.index.close()
+        self.catalog.hints.close()
         self.slabs.close()

@@ -10,20 +10,31 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from kvferry.daemon.tiers.disk import recovery
-from kvferry.daemon.tiers.disk.index import INDEX
+import msgspec
+
+from kvferry.daemon.tiers.disk.hints import HINTS
 from kvferry.daemon.tiers.disk.namespace_store import META
 from kvferry.daemon.tiers.drop_markers import PREFIX
-from kvferry.daemon.tiers.durable_files import sync_directory
+from kvferry.daemon.tiers.durable_files import sync_directory, write_file
 from kvferry.proto.errors import Code, Refused
 
 LOCK = "lock"
+# Identifies the root of a tier, and the format of everything below it.
+FORMAT = "format"
+FORMAT_TEXT = b"kvferry disk tier 2\n"
+# What format 1 had instead: the state of the root, and an index for each namespace.
+_OLDER_STATE, _OLDER_INDEX = "state", ("index", "index-lock", "rebuilding")
 
 _NAME = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _TRASH = re.compile(r"trash-[0-9A-Za-z_-]{1,64}-\d+")
 _MARKER = re.compile(rf"{PREFIX}\d+-[0-9A-Za-z_-]{{1,64}}")
-_FILE = re.compile(rf"({META}|{META}\.new|{INDEX}|{INDEX}-lock|{recovery.REBUILDING}|slab-\d+)")
-_ROOT_FILES = {LOCK, recovery.STATE, f"{recovery.STATE}.new"}
+_FILE = re.compile(rf"({META}|{META}\.new|{HINTS}|slab-\d+|{'|'.join(_OLDER_INDEX)})")
+_ROOT_FILES = {LOCK, FORMAT, f"{FORMAT}.new", _OLDER_STATE, f"{_OLDER_STATE}.new"}
+
+
+class _OlderState(msgspec.Struct):
+    boot_id: str
+    clean: bool
 
 
 def prepare_root(root: Path) -> None:
@@ -63,12 +74,42 @@ def prepare_root(root: Path) -> None:
 def foreign_entry(root: Path) -> str | None:
     """The name of something because of which a directory is no root of a tier.
 
-    A tier has noted its state in its root, or nothing else is there: other programs have files
-    named `lock` and `state`, too.
+    A tier has noted its format in its root, or nothing else is there: other programs have files
+    named `lock` and `format`, too.
     """
-    if recovery.read_state(root) is not None:
+    if _has_format(root) or _has_older_format(root):
         return None
     return next(iter(foreign_entries(root)), None)
+
+
+def note_format(root: Path) -> None:
+    """Note that a root has this format; older namespaces are converted when they are opened."""
+    if not _has_format(root):
+        write_file(root / FORMAT, FORMAT_TEXT)
+    (root / _OLDER_STATE).unlink(missing_ok=True)
+
+
+def remove_older_files(directory: Path) -> bool:
+    """Remove a namespace's index of format 1: slots have the same format. False if it has none."""
+    found = [directory / name for name in _OLDER_INDEX if (directory / name).exists()]
+    for path in found:
+        path.unlink()
+    return bool(found)
+
+
+def _has_format(root: Path) -> bool:
+    try:
+        return (root / FORMAT).read_bytes() == FORMAT_TEXT
+    except (FileNotFoundError, IsADirectoryError):
+        return False
+
+
+def _has_older_format(root: Path) -> bool:
+    try:
+        msgspec.json.decode((root / _OLDER_STATE).read_bytes(), type=_OlderState)
+    except (FileNotFoundError, IsADirectoryError, msgspec.MsgspecError):
+        return False
+    return True
 
 
 def foreign_entries(root: Path) -> list[str]:

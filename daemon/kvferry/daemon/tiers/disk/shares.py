@@ -44,7 +44,7 @@ class Shares:
             if nbytes + (0 if taker is None else taker.nbytes) <= share:
                 return _coldest(largest) if _total_bytes(largest) > share else None
         # The share may be less than the first slab, without which nothing can be written.
-        return _coldest(unused or others) if taker is None or not taker.slabs.num_slots else None
+        return _coldest(unused or others) if taker is None or not taker.slabs.end else None
 
     def is_used(self, name: str) -> bool:
         """Whether a namespace has a share of its own."""

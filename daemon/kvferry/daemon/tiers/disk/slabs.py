@@ -50,8 +50,9 @@ class Slabs:
         return list(self._files)
 
     @property
-    def num_slots(self) -> int:
-        return len(self._files) * self._slots
+    def end(self) -> int:
+        """No slot from this one on is in a file."""
+        return (max(self._files, default=-1) + 1) * self._slots
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Which slots of a namespace are free, and which were used least recently.
+"""The slots of a namespace in memory: their states, which key is in which, and which was used last.
 
 Arrays over all slots that the namespace may ever have; the kernel allocates their pages when they
 are first written. The caller holds the lock of the store.
@@ -7,53 +7,104 @@ are first written. The caller holds the lock of the store.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.daemon.core.layout import Bools, Int64s
+from kvferry.daemon.tiers.disk.hints import FREE, RETIRED, UNKNOWN, Hints
 
 # Slots sampled for each one that is evicted: on average the victim is among the coldest 6 %.
 SAMPLED = 16
 
-_ABSENT, _FREE, _BUSY, _USED, _RETIRED = range(5)
+_ABSENT, _UNKNOWN, _FREE, _BUSY, _USED, _RETIRED = range(6)
+
+
+class Entry(NamedTuple):
+    """A key in a slot. stamp: the later one was written or read more recently."""
+
+    slot: int
+    key: bytes
+    stamp: int
 
 
 class SlotTable:
-    """`max_slots` slots for keys of `key_bytes`. A slot is absent until its slab is added.
+    """`max_slots` slots, each absent until its slab is added.
 
-    absent -> free -> busy (being written) -> used -> free; retired if the device failed.
+    absent -> free -> busy (being written) -> used -> free; retired if the device failed; at start
+    also unknown, until its header was read.
     """
 
-    def __init__(self, max_slots: int, key_bytes: int) -> None:
+    def __init__(self, max_slots: int) -> None:
         self._states = np.zeros(max_slots, np.uint8)
         self._readers = np.zeros(max_slots, np.uint16)
-        self._stamps = np.zeros(max_slots, np.uint64)
-        self._keys = np.zeros(max_slots, f"V{key_bytes}")
+        self._stamps = np.zeros(max_slots, np.int64)
+        # By slot, up to the last one that was ever added.
+        self._keys: list[bytes] = []
+        self._slots: dict[bytes, int] = {}
         self._free: list[int] = []
-        # No slot from here on was ever added.
-        self._end = 0
-        self._clock = 0
         self._random = np.random.default_rng()
-        self.used = self.retired = 0
+        # The latest stamp.
+        self.clock = 0
+        self.retired = 0
 
     @property
-    def capacity(self) -> int:
-        return self._states.size
+    def used(self) -> int:
+        return len(self._slots)
+
+    def find(self, keys: Sequence[bytes]) -> list[int | None]:
+        """The slot of each key."""
+        return list(map(self._slots.get, keys))
+
+    # Slabs
 
     def add_slots(self, slots: range) -> None:
-        """Add the slots of a new slab."""
-        self._states[slots.start : slots.stop] = _FREE
-        self._readers[slots.start : slots.stop] = 0
+        """Add the free slots of a new slab."""
+        self._add(slots, _FREE)
         self._free += reversed(slots)
-        self._end = max(self._end, slots.stop)
 
-    def remove_slots(self, slots: range) -> None:
-        """Remove the slots of a slab. None of them may be in use by a reader or writer."""
-        states = self._states[slots.start : slots.stop]
-        self.used -= int(np.count_nonzero(states == _USED))
-        self.retired -= int(np.count_nonzero(states == _RETIRED))
-        states[:] = _ABSENT
-        self._drop_from_free()
+    def restore_slots(self, slots: range, hints: Hints) -> None:
+        """Add the slots of a slab with what is known of them at start. `end_restore` must follow.
+
+        The generation of a block is its first stamp.
+        """
+        self._add(slots, _USED)
+        part, generations = slice(slots.start, slots.stop), hints.generations
+        for generation, state in ((FREE, _FREE), (RETIRED, _RETIRED), (UNKNOWN, _UNKNOWN)):
+            self._states[part][generations == generation] = state
+        self._stamps[part] = generations
+        for at in np.flatnonzero(generations <= 0).tolist():
+            hints.keys[at] = b""
+        self._keys[part] = hints.keys
+        self._slots.update(zip(hints.keys, slots, strict=True))
+        self._slots.pop(b"", None)
+        self._free += (np.flatnonzero(generations == FREE)[::-1] + slots.start).tolist()
+        self.retired += int(np.count_nonzero(generations == RETIRED))
+        self.clock = max(self.clock, int(generations.max()))
+
+    def end_restore(self) -> list[int]:
+        """Free each slot whose key is in another one, too, with a later stamp. Returns these."""
+        used = np.flatnonzero(self._states == _USED)
+        if used.size == self.used:
+            return []
+        used = used[np.argsort(self._stamps[used])]
+        self._slots = {self._keys[slot]: slot for slot in used.tolist()}
+        stale = [slot for slot in used.tolist() if self._slots[self._keys[slot]] != slot]
+        for slot in stale:
+            self.free_slot(slot)
+        return stale
+
+    def remove_slots(self, slots: range) -> int:
+        """Remove the slots of a slab, none of which is in use. Returns how many keys they had."""
+        part = slice(slots.start, slots.stop)
+        used = np.flatnonzero(self._states[part] == _USED) + slots.start
+        for slot in used.tolist():
+            del self._slots[self._keys[slot]]
+        self.retired -= int(np.count_nonzero(self._states[part] == _RETIRED))
+        self._add(slots, _ABSENT)
+        self._free = [slot for slot in self._free if slot not in slots]
+        return used.size
+
+    # Slots
 
     def take_free(self, count: int) -> list[int]:
         """Up to `count` free slots; they are busy from now on."""
@@ -62,75 +113,51 @@ class SlotTable:
         self._states[taken] = _BUSY
         return taken
 
-    def take_victims(self, count: int) -> list[tuple[int, bytes]]:
-        """Up to `count` of the least recently used slots, with their keys; busy from now on."""
-        taken: list[tuple[int, bytes]] = []
+    def take_victims(self, count: int) -> list[Entry]:
+        """Up to `count` of the least recently used slots, which are busy from now on."""
+        taken: list[Entry] = []
         for _ in range(4):
             if len(taken) == count or not self.used:
                 break
-            sample = np.unique(self._random.integers(0, self._end, SAMPLED * (count - len(taken))))
+            wanted = count - len(taken)
+            sample = np.unique(self._random.integers(0, len(self._keys), SAMPLED * wanted))
             sample = sample[(self._states[sample] == _USED) & (self._readers[sample] == 0)]
             coldest = sample[np.argsort(self._stamps[sample], kind="stable")]
-            victims = coldest[: count - len(taken)]
-            self._states[victims] = _BUSY
-            self.used -= victims.size
-            taken += [(int(slot), self._keys[slot].tobytes()) for slot in victims]
+            for slot in coldest[:wanted].tolist():
+                taken.append(Entry(slot, self._keys[slot], int(self._stamps[slot])))
+                self._vacate(slot, _BUSY)
         return taken
 
-    def occupy_slot(self, slot: int, key: bytes) -> None:
-        """A busy slot was written."""
-        self._states[slot] = _USED
-        self._keys[slot] = np.void(key)
-        self.used += 1
-        self.touch_slot(slot)
+    def occupy_slot(self, entry: Entry) -> int | None:
+        """A slot has a block. Returns the slot that had the key before; it is still used."""
+        slot, key, stamp = entry
+        before = self._slots.get(key)
+        self._states[slot], self._stamps[slot] = _USED, stamp
+        self._keys[slot], self._slots[key] = key, slot
+        self.clock = max(self.clock, stamp)
+        return before
 
-    def restore_slots(self, keys: Sequence[bytes], slots: Int64s, stamps: Int64s) -> Bools:
-        """Occupy free slots that were found written at start. Returns which of them were free.
-
-        stamps: orders their uses. `end_restore` must follow.
-        """
-        good: Bools = (slots < self._end) & (
-            self._states[np.minimum(slots, self._end - 1)] == _FREE
-        )
-        _, first = np.unique(slots, return_index=True)
-        once = np.zeros(slots.size, np.bool_)
-        once[first] = True
-        good &= once
-        self._keys[slots[good]] = np.frombuffer(b"".join(keys), self._keys.dtype)[good]
-        self._stamps[slots[good]] = stamps[good]
-        self._states[slots[good]] = _USED
-        self.used += int(good.sum())
-        self._clock = max(self._clock, int(stamps.max(initial=0)))
-        return good
-
-    def end_restore(self) -> None:
-        self._drop_from_free()
+    def is_latest(self, entry: Entry) -> bool:
+        """Whether the table does not have this key with a later stamp."""
+        slot = self._slots.get(entry.key)
+        return slot is None or bool(self._stamps[slot] < entry.stamp)
 
     def free_slot(self, slot: int) -> None:
-        """A busy or used slot is no longer needed."""
-        self.used -= int(self._states[slot] == _USED)
-        self._states[slot] = _FREE
+        self._vacate(slot, _FREE)
         self._free.append(slot)
 
     def retire_slot(self, slot: int) -> None:
         """The device failed to read or write this busy or used slot."""
-        self.used -= int(self._states[slot] == _USED)
         self.retired += int(self._states[slot] != _RETIRED)
-        self._states[slot] = _RETIRED
+        self._vacate(slot, _RETIRED)
 
-    def restore_retired(self, slots: Sequence[int]) -> None:
-        """Retire slots that were retired before the start."""
-        for slot in slots:
-            if slot < self._end and self._states[slot] == _FREE:
-                self.retire_slot(slot)
+    def unknown_slots(self, count: int) -> list[int]:
+        """Up to `count` slots whose headers must be read."""
+        states = self._states[: len(self._keys)]
+        found: list[int] = np.flatnonzero(states == _UNKNOWN)[:count].tolist()
+        return found
 
-    def keys_in(self, slots: range) -> list[tuple[bytes, int]]:
-        """The keys of the used ones of these slots."""
-        used = np.flatnonzero(self._states[slots.start : slots.stop] == _USED) + slots.start
-        return [(self._keys[slot].tobytes(), slot) for slot in used.tolist()]
-
-    def holds(self, slot: int, key: bytes) -> bool:
-        return bool(self._states[slot] == _USED) and self._keys[slot].tobytes() == key
+    # Use
 
     def begin_read(self, slot: int) -> None:
         self._readers[slot] += 1
@@ -138,14 +165,21 @@ class SlotTable:
     def end_read(self, slot: int) -> None:
         self._readers[slot] -= 1
 
+    def next_stamp(self) -> int:
+        self.clock += 1
+        return self.clock
+
     def touch_slot(self, slot: int) -> None:
-        self._clock += 1
-        self._stamps[slot] = self._clock
+        self._stamps[slot] = self.next_stamp()
 
     def in_use(self, slots: range) -> bool:
         """Whether one of these slots is being read or written."""
         part = slice(slots.start, slots.stop)
         return bool(self._readers[part].any() or (self._states[part] == _BUSY).any())
+
+    def is_known(self, slots: range) -> bool:
+        """Whether no header of these slots must be read."""
+        return not (self._states[slots.start : slots.stop] == _UNKNOWN).any()
 
     def heat(self, slots: range) -> float:
         """The mean stamp of the used ones of these slots."""
@@ -153,7 +187,13 @@ class SlotTable:
         stamps = self._stamps[part][self._states[part] == _USED]
         return float(stamps.mean()) if stamps.size else 0.0
 
-    def _drop_from_free(self) -> None:
-        """Each slot once: one that was restored and then freed is in the list twice."""
-        free = np.unique(np.array(self._free, np.int64))[::-1]
-        self._free = free[self._states[free] == _FREE].tolist()
+    def _add(self, slots: range, state: int) -> None:
+        self._keys += [b""] * (slots.stop - len(self._keys))
+        self._keys[slots.start : slots.stop] = [b""] * len(slots)
+        self._states[slots.start : slots.stop] = state
+
+    def _vacate(self, slot: int, state: int) -> None:
+        """The slot does not have its key from now on."""
+        if self._slots.get(self._keys[slot]) == slot:
+            del self._slots[self._keys[slot]]
+        self._keys[slot], self._states[slot] = b"", state

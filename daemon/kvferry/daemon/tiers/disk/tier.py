@@ -16,21 +16,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import msgspec
 import structlog
 
 from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage, is_part_of
-from kvferry.daemon.tiers.disk import recovery
-from kvferry.daemon.tiers.disk.index import DAMAGE, index_bytes
-from kvferry.daemon.tiers.disk.namespace_store import META, NamespaceStore, StoreMeta
+from kvferry.daemon.tiers.disk.namespace_store import (
+    META,
+    SMALL_FILES,
+    NamespaceStore,
+    StoreMeta,
+)
 from kvferry.daemon.tiers.disk.root_files import (
     LOCK,
     foreign_entries,
     is_namespace_name,
     move_to_trash,
     namespace_directories,
+    note_format,
     prepare_root,
+    remove_older_files,
     remove_trash,
 )
 from kvferry.daemon.tiers.disk.shares import Shares
@@ -45,9 +49,8 @@ MAX_SLAB_BYTES = 1 << 30
 # No slab is added if the file system would have less free space: 1/FLOOR of its size, or this.
 FLOOR = 50
 MAX_FLOOR_BYTES = 4 << 30
-# Seconds between two syncs, and of a run after which the start counts as successful.
+# Seconds between two syncs.
 SYNC_EVERY = 3.0
-LONG_RUN = 60.0
 # Seconds without another attempt to create a namespace, after one that failed.
 RETRY_NAMESPACE = 1.0
 # Seconds for which the usage says why.
@@ -84,14 +87,11 @@ class DiskTier:
         self._evicted_before = 0
         # Why a namespace could not be created, and until when it is not tried again.
         self._refusal, self._refused_until = "", 0.0
-        self._synced = self._started = time.monotonic()
-        self._runs_well = False
+        self._synced = time.monotonic()
         prepare_root(self._root)
         self._root_lock = self._lock_root()
         try:
-            self._rebuild = recovery.begin(self._root)
-            if self._rebuild:
-                log.warning("disk tier is rebuilt from slot headers", reason=self._rebuild)
+            note_format(self._root)
             remove_trash(self._root)
             if foreign := foreign_entries(self._root):
                 log.warning("not part of the disk tier, left alone", names=foreign[:10])
@@ -158,10 +158,7 @@ class DiskTier:
                 self._trash.remove(store)
                 self._evicted_before += store.catalog.evictions
         for store in stores:
-            if store.catalog.damage:
-                self._rebuild_index(store)
-            elif not store.loaded:
-                self._load(store)
+            store.read_headers(SYNC_EVERY)
             store.remove_lost_slabs()
         self._shrink()
         now = time.monotonic()
@@ -170,25 +167,17 @@ class DiskTier:
             for store in stores:
                 try:
                     store.sync()
-                except (OSError, lmdb.Error) as error:
+                except OSError as error:
                     store.catalog.note_error(error)
-        if not self._runs_well and now >= self._started + LONG_RUN:
-            self._runs_well = True
-            recovery.note_state(self._root, clean=False)
 
     def close(self) -> None:
-        clean = True
         for store in self._stores.values():
             store.stop()
             try:
                 store.sync()
-            except (OSError, lmdb.Error) as error:
+            except OSError as error:
                 log.warning("disk tier not synced", namespace=store.name, reason=str(error))
-                clean = False
-            clean = clean and store.loaded and not store.catalog.damage
             store.close()
-        if clean:
-            recovery.note_state(self._root, clean=True)
         os.close(self._root_lock)
 
     # Stores
@@ -215,15 +204,15 @@ class DiskTier:
             log.warning("namespace dropped from disk", namespace=directory.name, reason=str(error))
             shutil.rmtree(directory, ignore_errors=True)
             return
-        if self._rebuild:
-            recovery.remove_index(directory)
-        try:
-            store = self._make_store(directory, meta)
-        except lmdb.Error as error:
-            log.warning("index damaged", namespace=directory.name, reason=str(error))
-            recovery.remove_index(directory)
-            store = self._make_store(directory, meta)
-        self._stores[directory.name] = store
+        if remove_older_files(directory):
+            log.info("older index replaced by slot headers", namespace=directory.name)
+        store = self._stores[directory.name] = self._make_store(directory, meta)
+        log.info(
+            "disk tier loaded",
+            namespace=store.name,
+            blocks=store.catalog.table.used,
+            slots=store.slabs.end,
+        )
 
     def _make_store(self, directory: Path, meta: StoreMeta) -> NamespaceStore:
         max_slots = self._size // meta.slot_bytes + meta.slots_per_slab
@@ -237,7 +226,7 @@ class DiskTier:
         slab_bytes = min(part, MAX_SLAB_BYTES)
         slots = max(1, slab_bytes // slot_bytes)
         meta = StoreMeta(blocks.nbytes, len(blocks.keys[0]), slots, blocks.model)
-        least = meta.slab_bytes + index_bytes(meta.slots_per_slab)
+        least = meta.slab_bytes + SMALL_FILES
         if not is_namespace_name(blocks.namespace):
             return None
         directory = self._root / blocks.namespace
@@ -250,8 +239,8 @@ class DiskTier:
                 reason = f"tiers.disk.size {self._size} is below the {least} bytes for one block"
                 self._refuse(reason, blocks.namespace, RETRY_NAMESPACE)
                 return None
-            if not self._make_room(index_bytes(0), blocks.namespace):
-                reason = self._shortage(index_bytes(0)) or "no room for another namespace"
+            if not self._make_room(SMALL_FILES, blocks.namespace):
+                reason = self._shortage(SMALL_FILES) or "no room for another namespace"
                 self._refuse(reason, blocks.namespace, 0.0)
                 return None
             try:
@@ -264,13 +253,12 @@ class DiskTier:
             try:
                 write_file(directory / META, msgspec.json.encode(meta))
                 store = self._make_store(directory, meta)
-            except (OSError, lmdb.Error) as error:
+            except OSError as error:
                 self._refuse(str(error), blocks.namespace, RETRY_NAMESPACE)
                 shutil.rmtree(directory, ignore_errors=True)
                 return None
             sync_directory(self._root)
             self._refusal = ""
-            store.loaded = True
             self._stores[blocks.namespace] = store
         return store
 
@@ -286,37 +274,6 @@ class DiskTier:
             log.warning("namespace not stored on disk", namespace=namespace, reason=reason)
         self._refusal, self._refused_until = reason, time.monotonic() + seconds
 
-    def _rebuild_index(self, store: NamespaceStore) -> None:
-        """Replace a store whose index was found damaged, once nothing of it is in progress."""
-        store.stop()
-        if store.in_use:
-            return
-        log.warning(
-            "index damaged; it is rebuilt", namespace=store.name, reason=store.catalog.damage
-        )
-        with self._lock:
-            if self._stores.get(store.name) is not store:
-                return
-            store.close()
-            self._evicted_before += store.catalog.evictions
-            recovery.remove_index(store.directory)
-            made = self._stores[store.name] = self._make_store(store.directory, store.meta)
-        self._load(made)
-
-    def _load(self, store: NamespaceStore) -> None:
-        rebuilt = recovery.is_rebuilding(store.directory)
-        try:
-            recovery.load_store(store)
-        except lmdb.Error as error:
-            if not rebuilt:  # `maintain` does it
-                store.catalog.damage = str(error)
-                return
-            if not isinstance(error, DAMAGE):  # a full disk: `maintain` tries again
-                store.catalog.note_error(error)
-                return
-            log.warning("index damaged; blocks dropped", namespace=store.name, reason=str(error))
-            self.drop(store.name)
-
     # The bound
 
     def _used_bytes(self) -> int:
@@ -327,7 +284,7 @@ class DiskTier:
         with self._lock:
             if self._make_room(store.growth, store.name) and store.add_slab():
                 return True
-            if not store.slabs.num_slots and (reason := self._shortage(store.growth)):
+            if not store.slabs.end and (reason := self._shortage(store.growth)):
                 self._refuse(reason, store.name, 0.0)
             return False
 
@@ -341,7 +298,7 @@ class DiskTier:
             giver = self._shares.choose_giver(list(self._stores.values()), name, nbytes)
             if giver is None:
                 return False
-            if not giver.slabs.num_slots:
+            if not giver.slabs.end:
                 if not self._trash:  # else there is more room soon
                     log.info("namespace without blocks dropped from disk", namespace=giver.name)
                     with suppress(OSError):
@@ -365,7 +322,7 @@ class DiskTier:
         with self._lock:
             while self._used_bytes() > self._size and self._stores:
                 largest = max(self._stores.values(), key=lambda store: store.nbytes)
-                if not largest.slabs.num_slots or not largest.give_up_slab():
+                if not largest.slabs.end or not largest.give_up_slab():
                     return
 
 
