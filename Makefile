@@ -52,7 +52,7 @@ gpu: $(READY)  ## all tests, on a machine with a GPU
 	$(BIN)/python -m pytest -q
 
 faults: $(READY)  ## kills of daemons and engines, rude clients, attackers, small limits, tiers: 40 minutes
-	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_kills.py tests/faults/test_limits.py tests/faults/test_rude_clients.py tests/faults/test_attackers.py tests/faults/test_subscribers.py tests/faults/test_disk_tier.py tests/faults/test_kills_with_a_tier.py tests/faults/test_mooncake_cluster.py
+	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_kills.py tests/faults/test_limits.py tests/faults/test_rude_clients.py tests/faults/test_attackers.py tests/faults/test_subscribers.py tests/faults/test_disk_tier.py tests/faults/test_disk_tier_kills.py tests/faults/test_power_cuts.py tests/faults/test_kills_with_a_tier.py tests/faults/test_mooncake_cluster.py
 
 fuzz: $(READY)  ## send a million hostile frames
 	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_fuzz.py

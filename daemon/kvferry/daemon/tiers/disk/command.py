@@ -8,7 +8,6 @@ uses the root. `verify` changes nothing: a block that it finds bad is a miss whe
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 import time
@@ -26,6 +25,7 @@ from kvferry.daemon.tiers.disk.namespace_store import META, StoreMeta
 from kvferry.daemon.tiers.disk.root_files import (
     LOCK,
     foreign_entry,
+    lock_root,
     move_to_trash,
     namespace_directories,
     remove_trash,
@@ -206,13 +206,13 @@ def _check_root(root: Path) -> None:
 def _locked(root: Path) -> Iterator[None]:
     """Hold the lock on a root, so that no daemon uses it."""
     _check_root(root)
-    descriptor = os.open(root / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        descriptor = lock_root(root)
     except BlockingIOError as error:
         message = f"{root} is in use by a daemon; stop that daemon first"
         raise Refused(Code.BUSY, message, str(root)) from error
+    try:
+        yield
     finally:
         os.close(descriptor)
 

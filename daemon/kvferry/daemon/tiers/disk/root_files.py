@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -69,6 +70,18 @@ def prepare_root(root: Path) -> None:
             "that is empty or does not exist"
         )
         raise Refused(Code.BAD_CONFIG, message, str(root))
+
+
+def lock_root(root: Path) -> int:
+    """Lock a root until the returned descriptor is closed. Raises OSError; BlockingIOError if
+    another process has the lock."""
+    descriptor = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def foreign_entry(root: Path) -> str | None:

@@ -6,7 +6,6 @@ shares.py. Any thread; `maintain` on one.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import threading
@@ -27,9 +26,9 @@ from kvferry.daemon.tiers.disk.namespace_store import (
     StoreMeta,
 )
 from kvferry.daemon.tiers.disk.root_files import (
-    LOCK,
     foreign_entries,
     is_namespace_name,
+    lock_root,
     move_to_trash,
     namespace_directories,
     note_format,
@@ -89,7 +88,14 @@ class DiskTier:
         self._refusal, self._refused_until = "", 0.0
         self._synced = time.monotonic()
         prepare_root(self._root)
-        self._root_lock = self._lock_root()
+        try:
+            self._root_lock = lock_root(self._root)
+        except BlockingIOError as error:
+            message = (
+                f"tiers.disk.path {self._root} is in use by another process; give each daemon a "
+                "path of its own"
+            )
+            raise Refused(Code.BAD_CONFIG, message, options.path) from error
         try:
             note_format(self._root)
             remove_trash(self._root)
@@ -181,20 +187,6 @@ class DiskTier:
         os.close(self._root_lock)
 
     # Stores
-
-    def _lock_root(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self._root / LOCK, flags, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            message = (
-                f"tiers.disk.path {self._root} is in use by another process; give each daemon a "
-                "path of its own"
-            )
-            raise Refused(Code.BAD_CONFIG, message, str(self._root)) from error
-        return descriptor
 
     def _open_store(self, directory: Path) -> None:
         """Open a namespace's store. What cannot be used is deleted, with a line in the log."""
