@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.disk.hints import FREE, RETIRED, UNKNOWN, HintFile
-from kvferry.testing.tier_subjects import key_of
+from kvferry.testing.tier_subjects import NAMESPACE, key_of
 
 from .disk_fixtures import KillableDisk, put_all
 
@@ -99,6 +99,7 @@ def test_the_later_one_of_two_hints_for_a_key_counts(disk: KillableDisk) -> None
     assert disk.usage().keys == 3
     assert disk.fetch([0, 1, 2]) == [OK] * 3
     assert file.read(slots).generations.tolist() == before.generations.tolist()
+    assert free in disk.tier._stores[NAMESPACE].catalog.table.take_free(len(slots))
     file.close()
 
 

@@ -290,24 +290,24 @@ class NamespaceStore:
 
     # Unknown slots
 
-    def read_headers(self, seconds: float) -> None:
-        """Read the headers of slots without a good hint, until the time is over.
+    def read_headers(self, until: float) -> None:
+        """Read the headers of slots without a good hint, until a time of time.monotonic().
 
-        On the thread that removes lost slabs.
+        On the thread of `remove_lost_slabs`, which deletes files.
         """
-        until, found = time.monotonic() + seconds, 0
         while time.monotonic() < until:
             with self.lock:
                 slots = [] if self._stopped else self.catalog.table.unknown_slots(HEADERS)
             if not slots:
-                break
+                return
             entries = [(slot, self._read_header(slot)) for slot in slots]
-            found += sum(entry is not None for _, entry in entries)
             with self.lock:
                 for slot, entry in entries:
                     self.catalog.insert_found(slot, entry)
-        if found:
-            log.info("blocks found by slot headers", namespace=self.name, blocks=found)
+                is_end = not self.catalog.table.unknown_slots(1)
+                blocks = self.catalog.table.used
+            if is_end:
+                log.info("headers of slots read", namespace=self.name, blocks=blocks)
 
     def _read_header(self, slot: int) -> Entry | None:
         slab, at = self.slabs.place(slot)

@@ -155,6 +155,7 @@ class DiskTier:
     def maintain(self) -> None:
         with self._lock:
             stores, trash = list(self._stores.values()), list(self._trash)
+        sync_at = time.monotonic() + SYNC_EVERY
         for store in trash:
             if store.in_use:
                 continue
@@ -164,7 +165,7 @@ class DiskTier:
                 self._trash.remove(store)
                 self._evicted_before += store.catalog.evictions
         for store in stores:
-            store.read_headers(SYNC_EVERY)
+            store.read_headers(sync_at)
             store.remove_lost_slabs()
         self._shrink()
         now = time.monotonic()
