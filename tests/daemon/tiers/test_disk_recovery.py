@@ -63,11 +63,11 @@ def test_of_two_blocks_of_a_key_the_later_one_is_found(
 ) -> None:
     put_all(disk, MANY)
     store = disk.tier._stores[NAMESPACE]
-    (older,) = store.catalog.find([key_of(key)])
+    (older,) = store.catalog.table.find([key_of(key)])
     assert older is not None
     disk.drop([key, other])
     disk.put([key])  # into the slot that was freed last
-    assert store.catalog.find([key_of(key)]) != [older]
+    assert store.catalog.table.find([key_of(key)]) != [older]
     slab, at = store.slabs.place(older)
     disk.lose_hints()
     with slab.path.open("r+b") as file:

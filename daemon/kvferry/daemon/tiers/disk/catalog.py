@@ -5,7 +5,6 @@ The caller holds the lock of the store, except for the constructor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -40,13 +39,6 @@ class Catalog:
             self.table.restore_slots(slots, self.hints.read(slots))
         for slot in self.table.end_restore():
             self._write_hint(slot, FREE)
-
-    def find(self, keys: Sequence[bytes]) -> list[int | None]:
-        """The slot of each key."""
-        return [
-            slot if slot is not None and self._slabs.has(slot) else None
-            for slot in self.table.find(keys)
-        ]
 
     def insert(self, entry: Entry) -> None:
         """Insert a block that was written into a busy slot."""

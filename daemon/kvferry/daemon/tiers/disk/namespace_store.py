@@ -126,7 +126,7 @@ class NamespaceStore:
         ]
 
     def _find(self, keys: Sequence[bytes]) -> list[int | None]:
-        return [None] * len(keys) if self._stopped else self.catalog.find(keys)
+        return [None] * len(keys) if self._stopped else self.catalog.table.find(keys)
 
     def _fetch_one(
         self, key: bytes, slot: int, address: int, nbytes: int, deadline: float
@@ -139,9 +139,7 @@ class NamespaceStore:
             try:
                 header = slab.read_slot(at, address, nbytes)
             except SlabTruncatedError:
-                if self.slabs.has(slot):
-                    log.error("slab file truncated; its blocks are lost", slab=str(slab.path))
-                self.slabs.mark_lost(slot)
+                pass  # a miss; the file is removed by `maintain`
             except OSError as error:
                 log.warning("slot retired", slab=str(slab.path), slot=at, reason=str(error))
                 result = Result.ERROR
@@ -274,14 +272,12 @@ class NamespaceStore:
             self._remove_slab(coldest)
         return True
 
-    def remove_lost_slabs(self) -> None:
+    def remove_truncated_slabs(self) -> None:
         """Delete slab files that are truncated and not in use."""
         with self.lock:
-            if self._stopped:
-                return
-            self.slabs.find_lost()
-            for number in self.slabs.lost:
+            for number in [] if self._stopped else self.slabs.truncated():
                 if not self.catalog.table.in_use(self.slabs.slots_of(number)):
+                    log.error("slab file truncated", namespace=self.name, slab=number)
                     self._remove_slab(number)
 
     def _remove_slab(self, number: int) -> None:
@@ -293,7 +289,7 @@ class NamespaceStore:
     def read_headers(self, until: float) -> None:
         """Read the headers of slots without a good hint, until a time of time.monotonic().
 
-        On the thread of `remove_lost_slabs`, which deletes files.
+        On the thread of `remove_truncated_slabs`, which deletes files.
         """
         while time.monotonic() < until:
             with self.lock:

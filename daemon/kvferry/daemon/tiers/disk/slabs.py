@@ -25,7 +25,6 @@ class Slabs:
         self._directory = directory
         self._slot_bytes, self._slots = slot_bytes, slots_per_slab
         self._files: dict[int, SlabFile] = {}
-        self._lost: set[int] = set()
         self._unusable: set[int] = set()
         try:
             for path in sorted(directory.glob(f"{_PREFIX}*")):
@@ -59,17 +58,8 @@ class Slabs:
         """Bytes of all files; those that cannot be used have theirs, too."""
         return (len(self._files) + len(self._unusable)) * self._slots * self._slot_bytes
 
-    @property
-    def lost(self) -> list[int]:
-        """Slabs whose files are truncated."""
-        return list(self._lost)
-
     def slots_of(self, number: int) -> range:
         return range(number * self._slots, (number + 1) * self._slots)
-
-    def has(self, slot: int) -> bool:
-        number = slot // self._slots
-        return number in self._files and number not in self._lost
 
     def place(self, slot: int) -> tuple[SlabFile, int]:
         """The slab file of a slot, and the slot's position in it."""
@@ -85,16 +75,12 @@ class Slabs:
         path = self._directory / f"{_PREFIX}{number:05}"
         self._files[number] = SlabFile.create(path, self._slot_bytes, self._slots)
 
-    def mark_lost(self, slot: int) -> None:
-        self._lost.add(slot // self._slots)
-
-    def find_lost(self) -> None:
-        """Mark slabs whose files have been truncated."""
-        self._lost |= {n for n, slab in self._files.items() if not slab.is_whole}
+    def truncated(self) -> list[int]:
+        """Slabs whose files are shorter than their slots, because someone has truncated them."""
+        return [number for number, slab in self._files.items() if not slab.is_whole]
 
     def delete(self, number: int) -> None:
         """None of its slots may be in use."""
-        self._lost.discard(number)
         self._files.pop(number).delete()
 
     def take_written(self) -> list[int]:

@@ -166,7 +166,7 @@ class DiskTier:
                 self._evicted_before += store.catalog.evictions
         for store in stores:
             store.read_headers(sync_at)
-            store.remove_lost_slabs()
+            store.remove_truncated_slabs()
         self._shrink()
         now = time.monotonic()
         if now >= self._synced + SYNC_EVERY:
