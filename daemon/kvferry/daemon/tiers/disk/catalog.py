@@ -96,7 +96,7 @@ class Catalog:
         return self._write_hint(victim.slot, FREE)
 
     def _write_hint(self, slot: int, generation: int, key: bytes = b"") -> bool:
-        """False if that fails. Then the next process finds out by the header of the slot."""
+        """False if that fails: then the next process finds the hint that the slot had before."""
         try:
             self.hints.write(slot, generation, key)
         except OSError as error:
