@@ -14,7 +14,10 @@ from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
 
 
 def allocated_bytes(root: Path) -> int:
-    """Bytes that the file system has allocated for a root and everything below it."""
+    """Bytes that the file system has allocated for a root and everything below it.
+
+    A slab that is deleted for another namespace meanwhile may count twice.
+    """
     total = 0
     for folder, _, files in os.walk(root):
         for path in (folder, *(os.path.join(folder, name) for name in files)):
