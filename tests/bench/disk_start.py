@@ -92,7 +92,14 @@ def main() -> None:
                     os.sync()
                     Path("/proc/sys/vm/drop_caches").write_text("3")
                 print(f"{options.keys} keys, {cache} page cache: ", end="", flush=True)
-                command = [sys.executable, __file__, "--keys", str(options.keys), "--open", root]
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--keys",
+                    str(options.keys),
+                    "--open",
+                    str(root),
+                ]
                 subprocess.run(command, check=True)
 
 
