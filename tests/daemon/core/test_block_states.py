@@ -128,23 +128,40 @@ def test_loads_in_flight_of_a_corrupt_block_fail_and_the_block_becomes_stale() -
     assert fixture.core.errors[Code.CORRUPT_BLOCK] == 2
 
 
-def test_blocks_of_an_earlier_daemon_are_stale_until_they_are_verified() -> None:
-    old, fixture = CoreFixture("a"), CoreFixture(registered=False)
-    plans = [old.start("a", 1, store(0, hosts=(0,))), old.start("a", 2, store(2, 3, hosts=(1,)))]
-    for plan in plans:
-        old.report(TransferCompleted(plan.serial, Outcome.DONE))
+def restarted(old: CoreFixture) -> CoreFixture:
+    """The next daemon, in which engine a is registered again."""
+    fixture = CoreFixture(registered=False)
     fixture.region_records = old.region_records
     fixture.core.restore_region(*old.region_records.found())
     fixture.core.open_session("a", wire.Hello(1, 1, "client", "a"))
     (mapping,) = fixture.send("a", wire.AllocateKVCaches(1, LAYOUT, 4096))
     (reply,) = fixture.report(TensorsMapped(mapping.registration, "a"))
     assert reply.message.region.reattached
+    return fixture
+
+
+def test_blocks_of_an_earlier_daemon_are_stale_until_they_are_verified() -> None:
+    old = CoreFixture("a")
+    plans = [old.start("a", 1, store(0, hosts=(0,))), old.start("a", 2, store(2, 3, hosts=(1,)))]
+    for plan in plans:
+        old.report(TransferCompleted(plan.serial, Outcome.DONE))
+    fixture = restarted(old)
     assert fixture.refused("a", 1, load(0, hosts=(0,))) == Code.STALE
     fixture.report(BlocksVerified(engine_owner("a"), np.array([0])))
     fixture.start("a", 2, load(0, hosts=(0,)))
     assert fixture.refused("a", 3, load(0, 1, hosts=(0,))) == Code.STALE
     assert fixture.refused("a", 4, load(0, 1, hosts=(1,))) == Code.STALE
     assert fixture.report(BlocksVerified(engine_owner("unknown"), np.array([0]))) == []
+
+
+def test_a_refused_load_names_its_unverified_block() -> None:
+    old = CoreFixture("a")
+    old.fill("a")
+    fixture = restarted(old)
+    fixture.report(BlocksVerified(engine_owner("a"), np.array([0])))
+    (action,) = fixture.submit("a", 1, load(0, 1, 2, 3, hosts=(0, 1)))
+    (result,) = action.message.results
+    assert (result.error.code, result.error.value) == (Code.STALE, "1")
 
 
 @pytest.mark.parametrize("restarted", [False, True])

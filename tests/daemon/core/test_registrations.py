@@ -78,6 +78,19 @@ def test_a_failed_mapping_is_reported_and_frees_the_name() -> None:
     assert isinstance(fixture.send("a", wire.AllocateKVCaches(2, LAYOUT))[0], MapTensors)
 
 
+@pytest.mark.parametrize(("own", "errors"), [(False, {Code.MAP_FAILED: 1}), (True, {})])
+def test_failed_mappings_are_counted_except_the_daemons_own(
+    own: bool, errors: dict[Code, int]
+) -> None:
+    fixture = CoreFixture("a", registered=False)
+    fixture.core.open_own_session("probe")
+    session = "probe" if own else "a"
+    (mapping,) = fixture.send(session, wire.AllocateKVCaches(1, LAYOUT))
+    error = ErrorInfo(Code.MAP_FAILED, "no memory")
+    fixture.report(TensorsMapped(mapping.registration, session, error))
+    assert fixture.core.status(101.0).errors == errors
+
+
 def test_the_region_of_a_failed_mapping_is_not_reattached() -> None:
     """Its bytes belong to another engine, or they are undefined."""
     fixture = CoreFixture("a", registered=False)

@@ -120,12 +120,14 @@ def test_restored_keys_have_their_blocks(cache: Cache) -> None:
 def test_a_restored_key_is_pending_until_it_is_verified(cache: Cache) -> None:
     cache.restore_keys([(b"a", 0), (b"b", 1), (b"c", 2)], {b"c": (0, 1)})
     assert (cache.ready_keys(), cache.pending_keys()) == ([], [b"a", b"b"])
+    assert (cache.usage.unverified, cache.usage.ready) == (3, 0)
     assert [cache.lookup(key) for key in keys("abc")] == [HIT_PENDING, HIT_PENDING, MISS]
     with pytest.raises(Refused, match="unverified") as caught:
         cache.prepare_load(keys("a"))
     assert (caught.value.code, caught.value.value) == (Code.KEY_ABSENT, b"a".hex())
     cache.mark_verified([(b"a", 0), (b"b", 3), (b"c", 2)])
     assert cache.events.take() == [CacheEvent(EventKind.STORED, (b"a",))]
+    assert (cache.usage.unverified, cache.usage.ready) == (1, 2)
     assert [cache.lookup(key) for key in keys("abc")] == [HIT, HIT_PENDING, MISS]
     cache.check_integrity()
 
