@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.client.cli.bench import plotting
-
 TESTS = Path(__file__).parents[1]
 SCRIPTS = sorted([*TESTS.glob("bench/*.py"), *TESTS.glob("gpu/vllm_*.py")])
 
@@ -33,15 +31,6 @@ def test_an_unknown_scenario_is_refused() -> None:
     assert done.returncode == 2
     assert "nonsense" in done.stderr.splitlines()[-1]
     assert "tensor-parallel" in done.stderr.splitlines()[-1]
-
-
-def test_a_plot_needs_an_existing_file(tmp_path: Path) -> None:
-    (tmp_path / "text.json").write_text("text")
-    for arguments in ([], [tmp_path / "no.json", "a.png"], [tmp_path / "text.json", "a.png"]):
-        done = run("-m", plotting.__name__, *arguments)
-        assert done.returncode == 2
-        assert "usage: " in done.stderr
-        assert "Traceback" not in done.stderr
 
 
 # Ctrl-C

@@ -17,7 +17,11 @@ Captured: TypeAlias = pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize(
     ("command", "words"),
-    [((), ["status", "bench", "--directory"]), (("status",), ["--json"]), (("bench",), ["--plot"])],
+    [
+        ((), ["status", "bench", "--directory"]),
+        (("status",), ["--json"]),
+        (("bench",), ["--sizes"]),
+    ],
 )
 def test_help(command: tuple[str, ...], words: list[str], capsys: Captured) -> None:
     assert kvferry(*command, "--help") == 0
@@ -83,7 +87,6 @@ def test_no_daemon_anywhere(
             ["bench"],
             "torch's CPU build (smaller by 5 GB), which is enough for --device cpu",
         ),
-        ("matplotlib", ["bench", "--plot", "x.png"], "pip install matplotlib"),
     ],
 )
 def test_a_missing_package_is_named(
@@ -110,10 +113,6 @@ def test_a_missing_package_is_named(
         ("--what", "latency,much"),
         ("--json", "/proc/nowhere/file.json"),
         ("--json", "/proc/file.json"),
-        ("--plot", "/tmp"),
-        ("--plot", "/tmp/picture.foo"),
-        ("--plot", "/tmp/picture.png", "--what", "latency"),
-        ("--plot", "/tmp/picture.png", "--what", "latency,beside", "--device", "cpu"),
         ("--directory", "/tmp", "--device", "cpu"),
         ("--directory", "/tmp", "--staging", "512MiB"),
         ("--staging", "64MiB,128MiB"),

@@ -22,7 +22,6 @@ _INSTALL = {
     "structlog": "'.[daemon]' in a checkout of kvferry",
     "torch": "'.[tensors]' in a checkout of kvferry, or only torch's CPU build (smaller by 5 GB), "
     "which is enough for --device cpu",
-    "matplotlib": "matplotlib",
 }
 # Seconds after which a callback has returned.
 CALLBACK_DONE = 0.01

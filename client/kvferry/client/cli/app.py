@@ -18,7 +18,7 @@ from kvferry.proto.errors import Refused
 from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.version import kvferry_version
 
-MEASUREMENTS = ("bandwidth", "latency", "beside")
+MEASUREMENTS = ("bandwidth", "latency")
 
 GIB = 1 << 30
 
@@ -244,8 +244,7 @@ def bench(
     sizes: Annotated[
         str | None,
         typer.Option(
-            help="Fragment sizes of bandwidth and beside, as 4KiB,16384 (default: 7 to 9 from "
-            "1KiB to 2MiB).",
+            help="Fragment sizes of bandwidth, as 4KiB,16384 (default: 9 from 1KiB to 2MiB).",
             callback=_check_sizes,
             metavar="LIST",
         ),
@@ -253,8 +252,7 @@ def bench(
     reps: Annotated[
         int | None,
         typer.Option(
-            help="Repetitions (default: 5 copies per size after a warm-up, 3 windows beside an "
-            "engine; quick: 2, 1).",
+            help="Copies per size after a warm-up (default: 5; quick: 2).",
             min=1,
             metavar="NUMBER",
         ),
@@ -278,19 +276,11 @@ def bench(
             metavar="FILE",
         ),
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Plot the figures over fragment size.",
-            callback=_check_writable,
-            metavar="FILE.png",
-        ),
-    ] = None,
 ) -> None:
     """Benchmark a daemon against a plain contiguous pinned copy.
 
     bandwidth: GB/s by fragment size for stores, loads and both at once. latency: cost of calls and
-    of single blocks. beside: how much copies and a busy engine slow each other down (GPU only).
+    of single blocks.
 
     A fragment is one page of one KV tensor; up to 64 tensors share a block table, and pages are
     gathered into host blocks of 2 MiB. Ratios are to the contiguous pinned copy, measured before,
@@ -301,7 +291,8 @@ def bench(
     if directory is not None and staging is not None:
         raise typer.BadParameter("--staging and --directory exclude each other; leave one out")
     measurements = set(what.split(","))
-    from kvferry.client.cli.bench import Plan, report, run_plan, supported_plan
+    from kvferry.client.cli.bench import Plan, report, run_plan
+    from kvferry.client.cli.bench.rig import device_of
 
     plan = Plan(
         device,
@@ -314,17 +305,9 @@ def bench(
         None if staging is None else _parse_size(staging),
     )
     console = Console(stderr=True)
-    plan = supported_plan(plan, console)
-    if plot is not None:
-        from kvferry.client.cli.bench import plotting
-
-        try:
-            plotting.check_plot(plot, plan.what)
-        except ValueError as error:
-            raise typer.BadParameter(f"--plot: {error}") from error
+    if staging is not None and device_of(plan) == "cpu":
+        console.print("--staging has no effect on the CPU")
     results = run_plan(plan, context.obj or [], console)
     report.print_results(results, Console(highlight=False))
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=2))
-    if plot is not None:
-        plotting.plot_results(results, plot)

@@ -1,13 +1,9 @@
-"""`kvferry bench`: measurements, output files, plots and failures."""
+"""`kvferry bench`: measurements, output files and failures."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from importlib import import_module
-from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,31 +14,25 @@ from rich.console import Console
 
 from kvferry.client import GPULoadStoreSpec, LocalDaemon, OffloadClient, shared_empty
 from kvferry.client.cli import main
-from kvferry.client.cli.bench import plotting, report
+from kvferry.client.cli.bench import report
 from kvferry.client.cli.bench.bandwidth import RoundTrip
-from kvferry.client.cli.bench.beside import Windows
 from kvferry.client.cli.bench.engine import HOST_BLOCK, Shape, register_engine
-from kvferry.client.cli.bench.movers import BenchMover, JobMover
 from kvferry.client.cli.bench.plan import Plan
 from kvferry.client.cli.bench.results import (
     IN_A_ROW,
     About,
-    Beside,
     Copies,
     Fragments,
     Rate,
     Results,
-    Spread,
     direct_thresholds,
 )
 from kvferry.client.cli.bench.rig import start_daemon
-from kvferry.proto.errors import Code, Failed, Refused
+from kvferry.proto.errors import Code, Failed
 from kvferry.proto.status import CalibrationPoint, CopyStatus
-from support.time_limits import TIMEOUT
 
 DIRECTIONS = {"store", "load", "both"}
 Captured: TypeAlias = pytest.CaptureFixture[str]
-PICTURE = (1400).to_bytes(4, "big") + (600).to_bytes(4, "big")
 TINY = ("--quick", "--gib", "0.01", "--reps", "1")
 
 
@@ -53,9 +43,9 @@ def kvferry(*arguments: object) -> int:
 
 
 def test_bench_writes_all_it_measured(tmp_path: Path, capsys: Captured) -> None:
-    data, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    data = tmp_path / "bench.json"
     options = ("--device", "cpu", "--sizes", "16KiB,2MiB", *TINY)
-    assert kvferry("bench", *options, "--json", data, "--plot", picture) == 0
+    assert kvferry("bench", *options, "--json", data) == 0
     results = json.loads(data.read_text())
     assert set(results["contiguous"]) == DIRECTIONS
     assert [entry["page_bytes"] for entry in results["bandwidth"]] == [16 << 10, 2 << 20]
@@ -64,7 +54,6 @@ def test_bench_writes_all_it_measured(tmp_path: Path, capsys: Captured) -> None:
     assert len(results["latency"]) == 10
     check_latencies(results["latency"])
     assert results["about"]["command"].startswith("kvferry bench --device cpu --sizes")
-    assert picture.read_bytes()[16:24] == PICTURE
     captured = capsys.readouterr()
     assert captured.err == ""
     assert all(word in captured.out for word in ("16 KiB", "contiguous", "difference", "GB/s"))
@@ -126,72 +115,11 @@ def test_bench_starts_its_daemon_with_the_given_staging(
         assert (str(512 << 20) in daemon.command) == bool(options)
 
 
-@pytest.mark.parametrize("cpu", ["cpu", "CPU"])
-def test_beside_an_engine_needs_a_gpu(cpu: str, capsys: Captured) -> None:
-    assert kvferry("bench", "--device", cpu, "--what", "beside") == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "needs a GPU" in error
-
-
-class FakeBusyEngine:
-    """A BusyEngine whose steps take 10 ms, and 20 ms in a window begun with begin_window."""
-
-    def __init__(self) -> None:
-        self._until = 0.0
-
-    def begin_window(self, loop: str, seconds: float) -> None:
-        self._until = time.perf_counter() + seconds
-
-    def window_ended(self) -> bool:
-        return time.perf_counter() > self._until
-
-    def end_window(self) -> float:
-        return 20.0
-
-    def run_window(self, loop: str, seconds: float) -> float:
-        return 10.0
-
-
-def test_engine_time_lost_is_computed_from_the_windows(daemon: LocalDaemon) -> None:
-    slab = shared_empty((32 << 20,))
-    busy: Any = FakeBusyEngine()
-    with register_engine(daemon.directory, Shape.of(256 << 10), slab) as bench_engine:
-        bench_engine.fill()
-        movers: dict[str, BenchMover] = {"load": JobMover(bench_engine, "load", 2)}
-        rows = list(Windows(busy, 2, lambda _: None).rows("kvferry", 256 << 10, movers))
-        assert bench_engine.client.status().engines[0].jobs == 0
-    assert [row.loop for row in rows] == ["matmul", "decode"]
-    for row in rows:
-        assert row.alone > 0
-        assert (row.alone_ms.median, row.with_ms.median) == (10, 20)
-        gib_per_second = row.rate.samples[0] * 1e9 / (1 << 30)
-        assert row.lost_ms_per_gib.samples[0] == pytest.approx(500 / gib_per_second)
-
-
-def test_a_results_file_can_be_plotted(tmp_path: Path) -> None:
-    data, picture = tmp_path / "bench.json", tmp_path / "again.png"
-    data.write_bytes(msgspec.json.encode(synthetic()))
-    command = [sys.executable, "-W", "error", "-m", plotting.__name__, str(data), str(picture)]
-    assert subprocess.run(command, timeout=2 * TIMEOUT).returncode == 0
-    assert picture.read_bytes()[16:24] == PICTURE
-
-
-def test_a_plot_has_the_panels_that_were_measured(tmp_path: Path) -> None:
-    results, picture = synthetic(), tmp_path / "bench.png"
-    results.bandwidth = []
-    plotting.plot_results(results, picture)
-    assert picture.read_bytes()[16:24] == PICTURE
-    results.beside = []
-    with pytest.raises(Refused, match="nothing to plot"):
-        plotting.plot_results(results, picture)
-
-
 def test_every_table_is_80_columns_wide(capsys: Captured) -> None:
     results = synthetic()
     report.print_results(results, Console(width=80))
     output = capsys.readouterr().out
-    assert all(word in output for word in ("in a row", "contiguous", "ms/GiB"))
+    assert all(word in output for word in ("in a row", "contiguous", "on device"))
     assert "…" not in output
 
 
@@ -200,18 +128,10 @@ def synthetic() -> Results:
     fields = dict.fromkeys(About.__struct_fields__, "1") | {"direct_from": {"store": 1 << 18}}
     about = msgspec.convert(fields, About, strict=False)
     results = Results(about, {name: Rate.of(1 << 30, [0.02, 0.021]) for name in DIRECTIONS})
-    rate, lost = Rate.of(1 << 30, [0.021, 0.022]), Spread.of([19.5, 20.25, 21])
+    rate = Rate.of(1 << 30, [0.021, 0.022])
     for page_bytes in (4 << 10, 256 << 10):
         copies = {name: Copies(rate, rate, rate) for name in DIRECTIONS}
         results.bandwidth.append(Fragments(page_bytes, 64, 1, 2 << 20, 16, copies))
-    for method, direction, loop in product(
-        ("contiguous", "kvferry"),
-        ("store", "load"),
-        ("matmul", "decode"),
-    ):
-        for page_bytes in (0,) if method == "contiguous" else (4 << 10, 256 << 10):
-            row = Beside(method, direction, loop, page_bytes, 53.2, lost, 0.0, lost, lost, lost)
-            results.beside.append(row)
     results.set_ratios()
     return results
 

@@ -6,10 +6,8 @@
     engine              a registered engine that submits transfers and waits for them
     bandwidth           GB/s by fragment size
     latency             cost of calls, and of transfers of single blocks
-    beside, busy        how much copies and a busy engine slow each other down
-    movers              the copies that run beside the busy engine
     results             structs of the results, and their JSON
-    report, plotting    tables and plots
+    report              tables
 
 A measurement is a module with a `measure(...)` that returns structs of `results`. It calls `step`
 between its parts, never during one: `step` redraws the progress bar.
@@ -19,35 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import UTC, datetime
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvferry.client.cli.bench import bandwidth, beside, latency
+from kvferry.client.cli.bench import bandwidth, latency
 from kvferry.client.cli.bench.plan import Plan
 from kvferry.client.cli.bench.results import Results, describe_run
-from kvferry.client.cli.bench.rig import BenchRig, device_of, open_rig
-from kvferry.proto.errors import Code, Refused
+from kvferry.client.cli.bench.rig import BenchRig, open_rig
 
 Step = Callable[[str], None]
-
-
-def supported_plan(plan: Plan, console: Console) -> Plan:
-    """`plan` without what its device cannot do, which is printed.
-
-    Raises Refused (NO_DEVICE) if nothing is left.
-    """
-    if device_of(plan) != "cpu":
-        return plan
-    if plan.staging_bytes is not None:
-        console.print("--staging has no effect on the CPU")
-    if "beside" in plan.what:
-        if len(plan.what) == 1:
-            raise Refused(Code.NO_DEVICE, "beside needs a GPU, not cpu; give another --what", "cpu")
-        console.print("beside skipped: it needs a GPU")
-    return replace(plan, what=plan.what - {"beside"})
 
 
 def run_plan(plan: Plan, arguments: Sequence[str], console: Console) -> Results:
@@ -67,7 +47,6 @@ def _count_steps(plan: Plan) -> int:
     steps = {
         "bandwidth": bandwidth.count_steps(plan),
         "latency": latency.STEPS,
-        "beside": beside.count_steps(plan) if "beside" in plan.what else 0,
     }
     return sum(steps[what] for what in plan.what) + 2
 
@@ -80,8 +59,6 @@ def _measure(rig: BenchRig, plan: Plan, results: Results, step: Step) -> None:
         results.bandwidth += bandwidth.measure_all(rig, plan, step)
     if "latency" in plan.what:
         results.latency += latency.measure(rig, plan.quick, step)
-    if "beside" in plan.what:
-        results.beside += beside.measure(rig, plan, step)
 
 
 @contextmanager
@@ -104,4 +81,4 @@ def _progress(total: int, console: Console) -> Iterator[Step]:
         yield step
 
 
-__all__ = ["Plan", "run_plan", "supported_plan"]
+__all__ = ["Plan", "run_plan"]

@@ -13,7 +13,6 @@ from kvferry.client.cli.bench.results import (
     DIRECTIONS,
     IN_A_ROW,
     About,
-    Beside,
     Fragments,
     Latency,
     Rate,
@@ -34,8 +33,6 @@ def _tables(results: Results) -> Iterator[Table]:
         yield _bandwidth(results)
     if results.latency:
         yield _latencies(results.latency)
-    for loop in dict.fromkeys(row.loop for row in results.beside):
-        yield _beside(results, loop)
 
 
 def _header(about: About) -> Iterator[str]:
@@ -107,35 +104,6 @@ def _latencies(latencies: list[Latency]) -> Table:
         samples = latency.seconds and (f"{latency.high:.1f}", f"{len(latency.seconds):,}")
         table.add_row(latency.what, f"{latency.p50:.1f}", f"{latency.p99:.1f}", *samples)
     return table
-
-
-def _beside(results: Results, loop: str) -> Table:
-    rows = [row for row in results.beside if row.loop == loop]
-    caption = (
-        "x: GB/s beside the engine, of the contiguous copy alone; step: time of the\n"
-        "engine's step with copies, of that without; ms/GiB: engine time lost per GiB\n"
-        "moved, median and min..max; drift: of the step without copies."
-    )
-    table = _table(f"beside an engine, {loop}", caption)
-    for name in ("fragment", "", "alone", "beside", "x", "step", "ms/GiB", "min..max", "drift"):
-        table.add_column(name, justify="left" if len(table.columns) < 2 else "right", no_wrap=True)
-    method = ""
-    for row in rows:
-        if row.method != method:
-            method = row.method
-            table.add_section()
-            table.add_row(Text(method, "bold"))
-        table.add_row(*_beside_cells(row))
-    return table
-
-
-def _beside_cells(row: Beside) -> Iterator[str]:
-    yield from _name_cells(size(row.page_bytes) if row.page_bytes else "contiguous", row.direction)
-    lost, alone = row.lost_ms_per_gib, row.alone_ms
-    yield from (_format_rate(row.alone), _format_rate(row.rate.median), f"{row.ratio:.2f}")
-    yield f"{row.with_ms.median / alone.median:.3f}"
-    yield from (f"{lost.median:.2f}", f"{lost.low:.2f}..{lost.high:.2f}")
-    yield f"{(alone.high / alone.low - 1) * 100:.1f}%"
 
 
 def _table(title: str, caption: str | None = None) -> Table:

@@ -108,48 +108,11 @@ class Latency(msgspec.Struct):
         return Latency(what, self.p50 - other.p50, self.p99 - other.p99)
 
 
-class Spread(msgspec.Struct, frozen=True):
-    median: float
-    low: float
-    high: float
-    samples: tuple[float, ...]
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> Spread:
-        return cls(statistics.median(samples), min(samples), max(samples), tuple(samples))
-
-
-NONE = Spread(0.0, 0.0, 0.0, ())
-
-
-class Beside(msgspec.Struct):
-    """Copies beside a busy engine that runs a loop. page_bytes: 0 for the contiguous copy.
-
-    how: "kvferry", or "contiguous" for the raw copy in this process.
-    alone: GB/s without the engine. rate: GB/s beside the engine; ratio: divided by that of the
-        contiguous copy.
-    alone_ms, with_ms: a step of the engine, without copies (in the windows before and after) and
-        with copies.
-    """
-
-    method: str
-    direction: str
-    loop: str
-    page_bytes: int
-    alone: float
-    rate: Spread = NONE
-    ratio: float = 0.0
-    alone_ms: Spread = NONE
-    with_ms: Spread = NONE
-    lost_ms_per_gib: Spread = NONE
-
-
 class Results(msgspec.Struct):
     about: About
     contiguous: dict[str, Rate] = {}
     bandwidth: list[Fragments] = []
     latency: list[Latency] = []
-    beside: list[Beside] = []
 
     def set_ratios(self) -> None:
         """Set all ratios to the contiguous copy, which is measured until the end."""
@@ -157,8 +120,6 @@ class Results(msgspec.Struct):
             for direction, copies in fragments.copies.items():
                 for rate in (copies.once, copies.in_a_row, copies.on_device):
                     rate.ratio = rate.median / self.contiguous[direction].median
-        for row in self.beside:
-            row.ratio = row.rate.median / self.contiguous[row.direction].median
 
 
 def describe_run(
