@@ -220,7 +220,7 @@ def test_an_invalid_flag_is_refused(flag: str) -> None:
 @pytest.mark.parametrize("device", ["gpu7", "cuda:0", "", "-1", "cpu0"])
 def test_a_value_that_names_no_device_is_refused(device: str) -> None:
     message = str(read_refused(f"--device={device}"))
-    assert f"device = {device!r} is no device" in message
+    assert f"device = {device!r} is not a device" in message
     assert '"cpu", or the index ("0") or UUID ("GPU-...") of a GPU' in message
 
 

@@ -55,7 +55,7 @@ def metrics() -> dict[str, set[str]]:
 
 
 def test_series_of_alerts_exist_from_the_start() -> None:
-    """The first sample of a series is no increase, so the first failure would raise no alert."""
+    """A first sample is not an increase, so the first failure would raise no alert."""
     status = daemon_status(proto_status.HealthStatus(True), (), {})
     exported = Metrics()
     exported.update(status, ())

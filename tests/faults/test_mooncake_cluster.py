@@ -60,7 +60,10 @@ store.close()
 
 
 class Cluster:
-    """store: on a host of its own. a, b: engines of daemons on two other hosts."""
+    """A Mooncake Store and two daemons on simulated hosts.
+
+    store: on a host of its own. a, b: engines of daemons on two other hosts.
+    """
 
     def __init__(self, stack: ExitStack, segment_bytes: int) -> None:
         network = stack.enter_context(LossyNetwork(3))

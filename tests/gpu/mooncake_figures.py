@@ -40,7 +40,10 @@ POOL_GIB, STORE_GIB = 10, 64
 
 @dataclass
 class SharingEngines:
-    """engines, daemons: of A and B. new: seeds of prompts that no engine has computed."""
+    """Two engines whose daemons share a Mooncake Store.
+
+    engines, daemons: of A and B. new: seeds of prompts that no engine has computed.
+    """
 
     store: MooncakeStore
     daemons: list[GpuDaemon]

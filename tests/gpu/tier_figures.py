@@ -60,7 +60,10 @@ NAMES = "none", "disk"
 
 @dataclass
 class TierEngines:
-    """engines, daemons: by name. new: seeds of prompts that no engine has computed."""
+    """vLLM engines with and without a disk tier.
+
+    engines, daemons: by name. new: seeds of prompts that no engine has computed.
+    """
 
     root: Path
     model: Record

@@ -76,7 +76,7 @@ LAYOUT = [[TENSOR], [[REF]], 1]
 GPU, CPU = ["gpu", ids(1, 2)], ["cpu", ids(3)]
 
 
-# Bytes that are no message
+# Bytes that are not a message
 
 
 @pytest.mark.parametrize("name", GOLDEN)

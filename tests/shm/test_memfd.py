@@ -46,7 +46,7 @@ def file_without_seals(folder: Path) -> int:
     [
         (unsealed, 0, r"the page can be shrunk .*; seal it with F_SEAL_SHRINK"),
         (sealed_against_growth, fcntl.F_SEAL_GROW, r"the page can be shrunk .*seals 0x4"),
-        (file_without_seals, None, r"the page is no memfd; create it with memfd_create"),
+        (file_without_seals, None, r"the page is not a memfd; create it with memfd_create"),
     ],
 )
 def test_memory_that_can_shrink_is_refused(

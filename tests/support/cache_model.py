@@ -24,7 +24,7 @@ PENDING, READY = "pending", "ready"
 
 
 class ModelCacheJob(NamedTuple):
-    """epoch: the number of resets before it."""
+    """A store or a load in flight. epoch: the number of resets before it."""
 
     handle: Reservation | Pins
     epoch: int

@@ -37,7 +37,10 @@ STEP = 2e-3
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """clients, rate (jobs per second): totals. processes: number of processes that share them."""
+    """Options of a load test.
+
+    clients, rate (jobs per second): totals. processes: number of processes that share them.
+    """
 
     clients: int = 64
     rate: float = 10_000.0

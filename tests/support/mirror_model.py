@@ -10,7 +10,10 @@ from kvferry.proto.messages import KeyEvents, Snapshot
 
 
 class MirrorModel:
-    """snapshot: its messages, of this generation; None if the mirror has received all events."""
+    """A plain mirror of a namespace's keys.
+
+    snapshot: its messages, of this generation; None if the mirror has received all events.
+    """
 
     def __init__(self, snapshot: Iterator[Any] | None = None, generation: int = 1) -> None:
         self.snapshot = snapshot

@@ -9,7 +9,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """descriptors, threads, mappings: how many. private, shared: resident bytes of either kind."""
+    """Resources that a process uses.
+
+    descriptors, threads, mappings: how many. private, shared: resident bytes of either kind.
+    """
 
     descriptors: int
     threads: int

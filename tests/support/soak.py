@@ -48,9 +48,11 @@ MAX_DESCRIPTORS = 64
 
 @dataclass(frozen=True)
 class SoakOptions:
-    """seconds: duration. faults: average number per second. restarts: whether daemons are killed,
-    too. kept: whether the next daemon gets the pool of the killed one. tier_bytes: the size of a
-    disk tier below the pool; 0: none. job_timeout: see TrafficOptions.
+    """Options of a soak test.
+
+    seconds: duration. faults: average number per second. restarts: whether daemons are killed, too.
+    kept: whether the next daemon gets the pool of the killed one. tier_bytes: the size of a disk
+    tier below the pool; 0: none. job_timeout: see TrafficOptions.
     """
 
     seconds: float

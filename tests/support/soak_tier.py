@@ -34,7 +34,10 @@ FAILURES = ("checksum_failures", "errors", "deaths", "openings")
 
 
 class SoakTier:
-    """root: its directory. nbytes: its size. A thread measures the directory until `close`."""
+    """The disk tier of a soak test.
+
+    root: its directory. nbytes: its size. A thread measures the directory until `close`.
+    """
 
     def __init__(self, root: Path, nbytes: int, rng: random.Random) -> None:
         self.root, self.nbytes = root, nbytes

@@ -47,7 +47,9 @@ def key_of(number: int) -> bytes:
 
 
 class TierLedger:
-    """root: of the disk tier. Connect it to each daemon in turn.
+    """An engine that knows which keys it stored, and finds them again after kills.
+
+    root: of the disk tier. Connect it to each daemon in turn.
 
     stored: the numbers of the keys that were stored since the last reset. errors: describes
     loaded blocks with wrong bytes.

@@ -67,7 +67,10 @@ class Search:
 
 @dataclass(eq=False)
 class Fetch:
-    """found: content in the tier when the fetch began. late: offsets that it still writes to."""
+    """Blocks that a tier reads.
+
+    found: content in the tier when the fetch began. late: offsets that it still writes to.
+    """
 
     action: FetchBlocks
     found: list[Content | None]
@@ -77,7 +80,10 @@ class Fetch:
 
 @dataclass(eq=False)
 class Write:
-    """cells: content of the blocks when the tier got them. dropped: its namespace was reset."""
+    """Blocks that a tier writes.
+
+    cells: content of the blocks when the tier got them. dropped: its namespace was reset.
+    """
 
     tier: int
     job: WriteJob
@@ -87,7 +93,10 @@ class Write:
 
 @dataclass(eq=False)
 class Commit:
-    """cells: content of the blocks when their store ended."""
+    """Blocks whose checksum is being computed.
+
+    cells: content of the blocks when their store ended.
+    """
 
     block_set: BlockSet
     cells: dict[int, Content]

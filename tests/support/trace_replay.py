@@ -58,7 +58,10 @@ def read_trace(path: Path, requests: int | None = None) -> list[list[int]]:
 
 @dataclass
 class ReplayOutcome:
-    """blocks: of all requests. hits: those loaded. lost: loads refused, as a key was evicted."""
+    """Counts of a replayed trace.
+
+    blocks: of all requests. hits: those loaded. lost: loads refused, as a key was evicted.
+    """
 
     policy: str
     capacity: int

@@ -61,8 +61,11 @@ class TrafficOptions:
 
 @dataclass
 class TrafficStatistics:
-    """counts: events by name. errors: descriptions of errors. latencies: a sample of the
-    seconds from a job's submission to its result."""
+    """Events, errors and latencies of the traffic.
+
+    counts: events by name. errors: descriptions of errors. latencies: a sample of the seconds from
+    a job's submission to its result.
+    """
 
     name: str
     counts: Counter[str] = field(default_factory=Counter)

@@ -26,7 +26,10 @@ from support.vllm_fields_outside import (
 
 @dataclass(frozen=True)
 class Fields:
-    """path: of the object in VllmConfig; "" is VllmConfig itself, None if it is not part of it."""
+    """Fields of one object of vLLM's configuration.
+
+    path: of the object in VllmConfig; "" is VllmConfig itself, None if it is not part of it.
+    """
 
     path: str | None
     inside: dict[str, Any]

@@ -29,7 +29,10 @@ from kvferry.client.vllm.load_eta import MAX_WAIT
 
 
 class IdealSpec(OffloadingSpec):
-    """extra_config: link_gbs; blocks_per_chunk, kvferry's of full attention if not given."""
+    """vLLM's OffloadingSpec whose loads take the link's time and copy nothing.
+
+    extra_config: link_gbs; blocks_per_chunk, kvferry's of full attention if not given.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -56,7 +56,10 @@ class FakeAttentionLayer(AttentionLayerBase):  # type: ignore[misc]
 
 
 class PrefillDecodeEngine(EngineCore):
-    """order: "nixl" and "kvferry". roles: the kv_role of each."""
+    """A vLLM engine with the NIXL connector and kvferry's in a MultiConnector.
+
+    order: "nixl" and "kvferry". roles: the kv_role of each.
+    """
 
     def __init__(self, directory: str, order: list[str], roles: dict[str, str], model: str) -> None:
         children = {

@@ -57,7 +57,9 @@ def specs(drafts: int) -> dict[str, KVCacheSpec]:
 
 
 class CheckedRunner:
-    """groups: names of `specs`. rows: the KV cache that all groups share, (blocks, PAGE) bytes.
+    """A worker whose KV blocks contain what was computed, and that compares what is read.
+
+    groups: names of `specs`. rows: the KV cache that all groups share, (blocks, PAGE) bytes.
 
     rng: decides how many drafted tokens are accepted. optimistic: the scheduler does not know it
     when it schedules the next step. `wrong` describes reads of something else than was computed;

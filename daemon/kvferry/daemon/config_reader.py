@@ -102,7 +102,7 @@ def read(arguments: Sequence[str] | None = None) -> Config:
         if not parse_bytes(size, key) and key.startswith("pool."):
             raise _wrong_value(key, size, "is zero; set at least 1 byte")
     if not re.fullmatch(DEVICE, config.device, re.IGNORECASE):
-        problem = 'is no device; set "cpu", or the index ("0") or UUID ("GPU-...") of a GPU'
+        problem = 'is not a device; set "cpu", or the index ("0") or UUID ("GPU-...") of a GPU'
         raise _wrong_value("device", config.device, problem)
     _check_disk_tier(config.tiers.disk)
     _check_custom_tier(config.tiers.custom)

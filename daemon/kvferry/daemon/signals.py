@@ -19,7 +19,9 @@ from kvferry.daemon.systemd import Supervisor
 
 
 class SignalHandlers:
-    """reload: reads and applies the configuration; raises nothing.
+    """Handlers of SIGTERM, SIGINT and SIGHUP.
+
+    reload: reads and applies the configuration; raises nothing.
 
     Passes health on to the service manager, because a reload must restore the status that health
     has set. SIGINT stays ignored if it was ignored when the daemon started.

@@ -123,8 +123,9 @@ class VirtualMemory:
     def import_memory(self, descriptor: int, nbytes: int) -> DeviceMemory:
         """Map memory that another process has exported. The caller still owns the descriptor.
 
-        Raises Refused (NOT_SHAREABLE) if it is no device memory, Refused (DEVICE_MISMATCH) if it is
-        memory of another device, Failed (MAP_FAILED) if it is too small. Then nothing stays mapped.
+        Raises Refused (NOT_SHAREABLE) if it is not device memory, Refused (DEVICE_MISMATCH) if
+        it belongs to another device, Failed (MAP_FAILED) if it is too small. Then nothing stays
+        mapped.
         """
         handle = self._import(descriptor)
         try:

@@ -77,7 +77,7 @@ HOST_POOL = Place("CPU")
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    """ts: seconds since the epoch."""
+    """One message of KV events, in vLLM's format. ts: seconds since the epoch."""
 
     ts: float
     events: list[KVEvent]

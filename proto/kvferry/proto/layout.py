@@ -20,7 +20,9 @@ Bools: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class LayoutArrays:
-    """tensors: (3, tensors) int64: number of blocks, page size and row stride of each tensor.
+    """A KVLayout as arrays.
+
+    tensors: (3, tensors) int64: number of blocks, page size and row stride of each tensor.
     refs: (2, refs) int64: tensor and page size of each reference, group by group.
     starts: (groups + 1,) int64: index in `refs` of the first reference of each group.
     Sizes and strides are in bytes. Equal layouts are equal.

@@ -266,7 +266,7 @@ class Allocated(Message):
 
 
 class Released(Message):
-    """nbytes: bytes of the tensors that are no longer kept."""
+    """The reply to ReleaseKVCaches. nbytes: bytes of the tensors that are no longer kept."""
 
     request_id: Id
     nbytes: Count

@@ -22,7 +22,9 @@ ALERTED = str(Code.BUSY), str(Code.CORRUPT_BLOCK)
 
 
 class DeviceInfo(Part):
-    """kind: "cpu" or "cuda". uuid: "cpu", or "GPU-..." as the driver prints it.
+    """The device of a daemon.
+
+    kind: "cpu" or "cuda". uuid: "cpu", or "GPU-..." as the driver prints it.
 
     staging_bytes: size of the daemon's staging buffer in device memory. An engine that plans the
         device's memory must subtract it.
@@ -199,7 +201,9 @@ class CalibrationPoint(Part):
 
 
 class CopyStatus(Part):
-    """mode: as configured. contiguous: the speed of one large copy, which is the link's maximum.
+    """How the CUDA engine copies, as its calibration found.
+
+    mode: as configured. contiguous: the speed of one large copy, which is the link's maximum.
 
     direct_from_store, direct_from_load: fragments of at least this many bytes are copied directly.
     """

@@ -46,7 +46,7 @@ def check_sealed(descriptor: int, what: str) -> None:
     """
     seals = read_seals(descriptor)
     if seals is None:
-        message = f"{what} is no memfd; create it with memfd_create and MFD_ALLOW_SEALING"
+        message = f"{what} is not a memfd; create it with memfd_create and MFD_ALLOW_SEALING"
         raise Refused(Code.NOT_SHAREABLE, message, f"descriptor {descriptor}")
     if not seals & fcntl.F_SEAL_SHRINK:
         message = (

@@ -72,7 +72,10 @@ def check(
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """dim: the block dimension of `view`. expected: the canonical tensors."""
+    """A layer's tensor, and its canonical form.
+
+    dim: the block dimension of `view`. expected: the canonical tensors.
+    """
 
     view: Callable[[], Tensor]
     dim: int

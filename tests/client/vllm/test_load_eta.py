@@ -89,7 +89,7 @@ def test_a_load_is_on_its_way_for_a_while_first(arrivals: LoadEta) -> None:
     assert arrivals.wait_seconds(50.202 + EARLY) == 0
     arrivals.job_completed(
         9, GIB, 0.1, 50.202
-    )  # it waited for the other: that is no delay of its own
+    )  # it waited for the other: that is not a delay of its own
     arrivals.load_submitted(10, GIB, 60.0)
     assert arrivals.wait_seconds(60.102 + EARLY) == 0
     assert arrivals.wait_seconds(60.102 + LATE) > 0

@@ -375,7 +375,7 @@ def count_descriptors() -> int:
 
 
 def open_other_file(kind: str) -> int:
-    """A descriptor of a file that is no memory, or of too little host memory."""
+    """A descriptor of a file that is not memory, or of too little host memory."""
     if kind == "memfd":
         return os.memfd_create("too small")
     if kind == "directory":

@@ -8,7 +8,7 @@ from kvferry.daemon.tiers.circuit_breaker import MAX_ERRORS, CircuitBreaker
 
 
 class ClockedBreaker(CircuitBreaker):
-    """opened_for: the seconds of each opening."""
+    """A CircuitBreaker with a clock that the test sets. opened_for: the seconds of each opening."""
 
     def __init__(self) -> None:
         self.seconds = 100.0

@@ -396,7 +396,7 @@ def test_it_ends_if_the_daemon_died_while_it_started(pool: PoolMemory, tmp_path:
 
 
 def test_another_generation_of_a_namespace_that_was_never_searched_is_noticed(rude: Rude) -> None:
-    """Also a smaller one. The first one that is known is no change."""
+    """Also a smaller one. The first one that is known is not a change."""
     client, dropped = rude.tier.client, list[str]()
     client.dropped_elsewhere = dropped.append
     client.namespaces = lambda: {NAMESPACE: ""}

@@ -49,7 +49,10 @@ UNDECIDED = {Lookup.RETRY, Lookup.HIT_PENDING}
 
 @dataclass
 class ClusterReport:
-    """moved: what, bytes and seconds. wrong: blocks whose bytes differ. found_after_reset: keys."""
+    """What the demo moved and found.
+
+    moved: what, bytes and seconds. wrong: blocks whose bytes differ. found_after_reset: keys.
+    """
 
     moved: list[tuple[str, int, float]] = field(default_factory=list)
     wrong: int = 0

@@ -39,7 +39,9 @@ _FETCH = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=
 
 
 class MooncakeStore:
-    """host: the address under which clients reach both. master_port: 0 for a free one.
+    """A mooncake_master and a store process.
+
+    host: the address under which clients reach both. master_port: 0 for a free one.
 
     segment_bytes: memory that the store process contributes. master_command, store_command: put in
     front of the programs, as in ("ip", "netns", "exec", "a"). store_host: the address of the store

@@ -30,7 +30,9 @@ class GroupOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """name: of the engine, for the daemon. device: of the tensors, as torch names it.
+    """Options of an Engine.
+
+    name: of the engine, for the daemon. device: of the tensors, as torch names it.
 
     form: shape of the tensors, see kv.py. memory: how they are allocated on the CPU.
     kernel_blocks: blocks of the kernel in one GPU block. shared_groups: all groups use the tensors

@@ -95,7 +95,7 @@ def run_top(directory: Path | None, interval: float, *, once: bool) -> bool:
 
 
 def _sleep(seconds: float) -> str:
-    """read_key if standard input is no terminal."""
+    """read_key if standard input is not a terminal."""
     time.sleep(seconds)
     return ""
 

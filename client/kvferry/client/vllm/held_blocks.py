@@ -22,7 +22,10 @@ MAX_HOLD = 10.0
 
 @dataclass(slots=True)
 class StoreHold:
-    """blocks: vLLM's KVCacheBlocks. pending: ranks that have not reported. since: when created."""
+    """GPU blocks that a store keeps from being allocated again.
+
+    blocks: vLLM's KVCacheBlocks. pending: ranks that have not reported. since: when created.
+    """
 
     blocks: list[Any]
     pending: int
@@ -30,7 +33,10 @@ class StoreHold:
 
 
 class HeldBlocks:
-    """pool: vLLM's BlockPool. ranks: how many report each store. max_hold: see MAX_HOLD."""
+    """The GPU blocks of all stores that have not ended.
+
+    pool: vLLM's BlockPool. ranks: how many report each store. max_hold: see MAX_HOLD.
+    """
 
     def __init__(self, pool: Any, ranks: int, max_hold: float = MAX_HOLD) -> None:
         self._pool, self._ranks, self._max_hold = pool, ranks, max_hold

@@ -223,7 +223,7 @@ def _hash_samples(file: Path) -> str:
             start = 0
             if file.suffix == ".safetensors":  # 8 bytes: the size of the header, little-endian
                 data = 8 + int.from_bytes(opened.read(8), "little")
-                start = data if data <= last else 0  # else it is no safetensors
+                start = data if data <= last else 0  # else it is not a safetensors file
                 found.update(os.pread(opened.fileno(), min(start, MAX_HEADER_BYTES), 0))
             for number in range(SAMPLES):
                 at = start + (last - start) * number // (SAMPLES - 1)

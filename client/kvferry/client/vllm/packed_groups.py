@@ -35,7 +35,10 @@ class ByteRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedGroups:
-    """runs: for each offloaded group, where its bytes are in a row, in order of offsets."""
+    """The groups of a KV cache whose layers share one row per block.
+
+    runs: for each offloaded group, where its bytes are in a row, in order of offsets.
+    """
 
     num_blocks: int
     row_bytes: int

@@ -125,8 +125,11 @@ def catch_errors(
 
 
 class SchedulerSide:
-    """events: whether vLLM publishes events. lookup_timeout, touch_interval: seconds, see
-    LOOKUP_TIMEOUT and TOUCH_INTERVAL."""
+    """The connector in vLLM's scheduler: lookups, and which blocks are stored and loaded.
+
+    events: whether vLLM publishes events. lookup_timeout, touch_interval: seconds, see
+    LOOKUP_TIMEOUT and TOUCH_INTERVAL.
+    """
 
     def __init__(
         self,

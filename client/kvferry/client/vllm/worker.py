@@ -51,8 +51,11 @@ POLL_INTERVAL = 20e-6
 
 
 class WorkerSide:
-    """kv_caches: vLLM's CanonicalKVCaches, or kvferry's. wait_timeout: seconds, see `wait`.
-    connect_timeout: seconds to wait for a daemon that runs when the engine starts."""
+    """The connector in a vLLM worker: submits transfers and reports those that ended.
+
+    kv_caches: vLLM's CanonicalKVCaches, or kvferry's. wait_timeout: seconds, see `wait`.
+    connect_timeout: seconds to wait for a daemon that runs when the engine starts.
+    """
 
     def __init__(
         self,

@@ -50,7 +50,9 @@ def credentials_of(peer: socket.socket) -> Credentials:
 
 
 class Admission:
-    """group: name or number of the group whose members may connect; "" for none.
+    """Decides which users may connect.
+
+    group: name or number of the group whose members may connect; "" for none.
 
     Raises Refused (BAD_CONFIG) for an unknown group.
     """

@@ -32,7 +32,9 @@ _UNDEFINED, _LOADABLE, _UNVERIFIED = 0, -1, -2
 
 
 class BlockStates:
-    """factor: sub-blocks of a host block. sizes: how many different sizes sub-blocks have.
+    """The state of each sub-block of a region.
+
+    factor: sub-blocks of a host block. sizes: how many different sizes sub-blocks have.
 
     Raises Refused (BAD_LAYOUT) if there are more sub-blocks than a region may have.
     """

@@ -47,7 +47,10 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class Namespace:
-    """changed: called with the namespace when it has key events to take. min_uses: see Cache."""
+    """One namespace: its cache, its region of the pool and its sessions.
+
+    changed: called with the namespace when it has key events to take. min_uses: see Cache.
+    """
 
     def __init__(
         self,

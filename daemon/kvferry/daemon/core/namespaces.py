@@ -48,7 +48,10 @@ MOST_UNLIKE, UNLIKE_CHARACTERS = 16, 512
 
 
 class Namespaces:
-    """tiers: those below the host pool, fastest first."""
+    """All namespaces, and which session is in which.
+
+    tiers: those below the host pool, fastest first.
+    """
 
     def __init__(self, regions: Regions, tiers: tuple[TierDescription, ...] = ()) -> None:
         self._regions, self._tiers = regions, tuple(tier.name for tier in tiers)

@@ -50,7 +50,10 @@ MEASURED_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class _Fetch:
-    """tier: its index. ended: whether BlocksFetched was reported."""
+    """Blocks that a tier reads into the pool.
+
+    tier: its index. ended: whether BlocksFetched was reported.
+    """
 
     tier: int
     namespace: Namespace
@@ -60,7 +63,10 @@ class _Fetch:
 
 
 class Promotions:
-    """tiers: fastest first."""
+    """Searches and fetches of keys in the tiers, and drops of namespaces there.
+
+    tiers: fastest first.
+    """
 
     def __init__(self, namespaces: Namespaces, tiers: tuple[TierDescription, ...]) -> None:
         self.tiers = tiers

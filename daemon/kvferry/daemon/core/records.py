@@ -118,7 +118,7 @@ def encode_record(record: RegionRecord | KeptTensorsRecord) -> bytes:
 
 
 def decode_record(data: bytes, kind: type[T]) -> T:
-    """Raises msgspec.MsgspecError or Refused if `data` is no such record."""
+    """Raises msgspec.MsgspecError or Refused if `data` is not such a record."""
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_layout)
 
 

@@ -26,8 +26,11 @@ MAX_SEARCHES, MAX_SEARCHED_KEYS = 256, 1 << 17
 
 @dataclass(eq=False, slots=True)
 class KeySearch:
-    """keys: that the tiers are asked for; the first `sent` of them were. store, generation: those
-    of the namespace at the beginning. parts: in flight."""
+    """One search of a session for absent keys.
+
+    keys: that the tiers are asked for; the first `sent` of them were. store, generation: those of
+    the namespace at the beginning. parts: in flight.
+    """
 
     session: str
     message: FindInTiers

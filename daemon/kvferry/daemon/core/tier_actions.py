@@ -131,7 +131,9 @@ class BlocksCommitted:
 
 @dataclass(frozen=True, slots=True)
 class KeysFound:
-    """tier_of: for each key of FindKeys the index of the fastest tier that has it; -1: none has it.
+    """The tiers' answer to FindKeys.
+
+    tier_of: for each key of FindKeys the index of the fastest tier that has it; -1: none has it.
 
     rates: the read rate of each tier in bytes per second. queues: seconds that each tier
         needs to read the blocks in its queue. known: whether its rate was measured lately.
@@ -146,7 +148,10 @@ class KeysFound:
 
 @dataclass(frozen=True, slots=True)
 class BlocksFetched:
-    """ok: for each key of FetchBlocks whether its block was read and matches its checksum."""
+    """The end of a FetchBlocks.
+
+    ok: for each key of FetchBlocks whether its block was read and matches its checksum.
+    """
 
     fetch: int
     ok: tuple[bool, ...]

@@ -41,7 +41,7 @@ class _Write:
 
 
 class Writes:
-    """tiers: fastest first."""
+    """Blocks that are being written into tiers. tiers: fastest first."""
 
     def __init__(self, namespaces: Namespaces, tiers: Sequence[TierDescription]) -> None:
         self._namespaces = namespaces

@@ -32,7 +32,10 @@ class MapCommand:
 
 
 class Mappings:
-    """queues: of each registration that is mapped, by its number."""
+    """The mapped memory of all registrations.
+
+    queues: of each registration that is mapped, by its number.
+    """
 
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine

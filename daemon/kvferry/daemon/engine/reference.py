@@ -47,8 +47,11 @@ _NONE = np.empty((0, 2), dtype=np.int64)
 
 @dataclass(slots=True)
 class Faults:
-    """stall: delay of each chunk in seconds. fail_every: every n-th chunk of a registration fails;
-    0: none."""
+    """Faults that the reference engine injects.
+
+    stall: delay of each chunk in seconds. fail_every: every n-th chunk of a registration fails; 0:
+    none.
+    """
 
     stall: float = 0.0
     fail_every: int = 0
@@ -56,7 +59,10 @@ class Faults:
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """gpu, host: (fragments, 2) the address and the size in bytes of each fragment."""
+    """Fragments that are copied together.
+
+    gpu, host: (fragments, 2) the address and the size in bytes of each fragment.
+    """
 
     direction: Direction
     gpu: Int64s
@@ -70,7 +76,10 @@ class _Chunk:
 
 
 class ReferenceEngine:
-    """at_once_bytes: see AT_ONCE."""
+    """The engine of a machine without a GPU: it copies in shared memory.
+
+    at_once_bytes: see AT_ONCE.
+    """
 
     info = DeviceInfo("cpu", "cpu", "host memory")
     numa_node: int | None = None

@@ -56,7 +56,7 @@ class HostPool:
 
     kept: descriptors of the chunks of an earlier pool of the same size, which keep their bytes.
     ready_bytes: registered so far, from the start. Raises Refused (POOL_TOO_LARGE; BAD_LAYOUT or
-    NOT_SHAREABLE if `kept` is no such pool).
+    NOT_SHAREABLE if `kept` is not such a pool).
     """
 
     def __init__(self, nbytes: int, chunk_bytes: int, kept: Sequence[int] | None = None) -> None:

@@ -226,7 +226,7 @@ def _check_kind(place: int, descriptor: int) -> None:
     if fd_kind(descriptor) is None:
         raise Refused(
             Code.NOT_SHAREABLE,
-            f"descriptor {place} of the packet is no memfd, no tmpfs file and no GPU memory; send "
+            f"descriptor {place} of the packet is not a memfd, a tmpfs file or GPU memory; send "
             "shared memory",
             place,
         )

@@ -18,7 +18,9 @@ MIN_HALF = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """nbytes: bytes per direction of one copy. directory: of a running daemon, or None.
+    """What a run of the bench measures, and how much.
+
+    nbytes: bytes per direction of one copy. directory: of a running daemon, or None.
 
     sizes, reps, staging_bytes: as given, or None for the defaults.
     """

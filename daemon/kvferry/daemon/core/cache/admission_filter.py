@@ -15,7 +15,10 @@ from kvferry.daemon.core.cache.remembered_keys import RememberedKeys
 
 
 class AdmissionFilter:
-    """bound: keys whose offers are counted. Takes no memory for a threshold of 1."""
+    """Counts the offers of keys, and admits those that were offered often enough.
+
+    bound: keys whose offers are counted. Takes no memory for a threshold of 1.
+    """
 
     def __init__(self, threshold: int, bound: int) -> None:
         if threshold < 1:

@@ -32,7 +32,10 @@ _NO_BLOCKS: Int64s = np.empty(0, np.int64)
 
 
 class KeyedBlocks:
-    """policy: a name in POLICIES. min_uses: see WriteMarks."""
+    """All parts of a cache, changed together.
+
+    policy: a name in POLICIES. min_uses: see WriteMarks.
+    """
 
     def __init__(self, capacity: int, policy: str, min_uses: Sequence[int]) -> None:
         self.capacity, self._min_uses = capacity, min_uses

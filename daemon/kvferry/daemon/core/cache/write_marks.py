@@ -23,7 +23,10 @@ ALL_TIERS = 0xFF
 
 
 class WriteMarks:
-    """min_uses: for each tier the use from which on a block is written; 0: nothing is written."""
+    """Marks of each block: tiers that have it, uses, checksum.
+
+    min_uses: for each tier the use from which on a block is written; 0: nothing is written.
+    """
 
     def __init__(self, capacity: int, min_uses: Sequence[int]) -> None:
         self._min_uses = tuple(min_uses)

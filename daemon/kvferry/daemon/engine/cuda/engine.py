@@ -50,8 +50,10 @@ MIN_STAGING = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class CudaOptions:
-    """mode: "auto", "direct" or "staged". staging_bytes: size of the staging buffer. chunk_bytes:
-    size of the chunks of the host pool. Their defaults explain the other options.
+    """Options of the CUDA engine.
+
+    mode: "auto", "direct" or "staged". staging_bytes: size of the staging buffer. chunk_bytes: size
+    of the chunks of the host pool. Their defaults explain the other options.
     """
 
     mode: str
@@ -63,7 +65,9 @@ class CudaOptions:
 
 
 class CudaEngine:
-    """device: index ("0", as CUDA numbers the visible GPUs) or UUID.
+    """The engine of an NVIDIA GPU.
+
+    device: index ("0", as CUDA numbers the visible GPUs) or UUID.
 
     Raises Refused (NO_DEVICE, BAD_CONFIG).
     """

@@ -19,7 +19,9 @@ log = structlog.get_logger()
 
 
 class Catalog:
-    """Reads the hints of a directory. slabs: its slots can be used. max_slots: it has, at most.
+    """The index of one namespace's blocks on disk, read from its hints, and its free slots.
+
+    slabs: its slots can be used. max_slots: it has, at most.
 
     Raises OSError if the hint file cannot be opened. Errors of later changes are noted.
     """

@@ -69,7 +69,7 @@ class Progress(msgspec.Struct):
 
 
 def list_namespaces(root: Path) -> list[NamespaceFiles]:
-    """Raises Refused (BAD_CONFIG) if this is no root of a disk tier, and OSError."""
+    """Raises Refused (BAD_CONFIG) if this is not the root of a disk tier, and OSError."""
     _check_root(root)
     found = []
     for directory in namespace_directories(root):

@@ -57,8 +57,10 @@ class StoreMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NamespaceStore:
-    """directory: holds `meta`. max_slots: it has, at most. grow: called without the lock if there
-    is no free slot; it may call `add_slab`, and returns whether it did. Raises OSError.
+    """One namespace's blocks on disk.
+
+    directory: holds `meta`. max_slots: it has, at most. grow: called without the lock if there is
+    no free slot; it may call `add_slab`, and returns whether it did. Raises OSError.
     """
 
     def __init__(

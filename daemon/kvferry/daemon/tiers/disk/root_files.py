@@ -85,7 +85,7 @@ def lock_root(root: Path) -> int:
 
 
 def foreign_entry(root: Path) -> str | None:
-    """The name of something because of which a directory is no root of a tier.
+    """The name of something because of which a directory is not the root of a tier.
 
     A tier has noted its format in its root, or nothing else is there: other programs have files
     named `lock` and `format`, too.

@@ -18,7 +18,7 @@ SHARE_SECONDS = 86400.0
 
 
 class Shares:
-    """size: the bound in bytes."""
+    """Which namespace gives up disk space for another. size: the bound in bytes."""
 
     def __init__(self, size: int) -> None:
         self._size = size

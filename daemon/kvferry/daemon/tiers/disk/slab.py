@@ -31,7 +31,10 @@ class SlabTruncatedError(Exception):
 
 
 class SlotHeader(NamedTuple):
-    """generation: grows with every block written in the namespace."""
+    """The header before the bytes of a block on disk.
+
+    generation: grows with every block written in the namespace.
+    """
 
     namespace: str
     key: bytes

@@ -59,8 +59,11 @@ log = structlog.get_logger()
 
 
 class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """path: the root. size: bound in bytes on everything below it. io_threads: reads and writes in
-    flight."""
+    """Options of the disk tier.
+
+    path: the root. size: bound in bytes on everything below it. io_threads: reads and writes in
+    flight.
+    """
 
     path: str
     size: int

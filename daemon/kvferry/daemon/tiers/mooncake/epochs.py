@@ -45,7 +45,10 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class _Known:
-    """asked: when a caller asked for it last, in seconds."""
+    """What is known about the epoch of one namespace.
+
+    asked: when a caller asked for it last, in seconds.
+    """
 
     epoch: int = UNKNOWN
     asked: float = 0.0

@@ -66,9 +66,11 @@ def explain(code: int) -> str:
 
 
 class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """master: HOST:PORT. protocol: "tcp" or "rdma". device: RDMA devices, separated by commas.
-    host: the address of this host for others; empty: that from which the master is reached.
-    io_threads: calls at the same time. call_bytes: bytes of blocks that a call moves.
+    """Options of the Mooncake tier.
+
+    master: HOST:PORT. protocol: "tcp" or "rdma". device: RDMA devices, separated by commas. host:
+    the address of this host for others; empty: that from which the master is reached. io_threads:
+    calls at the same time. call_bytes: bytes of blocks that a call moves.
     """
 
     master: str

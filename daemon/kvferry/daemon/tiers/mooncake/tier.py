@@ -168,7 +168,7 @@ class MooncakeTier:
         return code == TRANSFER_FAILED and 0 <= self._store.size(name) < nbytes + TRAILER_BYTES
 
     def _remove_foreign(self, name: str, code: int) -> Fetched:
-        """An object that is no block of its name is a miss, so that it can be put again."""
+        """An object that is not a block of its name is a miss, so that it can be put again."""
         log.warning("object with wrong contents removed", object=name, code=code)
         self._store.remove([name])
         return Fetched(Result.MISS)

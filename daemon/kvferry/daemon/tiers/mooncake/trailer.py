@@ -35,7 +35,7 @@ class Trailers:
         _FORMAT.pack_into(self._buffer.view, at, _MAGIC, _VERSION, nbytes, checksum, _hash_of(name))
 
     def read(self, place: int, name: str, nbytes: int) -> int | None:
-        """The checksum; None if this is no trailer of a block of this name and size."""
+        """The checksum; None if this is not the trailer of a block of this name and size."""
         fields = _FORMAT.unpack_from(self._buffer.view, place * TRAILER_BYTES)
         checksum: int = fields[3]
         expected = (_MAGIC, _VERSION, nbytes, checksum, _hash_of(name))
