@@ -22,7 +22,7 @@ from kvferry.cuda.driver import Driver
 from kvferry.cuda.virtual_memory import VirtualMemory
 from kvferry.daemon import config_reader
 from kvferry.daemon.access.admission import Admission, Credentials
-from kvferry.daemon.access.endpoint import Endpoint
+from kvferry.daemon.access.runtime_directory import Endpoint
 from kvferry.daemon.core.actions import (
     BlocksCorrupted,
 )

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
-from kvferry.client.cli.bench.engine import TIMEOUT, BenchEngine, Shape
+from kvferry.client.cli.bench.bench_engine import TIMEOUT, BenchEngine, Shape
 from kvferry.client.cli.bench.plan import Plan
 from kvferry.client.cli.bench.rig import BenchRig, open_rig
 from kvferry.client.cli.units import size

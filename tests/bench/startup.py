@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, LocalDaemon, OffloadClient
-from kvferry.client.cli.bench.engine import HOST_BLOCK, NAME, Shape, register_engine
+from kvferry.client.cli.bench.bench_engine import HOST_BLOCK, NAME, Shape, register_engine
 from kvferry.client.cli.bench.rig import torch_device, wait_pool_registered
 from kvferry.client.cli.units import size
 from kvferry.client.tensors import shared_empty

@@ -18,7 +18,7 @@ from kvferry.client.effects import (
     run_until_deadline,
 )
 from kvferry.client.session import ClientSession, timed_out
-from kvferry.client.transport.fd_passing import SocketBusy
+from kvferry.client.transport.fd_client import SocketBusy
 from kvferry.proto.errors import Code, Gone
 from kvferry.proto.messages import Subscribe
 

@@ -16,7 +16,7 @@ import torch
 from kvferry.client import Code, Failed, LocalDaemon, OffloadClient, Refused, Timeline, shared_empty
 from kvferry.client import timeline as module
 from kvferry.client.tensors import CanonicalKVCaches
-from kvferry.client.vllm.worker import WorkerSide
+from kvferry.client.vllm.worker_side import WorkerSide
 from support.raw_client import one_tensor
 from support.vllm_stand_ins import engine_config_at, kv_caches
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvferry.cuda.driver import Driver
-from kvferry.daemon.engine.cuda import engine
-from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
+from kvferry.daemon.engine.cuda import cuda_engine
+from kvferry.daemon.engine.cuda.cuda_engine import CudaEngine, CudaOptions
 from kvferry.proto.errors import Code, Refused
 
 ERROR_TEXT = b"no CUDA-capable device is detected"
@@ -57,7 +57,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 def test_a_driver_that_is_too_old(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     library.version = 12040
-    monkeypatch.setattr(engine, "driver", Driver)
+    monkeypatch.setattr(cuda_engine, "driver", Driver)
     with pytest.raises(Refused, match=r"install 570 or newer") as refused:
         CudaEngine("0", CudaOptions("auto", 64 << 20, 1 << 20))
     assert (refused.value.code, refused.value.value) == (Code.NO_DEVICE, "CUDA 12.4")

@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.daemon.config import Config, description, options
 from kvferry.daemon.config_reader import flag_of, read
-from kvferry.daemon.engine.cuda.engine import MIN_STAGING
+from kvferry.daemon.engine.cuda.cuda_engine import MIN_STAGING
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.version import kvferry_version

@@ -182,7 +182,7 @@ def test_a_reload_during_the_start_is_done_later(config_file: Path, tmp_path: Pa
 LATE_RELOAD = """
 import os, signal
 from kvferry.daemon.__main__ import main
-from kvferry.daemon.access.endpoint import Endpoint
+from kvferry.daemon.access.runtime_directory import Endpoint
 
 close = Endpoint.close
 def reload_and_close(endpoint):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvferry.daemon.core.cache.cache import Cache
-from kvferry.daemon.core.cache.events import CacheEvent
+from kvferry.daemon.core.cache.cache_events import CacheEvent
 from kvferry.daemon.core.cache.jobs import Pins, Reservation
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind, Lookup

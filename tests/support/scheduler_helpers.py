@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvferry.client.vllm.scheduler import (
+from kvferry.client.vllm.scheduler_side import (
     LookupCodes,
     SchedulerSide,
 )

@@ -11,7 +11,7 @@ import torch
 
 from kvferry.client import Fingerprint, LocalDaemon, TransferResult, shared_empty
 from kvferry.client.vllm.engine_config import EngineConfig
-from kvferry.client.vllm.worker import WorkerSide
+from kvferry.client.vllm.worker_side import WorkerSide
 from support.time_limits import TIMEOUT
 
 PAGE = 4096

@@ -30,9 +30,9 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.hazards import HazardTracker
 from kvferry.daemon.core.layout import BlockLayout, Extent
 from kvferry.daemon.device.command_queue import Ping
+from kvferry.daemon.device.device_worker import DeviceWorker
 from kvferry.daemon.device.mappings import MapCommand
 from kvferry.daemon.device.transfer_queues import LARGE
-from kvferry.daemon.device.worker import DeviceWorker
 from kvferry.daemon.engine.base import (
     NO_ROOM,
     AllocatedTensors,

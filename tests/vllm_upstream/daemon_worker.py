@@ -20,7 +20,7 @@ import torch
 from kvferry.client import LocalDaemon, shared_empty
 from kvferry.client.vllm import KVFerryConnector, KVFerrySpec
 from kvferry.client.vllm.connector import FaultTolerantWorker
-from kvferry.client.vllm.scheduler import KeysSpec
+from kvferry.client.vllm.scheduler_side import KeysSpec
 from kvferry.client.vllm.spec import KVFerryManager
 from kvferry.proto.errors import Refused
 

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from kvferry.client.pending_requests import RequestMessage
 from kvferry.client.session import ClientSession
-from kvferry.client.transport.fd_passing import FDS_PER_PACKET, FdExchange, SocketBusy
+from kvferry.client.transport.fd_client import FDS_PER_PACKET, FdExchange, SocketBusy
 from kvferry.proto.errors import Gone
 from kvferry.proto.fd_passing import FdRequest, FetchFd, SendFds
 from kvferry.proto.messages import (

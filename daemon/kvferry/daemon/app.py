@@ -26,14 +26,14 @@ import zmq
 
 from kvferry.daemon import config_reader
 from kvferry.daemon.access.admission import Admission
-from kvferry.daemon.access.endpoint import Endpoint
+from kvferry.daemon.access.runtime_directory import Endpoint
 from kvferry.daemon.config import Config, HealthConfig
 from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.regions import MAX_REGIONS
 from kvferry.daemon.core.transfers import MAX_GPU_BLOCKS
 from kvferry.daemon.device.command_queue import Ping
-from kvferry.daemon.device.worker import DeviceWorker
+from kvferry.daemon.device.device_worker import DeviceWorker
 from kvferry.daemon.engine.base import CopyEngine
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.logs import start_logging, unfailing
@@ -325,7 +325,7 @@ def check_descriptors(pool_bytes: int, chunk_bytes: int) -> None:
 def make_engine(config: Config) -> CopyEngine:
     if config.device.lower() == "cpu":
         return ReferenceEngine(Faults(config.reference.stall, config.reference.fail_every))
-    from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
+    from kvferry.daemon.engine.cuda.cuda_engine import CudaEngine, CudaOptions
 
     staging, chunk = parse_bytes(config.copy.staging), whole_pages(parse_bytes(config.pool.chunk))
     return CudaEngine(config.device, CudaOptions(config.copy.mode, staging, chunk))

@@ -96,7 +96,7 @@ def test_a_terminated_bench_stops_its_daemon(
 IN_CALLBACK = """
 import os, sys, time, weakref
 from kvferry.client import cli
-from kvferry.client.cli import app
+from kvferry.client.cli import commands
 
 class Thing:
     pass
@@ -111,7 +111,7 @@ def command(*_, **__):
         del thing
     time.sleep(30)
 
-app.app = command
+commands.app = command
 cli.main([])
 """
 

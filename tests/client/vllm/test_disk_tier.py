@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient, session
-from kvferry.client.vllm import scheduler
+from kvferry.client.vllm import scheduler_side
 from kvferry.proto.status import TierStatus
 from kvferry.testing.engine import until
 from support.patient_daemon import PatientDaemon
@@ -64,7 +64,7 @@ def test_prompts_are_found_on_disk(
 
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     monkeypatch.setattr(session, "SEARCH_TIMEOUT", SECONDS)
-    monkeypatch.setattr(scheduler, "LOOKUP_TIMEOUT", SECONDS)
+    monkeypatch.setattr(scheduler_side, "LOOKUP_TIMEOUT", SECONDS)
     daemon = start(tmp_path, tier_disk_write="write_through")
     first = core.EngineCore(daemon.directory, groups)
     first.run(*PROMPTS)

@@ -14,7 +14,7 @@ import torch
 from kvferry.client.vllm.engine_config import BlockSizes
 from kvferry.client.vllm.fingerprint import read_fingerprint
 from kvferry.client.vllm.packed_groups import read_packed_groups
-from kvferry.client.vllm.scheduler import KeysSpec
+from kvferry.client.vllm.scheduler_side import KeysSpec
 from kvferry.testing.plugin import StartKvferryd
 from support.vllm_stand_ins import finished, wait_connected
 

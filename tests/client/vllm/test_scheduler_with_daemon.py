@@ -7,11 +7,11 @@ import signal
 from pathlib import Path
 
 from kvferry.client import Code
-from kvferry.client.vllm.scheduler import (
+from kvferry.client.vllm.scheduler_side import (
     KeysSpec,
     SchedulerSide,
 )
-from kvferry.client.vllm.worker import WorkerSide
+from kvferry.client.vllm.worker_side import WorkerSide
 from kvferry.testing.plugin import StartKvferryd
 from support.pool_files import pool_files
 from support.scheduler_helpers import A, B, C, answers, open_side, until

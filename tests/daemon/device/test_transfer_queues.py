@@ -17,8 +17,8 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.layout import BlockLayout
 from kvferry.daemon.device.command_queue import Ping
+from kvferry.daemon.device.device_worker import MAX_CANCELS
 from kvferry.daemon.device.transfer_queues import RegistrationQueues
-from kvferry.daemon.device.worker import MAX_CANCELS
 from kvferry.daemon.engine.base import ChunkBudget, Mapping
 from kvferry.daemon.memory.shared_memory import TimelineReader
 from kvferry.proto.layout import LayoutArrays

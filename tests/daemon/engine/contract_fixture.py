@@ -27,11 +27,11 @@ from kvferry.daemon.core.actions import (
     UnmapTensors,
 )
 from kvferry.daemon.core.layout import BlockLayout
+from kvferry.daemon.device.device_worker import DeviceWorker
 from kvferry.daemon.device.mappings import MapCommand
-from kvferry.daemon.device.worker import DeviceWorker
 from kvferry.daemon.engine.base import CopyEngine, Mapping
-from kvferry.daemon.engine.cuda import engine as cuda_engine
-from kvferry.daemon.engine.cuda.engine import CudaEngine, CudaOptions
+from kvferry.daemon.engine.cuda import cuda_engine
+from kvferry.daemon.engine.cuda.cuda_engine import CudaEngine, CudaOptions
 from kvferry.daemon.engine.reference import ReferenceEngine
 from kvferry.daemon.memory.pool import HostPool
 from kvferry.proto.errors import KVFerryError

@@ -24,11 +24,11 @@ from kvferry.daemon.core.actions import (
     TensorsMapped,
     TransferCompleted,
 )
+from kvferry.daemon.device.device_worker import DeviceWorker
 from kvferry.daemon.device.mappings import MapCommand
-from kvferry.daemon.device.worker import DeviceWorker
 from kvferry.daemon.engine.base import ChunkRequest
+from kvferry.daemon.engine.cuda.cuda_engine import CudaEngine
 from kvferry.daemon.engine.cuda.dma import FEW
-from kvferry.daemon.engine.cuda.engine import CudaEngine
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.memory import fd_closer
 from kvferry.daemon.memory.pool import HostPool

@@ -120,7 +120,7 @@ def test_the_engine_and_the_pool_have_equal_chunks(
 ) -> None:
     """Both round pool.chunk to pages."""
     created: list[Any] = []
-    engine = import_module("kvferry.daemon.engine.cuda.engine")
+    engine = import_module("kvferry.daemon.engine.cuda.cuda_engine")
     monkeypatch.setattr(engine, "CudaEngine", lambda _, options: created.append(options))
     make_engine(Config(device="0", pool=PoolConfig(chunk=chunk)))
     pool = HostPool(4 << 20, parse_bytes(chunk))

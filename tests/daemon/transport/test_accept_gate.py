@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvferry.daemon.access.endpoint import closed_path
+from kvferry.daemon.access.runtime_directory import closed_path
 from kvferry.daemon.transport.accept_gate import AcceptGate, max_client_fd
 
 

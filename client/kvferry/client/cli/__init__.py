@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             signal.signal(number, _exit_on_signal)
     sys.unraisablehook = _raise_exit_later
     try:
-        from kvferry.client.cli.app import app
+        from kvferry.client.cli.commands import app
 
         app(given, prog_name="kvferry", obj=given)
     except ModuleNotFoundError as error:

@@ -18,8 +18,8 @@ from kvferry.client.vllm.engine_config import (
     read_engine_config,
 )
 from kvferry.client.vllm.fingerprint import offloaded_groups
-from kvferry.client.vllm.scheduler import KeysSpec, LookupCodes, SchedulerSide
-from kvferry.client.vllm.worker import WorkerSide
+from kvferry.client.vllm.scheduler_side import KeysSpec, LookupCodes, SchedulerSide
+from kvferry.client.vllm.worker_side import WorkerSide
 
 log = logging.getLogger("kvferry")
 

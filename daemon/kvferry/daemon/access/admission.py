@@ -2,7 +2,8 @@
 
 The kernel reports which user and groups the process at the other end of a Unix socket had when it
 connected. Both sockets call `Admission.check_process`. The file modes of the runtime directory
-(endpoint.py) exclude other users, too; for events.sock they are the only check. Event loop only.
+(runtime_directory.py) exclude other users, too; for events.sock they are the only check. Event loop
+only.
 """
 
 from __future__ import annotations

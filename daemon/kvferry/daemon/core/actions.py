@@ -282,7 +282,7 @@ class TensorsMapped:
     allocations: tuple[Allocation, ...] = ()
     locations: tuple[Location, ...] = ()
     copying: tuple[GroupCopying, ...] = ()
-    # FdAllocations refer to these by position, until fd_passing.py replaces them by handles.
+    # FdAllocations refer to these by position, until fd_server.py replaces them by handles.
     descriptors: tuple[int, ...] = ()
     reused: bool = False
     # Descriptors that the device worker holds from now on, if tensors are to be kept.

@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 import zmq
 
-from kvferry.daemon.access.endpoint import closed_path, file_of, remove_own
+from kvferry.daemon.access.runtime_directory import closed_path, file_of, remove_own
 
 # Connections that the kernel queues for accept(). These connect after the gate was closed, too.
 BACKLOG = 64

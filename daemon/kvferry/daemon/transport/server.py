@@ -1,6 +1,6 @@
 """The server: passes messages and reports to the core, and each action to its owner.
 
-Five kinds of actions have five owners: transport (sessions.py, outbox.py, fd_passing.py), the
+Five kinds of actions have five owners: transport (sessions.py, outbox.py, fd_server.py), the
 device worker, persistence, the tiers, and observability. The server contains no other logic. It
 never blocks and never touches the device. All reports of one wake-up are handled together, and a
 session gets their results in one message. Event loop only, except `device_reports`, `pool_grew` and
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 import zmq
 
 from kvferry.daemon.access.connections import Connections
-from kvferry.daemon.access.endpoint import Endpoint
+from kvferry.daemon.access.runtime_directory import Endpoint
 from kvferry.daemon.core.actions import (
     Action,
     Broadcast,
@@ -48,14 +48,14 @@ from kvferry.daemon.core.tier_actions import (
     FindKeys,
     fetch_serial,
 )
+from kvferry.daemon.device.device_worker import DeviceWorker
 from kvferry.daemon.device.report_queue import ReportQueue
-from kvferry.daemon.device.worker import DeviceWorker
-from kvferry.daemon.memory.deferred_free import free_in_steps
+from kvferry.daemon.memory.free_in_steps import free_in_steps
 from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
 from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.daemon.tiers.tiering import Tiering
 from kvferry.daemon.transport.accept_gate import AcceptGate
-from kvferry.daemon.transport.fd_passing import FdServer
+from kvferry.daemon.transport.fd_server import FdServer
 from kvferry.daemon.transport.observers import ClientLog, HealthMonitor
 from kvferry.daemon.transport.outbox import merge_results
 from kvferry.daemon.transport.sessions import Sessions

@@ -16,9 +16,8 @@ from kvferry.client import GPULoadStoreSpec, LocalDaemon, OffloadClient, shared_
 from kvferry.client.cli import main
 from kvferry.client.cli.bench import report
 from kvferry.client.cli.bench.bandwidth import RoundTrip
-from kvferry.client.cli.bench.engine import HOST_BLOCK, Shape, register_engine
-from kvferry.client.cli.bench.plan import Plan
-from kvferry.client.cli.bench.results import (
+from kvferry.client.cli.bench.bench_engine import HOST_BLOCK, Shape, register_engine
+from kvferry.client.cli.bench.bench_results import (
     IN_A_ROW,
     About,
     Copies,
@@ -27,6 +26,7 @@ from kvferry.client.cli.bench.results import (
     Results,
     direct_thresholds,
 )
+from kvferry.client.cli.bench.plan import Plan
 from kvferry.client.cli.bench.rig import start_daemon
 from kvferry.proto.errors import Code, Failed
 from kvferry.proto.status import CalibrationPoint, CopyStatus

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvferry.daemon.core.cache.cache import Cache
-from kvferry.daemon.core.cache.events import CacheEvent
+from kvferry.daemon.core.cache.cache_events import CacheEvent
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind, Lookup
 from support.letter_caches import keys, ready, reserve, store

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvferry.client.cli.bench import bandwidth, latency
+from kvferry.client.cli.bench.bench_results import Results, describe_run
 from kvferry.client.cli.bench.plan import Plan
-from kvferry.client.cli.bench.results import Results, describe_run
 from kvferry.client.cli.bench.rig import BenchRig, open_rig
 
 Step = Callable[[str], None]

@@ -21,9 +21,8 @@ import numpy as np
 import torch
 
 from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
-from kvferry.client.cli.bench.engine import BenchEngine, Shape, TimedTransfers
-from kvferry.client.cli.bench.plan import Plan
-from kvferry.client.cli.bench.results import (
+from kvferry.client.cli.bench.bench_engine import BenchEngine, Shape, TimedTransfers
+from kvferry.client.cli.bench.bench_results import (
     DIRECTIONS,
     IN_A_ROW,
     QUICK_REPS,
@@ -32,6 +31,7 @@ from kvferry.client.cli.bench.results import (
     Fragments,
     Rate,
 )
+from kvferry.client.cli.bench.plan import Plan
 from kvferry.client.cli.bench.rig import BenchRig
 from kvferry.client.cli.units import size
 from kvferry.proto.errors import Code, Failed

@@ -19,8 +19,8 @@ from itertools import cycle
 import numpy as np
 
 from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
-from kvferry.client.cli.bench.engine import HOST_BLOCK, BenchEngine, Shape
-from kvferry.client.cli.bench.results import Latency
+from kvferry.client.cli.bench.bench_engine import HOST_BLOCK, BenchEngine, Shape
+from kvferry.client.cli.bench.bench_results import Latency
 from kvferry.client.cli.bench.rig import BenchRig
 from kvferry.proto.specs import BlockIds
 

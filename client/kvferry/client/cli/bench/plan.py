@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from kvferry.client.cli.bench.engine import HOST_BLOCK
+from kvferry.client.cli.bench.bench_engine import HOST_BLOCK
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from kvferry.client.cli.bench.results import DIRECTIONS, Rate
+from kvferry.client.cli.bench.bench_results import DIRECTIONS, Rate
 from kvferry.client.tensors import shared_empty
 
 # (destination, source)

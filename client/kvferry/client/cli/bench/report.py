@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.client.cli.bench.results import (
+from kvferry.client.cli.bench.bench_results import (
     DIRECTIONS,
     IN_A_ROW,
     About,

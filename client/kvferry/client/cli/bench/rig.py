@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvferry.client import DaemonStatus, LocalDaemon, OffloadClient
-from kvferry.client.cli.bench.engine import NAME, BenchEngine, Shape, register_engine
+from kvferry.client.cli.bench.bench_engine import NAME, BenchEngine, Shape, register_engine
 from kvferry.client.cli.bench.plan import Plan
 from kvferry.client.cli.bench.raw import RawCopy
 from kvferry.client.cli.status import locate_daemon

@@ -28,8 +28,8 @@ from kvferry.daemon.core.cache.block_contents import (
     Parts,
     not_loadable,
 )
+from kvferry.daemon.core.cache.cache_events import CacheEvents
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
-from kvferry.daemon.core.cache.events import CacheEvents
 from kvferry.daemon.core.cache.jobs import CacheUsage, Pins, Reservation, check_entries
 from kvferry.daemon.core.cache.keyed_blocks import KeyedBlocks
 from kvferry.daemon.core.cache.policies import POLICIES

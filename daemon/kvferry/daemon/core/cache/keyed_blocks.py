@@ -20,7 +20,7 @@ import numpy as np
 
 from kvferry.daemon.core.cache.block_allocator import BlockAllocator
 from kvferry.daemon.core.cache.block_contents import BlockContents, Parts
-from kvferry.daemon.core.cache.events import CacheEvents
+from kvferry.daemon.core.cache.cache_events import CacheEvents
 from kvferry.daemon.core.cache.key_index import KeyIndex
 from kvferry.daemon.core.cache.policies import POLICIES
 from kvferry.daemon.core.cache.use_order import UseOrder

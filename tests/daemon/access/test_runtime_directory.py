@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.daemon.access import endpoint as module
+from kvferry.daemon.access import runtime_directory as module
 from kvferry.daemon.access.admission import Admission
-from kvferry.daemon.access.endpoint import Endpoint
+from kvferry.daemon.access.runtime_directory import Endpoint
 from kvferry.proto.errors import Code, Refused
 
 

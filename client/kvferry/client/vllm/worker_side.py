@@ -29,7 +29,7 @@ from kvferry.client.tensors.canonical import CanonicalKVCaches
 from kvferry.client.timeline import Timeline
 from kvferry.client.vllm.engine_config import TIMEOUT, EngineConfig
 from kvferry.client.vllm.load_eta import LoadEta
-from kvferry.client.vllm.scheduler import KeysSpec
+from kvferry.client.vllm.scheduler_side import KeysSpec
 from kvferry.proto.errors import Code, Gone, KVFerryError
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvferry.client import Code
-from kvferry.client.vllm.scheduler import (
+from kvferry.client.vllm.scheduler_side import (
     MAX_LOADS,
     KeysSpec,
     SchedulerSide,

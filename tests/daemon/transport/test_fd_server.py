@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 
 from kvferry.daemon.access.admission import credentials_of
-from kvferry.daemon.transport import fd_passing
-from kvferry.daemon.transport.fd_passing import FdServer
+from kvferry.daemon.transport import fd_server
+from kvferry.daemon.transport.fd_server import FdServer
 from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.fd_passing import SendFds
@@ -96,7 +96,7 @@ async def test_a_handle_is_valid_once_and_an_unknown_handle_takes_nothing(
 async def test_a_session_may_hold_a_bounded_number_of_descriptors(
     fixture: FdServerFixture, monkeypatch: pytest.MonkeyPatch, exhausted: bool
 ) -> None:
-    monkeypatch.setattr(fd_passing, "fds_exhausted", lambda: exhausted)
+    monkeypatch.setattr(fd_server, "fds_exhausted", lambda: exhausted)
     client, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sent: list[int] = []
     for _ in range(3):

@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import count
 
 from kvferry.daemon.access.admission import Credentials, credentials_of
-from kvferry.daemon.access.endpoint import Endpoint
+from kvferry.daemon.access.runtime_directory import Endpoint
 from kvferry.daemon.core.actions import MapTensors, TensorsMapped
 from kvferry.daemon.device.mappings import MapCommand
 from kvferry.daemon.memory.fd_closer import close_descriptor_later

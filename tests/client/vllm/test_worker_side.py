@@ -14,8 +14,8 @@ import pytest
 from kvferry.client import Code, Failed, Gone, LocalDaemon, Lookup, OffloadClient
 from kvferry.client.timeline import Timeline
 from kvferry.client.vllm.engine_config import EngineConfig
-from kvferry.client.vllm.scheduler import KeysSpec
-from kvferry.client.vllm.worker import WorkerSide
+from kvferry.client.vllm.scheduler_side import KeysSpec
+from kvferry.client.vllm.worker_side import WorkerSide
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 from support.vllm_stand_ins import (
