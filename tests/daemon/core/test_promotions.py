@@ -90,6 +90,16 @@ def test_a_prefix_is_promoted_up_to_the_first_missing_key() -> None:
     assert isinstance(actions[-1], SendMessage)
 
 
+def test_blocks_of_a_second_namespace_are_fetched_into_its_region() -> None:
+    fixture = new_fixture()
+    fixture.open_sessions("b")
+    fixture.open_namespace("b", OTHER, QUOTA)
+    fixture.register("b")
+    (search,) = fixture.send("b", wire.FindInTiers(1, each(b"c")))
+    (fetch,) = actions_of(end_search(fixture, search, 0), FetchBlocks)
+    assert fetch.offsets.tolist() == (QUOTA + fetch.blocks * PAGE).tolist()
+
+
 def test_fetched_keys_become_loadable_and_committed_and_failed_ones_absent() -> None:
     fixture = new_fixture()
     fixture.send("a", wire.Subscribe())

@@ -337,6 +337,16 @@ def test_writes_alternate_between_namespaces() -> None:
     assert stores[:2] == stores[2:]
 
 
+def test_blocks_of_a_second_namespace_are_written_from_its_region() -> None:
+    fixture = new_fixture()
+    fixture.open_sessions("b")
+    fixture.open_namespace("b", OTHER, QUOTA)
+    fixture.register("b")
+    fixture.stored("b", b"cd")
+    (job,) = take_writes(fixture)
+    assert job.offsets.tolist() == (QUOTA + job.blocks * PAGE).tolist()
+
+
 def test_a_namespace_is_in_use_while_it_has_a_session() -> None:
     fixture = new_fixture(b"a")
     (name,) = fixture.core.writes.namespaces()

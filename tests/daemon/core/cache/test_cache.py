@@ -93,6 +93,14 @@ def test_without_enough_room_nothing_is_reserved_and_nothing_changes(
     assert len(reserve(cache, "x").evicted) == 1
 
 
+def test_a_pending_key_is_neither_discarded_nor_verified(cache: Cache) -> None:
+    reservation = reserve(cache, "a")
+    entries = [(b"a", int(reservation.blocks[0]))]
+    cache.discard_keys(entries)
+    cache.mark_verified(entries)
+    assert cache.lookup(b"a") is HIT_PENDING
+
+
 def test_more_keys_than_blocks_are_never_reserved(cache: Cache) -> None:
     assert cache.prepare_store(keys("abcde")) is None
     store(cache, "abc")

@@ -65,6 +65,15 @@ def test_a_promotion_evicts_other_keys_and_leaves_a_pinned_one() -> None:
     cache.check_integrity()
 
 
+def test_a_promotion_evicts_none_of_the_keys_that_it_must_keep() -> None:
+    cache = Cache(2)
+    store(cache, A)
+    store(cache, B)
+    assert cache.tier_access.prepare_promotion([C, D], keep=[A]).size == 1
+    assert [cache.lookup(key) for key in (A, B)] == [Lookup.HIT, Lookup.MISS]
+    cache.check_integrity()
+
+
 def test_a_store_of_a_key_that_is_being_promoted_is_skipped() -> None:
     cache = Cache(2)
     cache.tier_access.prepare_promotion([A])

@@ -1,9 +1,9 @@
-"""When a tier that found nothing to write looks again: after each change of the policy's queues."""
+"""Which keys of a cache are written into a tier, and when a tier looks for them again."""
 
 from __future__ import annotations
 
 from kvferry.daemon.core.cache.cache import Cache
-from support.letter_caches import keys, store
+from support.letter_caches import keys, reserve, store
 
 TIER = 0
 
@@ -38,3 +38,32 @@ def test_a_key_that_is_the_coldest_for_another_policy_is_written() -> None:
     assert [write(cache) for _ in range(2)] == [b"abcde", b""]
     cache.configure("lru", store_threshold=1)
     assert write(cache) == b"f"
+
+
+def test_restored_keys_are_written_from_the_head_of_a_prompt_on() -> None:
+    cache = Cache(16, min_uses=[1])
+    entries = [(b"c", 2), (b"b", 1), (b"a", 0)]  # least recent first
+    cache.restore_keys(entries)
+    cache.mark_verified(entries)
+    assert cache.tier_access.take_writes(TIER, 3, 1.0)[0] == [b"a", b"b", b"c"]
+
+
+def test_a_touch_of_a_pending_key_does_not_count_as_a_use() -> None:
+    cache = Cache(4, min_uses=[2])
+    reservation = reserve(cache, "a")
+    cache.touch([b"a"])
+    cache.complete_store(reservation, success=True)
+    cache.tier_access.mark_committed(cache.entries())
+    assert write(cache) == b""
+    cache.touch([b"a"])
+    assert write(cache) == b"a"
+
+
+def test_only_whole_keys_count_as_unwritten() -> None:
+    cache = Cache(2, min_uses=[1])
+    part = cache.prepare_store([b"a"], {b"a": (0, 1)})
+    assert part is not None
+    cache.complete_store(part, success=True)
+    store(cache, "b")
+    store(cache, "xy")
+    assert cache.tier_access.unwritten == [1]
