@@ -88,10 +88,6 @@ class RawClient:
             if isinstance(message, kind):
                 return message
 
-    def has_message(self) -> bool:
-        """Whether a message has arrived."""
-        return bool(self._socket.poll(0))
-
     def ask(self, message: bytes | ClientMessage, kind: type[M]) -> M:
         self.send(message)
         return self.recv(kind)

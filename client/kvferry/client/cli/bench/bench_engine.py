@@ -167,15 +167,11 @@ class BenchEngine:
 
 
 @contextlib.contextmanager
-def register_engine(
-    directory: Path, shape: Shape, slab: torch.Tensor, host_bytes: int | None = None
-) -> Iterator[BenchEngine]:
-    """Register the part of `slab` that consists of whole host blocks of a shape.
-
-    host_bytes: size of the region of the host pool; default: as many as the slab has.
-    """
+def register_engine(directory: Path, shape: Shape, slab: torch.Tensor) -> Iterator[BenchEngine]:
+    """Register the part of `slab` that consists of whole host blocks of a shape, and as many host
+    blocks."""
     num_blocks = slab.numel() // shape.host_block_bytes * shape.factor
-    host_blocks = (host_bytes or slab.numel()) // shape.host_block_bytes
+    host_blocks = slab.numel() // shape.host_block_bytes
     pages = slab[: num_blocks * shape.block_bytes].view(shape.tensors, num_blocks, shape.page_bytes)
     with (
         contextlib.closing(Timeline.create(slab.device)) as timeline,

@@ -40,9 +40,9 @@ class BenchRig:
         self.raw = RawCopy(self.slab, half_bytes)
 
     @contextlib.contextmanager
-    def engine(self, shape: Shape, host_bytes: int | None = None) -> Iterator[BenchEngine]:
+    def engine(self, shape: Shape) -> Iterator[BenchEngine]:
         """An engine that has stored into each of its host blocks."""
-        with register_engine(self.directory, shape, self.slab, host_bytes) as engine:
+        with register_engine(self.directory, shape, self.slab) as engine:
             engine.fill()
             yield engine
 
@@ -60,8 +60,9 @@ def open_rig(plan: Plan) -> Iterator[BenchRig]:
         yield BenchRig(directory, status, plan.half_bytes)
 
 
-def start_daemon(plan: Plan, pool_bytes: int, **options: Any) -> LocalDaemon:
-    """A daemon on the plan's device, with its staging. options: as LocalDaemon's."""
+def start_daemon(plan: Plan, pool_bytes: int) -> LocalDaemon:
+    """A daemon on the plan's device, with its staging."""
+    options: dict[str, Any] = {}
     if plan.staging_bytes is not None:
         options["copy_staging"] = plan.staging_bytes
     return LocalDaemon(device_of(plan), pool_bytes=pool_bytes, **options)
