@@ -1,13 +1,15 @@
 """Run a daemon at full speed with faults, for minutes or hours.
 
     python -m support.soak --minutes 60 --faults --pool 256MiB --tier 1GiB
+    python -m support.soak --minutes 60 --faults --pool 256MiB --mooncake 1GiB
 
-Engines (traffic.py) submit transfers and compare what they load. With `--faults`, engines are
-killed, paused and replaced, daemons are killed and restarted, and unknown clients send random
-bytes. With `--tier`, engines use a disk tier as well: its process is killed and stopped, and half
-of the daemons lose their pool (soak_tier.py). At the end the daemon's invariants must hold, and no
-daemon may have grown since it was warm. Exit status: 0 if nothing is wrong, else 1. `--json` saves
-the record.
+Engines (traffic.py) submit transfers and compare what they load. If vLLM is installed, engines with
+vLLM's scheduler and sliding windows decode past their windows, and compare what attention reads
+(vllm_traffic.py). With `--faults`, engines are killed, paused and replaced, daemons are killed and
+restarted, namespaces are reset, and unknown clients send random bytes. With `--tier` or
+`--mooncake`, engines use a tier as well: its process is killed and stopped, and half of the daemons
+lose their pool (soak_tier.py). At the end the daemon's invariants must hold, and no daemon may have
+grown since it was warm. Exit status: 0 if nothing is wrong, else 1. `--json` saves the record.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +36,20 @@ from support.daemon_invariants import broken_invariants, check_released
 from support.process_usage import ProcessUsage
 from support.raw_client import RawClient
 from support.restarting_daemons import RestartingDaemons
-from support.soak_tier import SoakTier
-from support.traffic_processes import TrafficProcesses, mixed_engines
-from support.traffic_statistics import TrafficStatistics, merge_statistics, percentile
+from support.soak_tier import SoakDisk, SoakMooncake, SoakTier
+from support.time_limits import TIMEOUT
+from support.traffic_processes import AnyOptions, TrafficProcesses, mixed_engines, vllm_engines
+from support.traffic_statistics import (
+    TrafficOptions,
+    TrafficStatistics,
+    merge_statistics,
+    percentile,
+)
 
 POOL_BYTES = 64 << 20
 PROGRESS_EVERY = 5.0
+# Seconds for the first import of torch and vLLM, and for what vLLM finds out about a model once.
+STARTING = 5 * TIMEOUT
 # The part of the remaining time after which a daemon is warm.
 WARM_UP = 0.1
 MAX_GROWTH = 32 << 20
@@ -51,8 +62,9 @@ class SoakOptions:
     """Options of a soak test.
 
     seconds: duration. faults: average number per second. restarts: whether daemons are killed, too.
-    kept: whether the next daemon gets the pool of the killed one. tier_bytes: the size of a disk
-    tier below the pool; 0: none. job_timeout: see TrafficOptions.
+    kept: whether the next daemon gets the pool of the killed one. tier_bytes: the size of a tier
+    below the pool; 0: none. mooncake: whether that is a Mooncake Store; else it is a disk. vllm:
+    whether engines with vLLM's scheduler run, too. job_timeout: see TrafficOptions.
     """
 
     seconds: float
@@ -60,6 +72,8 @@ class SoakOptions:
     restarts: bool = True
     kept: bool = True
     tier_bytes: int = 0
+    mooncake: bool = False
+    vllm: bool = False
     pool_bytes: int = POOL_BYTES
     device: str = "cpu"
     seed: int = 1
@@ -83,6 +97,7 @@ class SoakVerdict:
             "verdict": "wrong" if self.errors else "held",
             "seconds": round(self.seconds, 1),
             "jobs": counts["jobs"],
+            "vllm": {name: count for name, count in counts.items() if name.startswith("vLLM")},
             "outcomes": {
                 name: counts[name] for name in ("done", "cancelled", "refused", "failed", "lost")
             },
@@ -116,15 +131,17 @@ class Soak:
         self._tier: SoakTier | None = None
 
     def run(self) -> SoakVerdict:
-        began = time.monotonic()
         with self._running:
             if self.options.tier_bytes:
-                self._tier = SoakTier(self._root / "tier", self.options.tier_bytes, self._rng)
+                self._tier = self._create_tier(self.options.tier_bytes)
                 self._running.callback(self._tier.close)
             self._daemons = self._running.enter_context(self._start_daemons())
             self._started = time.monotonic()
             self._traffic = self._running.enter_context(TrafficProcesses(self._daemons.directory))
             self._traffic.start(*self._engines())
+            for process in self._traffic.processes.values():
+                process.report(STARTING)
+            began = time.monotonic()
             try:
                 self._work(began + self.options.seconds)
                 self._end()
@@ -141,6 +158,11 @@ class Soak:
             statistics, self._faults, errors, seconds, self._growth, self._tier.record()
         )
 
+    def _create_tier(self, nbytes: int) -> SoakTier:
+        if self.options.mooncake:
+            return SoakMooncake(nbytes, self._rng)
+        return SoakDisk(self._root / "tier", nbytes, self._rng)
+
     def _start_daemons(self) -> RestartingDaemons:
         o, tier = self.options, self._tier
         return RestartingDaemons(
@@ -152,12 +174,15 @@ class Soak:
             **({} if tier is None else tier.daemon_options),
         )
 
-    def _engines(self) -> list[Any]:
+    def _engines(self) -> list[AnyOptions]:
         o = self.options
         common: dict[str, Any] = {"device": o.device, "job_timeout": o.job_timeout}
+        engines: list[AnyOptions] = []
+        if o.vllm:
+            engines += vllm_engines(self._rng)
         if self._tier is None:
-            return mixed_engines(rng=self._rng, **common)
-        engines = mixed_engines(rng=self._rng, **common, prefetches=0.3)
+            return engines + mixed_engines(rng=self._rng, **common)
+        engines += mixed_engines(rng=self._rng, **common, prefetches=0.3)
         return engines + self._tier.engines(o.pool_bytes, **common)
 
     def _work(self, end: float) -> None:
@@ -192,7 +217,12 @@ class Soak:
     # Faults
 
     def _inject_fault(self) -> None:
-        kinds = [self._kill_engine, self._pause_engine, self._send_random_bytes]
+        kinds = [
+            self._kill_engine,
+            self._pause_engine,
+            self._reset_namespace,
+            self._send_random_bytes,
+        ]
         if self.options.restarts:
             kinds.append(self._kill_daemon)
         if self._tier is not None:
@@ -225,6 +255,16 @@ class Soak:
             if at <= now:
                 self._traffic.processes[name].resume()
         self._paused = [(at, name) for at, name in self._paused if at > now]
+
+    def _reset_namespace(self) -> None:
+        """By a client that is no engine of the namespace."""
+        engines = (p.options for p in self._traffic.processes.values())
+        options = self._rng.choice(
+            [o for o in engines if isinstance(o, TrafficOptions) and o.model]
+        )
+        with OffloadClient(self._daemons.directory, engine="resetter") as client:
+            client.open_namespace(options.fingerprint, cpu_bytes_to_use=options.host_bytes)
+            client.reset(TIMEOUT)
 
     def _send_random_bytes(self) -> None:
         raw = RawClient(self._daemons.directory)
@@ -300,16 +340,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--faults", action="store_true", help="kill and pause processes, send random bytes"
     )
-    parser.add_argument("--tier", default="0", help="size of a disk tier under the pool: 1GiB")
+    tier = parser.add_mutually_exclusive_group()
+    tier.add_argument("--tier", default="0", help="size of a disk tier under the pool: 1GiB")
+    tier.add_argument("--mooncake", default="0", help="size of a Mooncake Store under the pool")
     parser.add_argument("--pool", default=f"{POOL_BYTES >> 20}MiB", help="size of the pool")
     parser.add_argument("--device", default="cpu", help='"cpu", or a GPU by index')
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
     parser.add_argument("--json", type=Path, help="file to write the record to")
     args = parser.parse_args(arguments)
+    mooncake = parse_bytes(args.mooncake, "--mooncake")
     options = SoakOptions(
         seconds=60 * args.minutes,
         faults=0.5 if args.faults else 0.0,
-        tier_bytes=parse_bytes(args.tier, "--tier"),
+        tier_bytes=parse_bytes(args.tier, "--tier") or mooncake,
+        mooncake=mooncake > 0,
+        vllm=find_spec("vllm") is not None,
         pool_bytes=parse_bytes(args.pool, "--pool"),
         device="cpu" if args.device == "cpu" else f"cuda:{args.device}",
         seed=args.seed,

@@ -1,4 +1,4 @@
-"""The disk tier of a soak (soak.py): its faults, its size limit and its counters."""
+"""The tier of a soak (soak.py), disk or Mooncake Store: its faults, size limit and counters."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from kvferry.client import OffloadClient
 from kvferry.testing.engine import until
+from kvferry.testing.mooncake_store import MooncakeStore
 from support.disk_tier_files import allocated_bytes, lose_hints
 from support.process_usage import ProcessUsage
 from support.restarting_daemons import RestartingDaemons
@@ -34,30 +35,16 @@ FAILURES = ("checksum_failures", "errors", "deaths", "openings")
 
 
 class SoakTier:
-    """The disk tier of a soak test.
+    """The tier of a soak test. nbytes: its size. daemon_options: of the daemons that use it."""
 
-    root: its directory. nbytes: its size. A thread measures the directory until `close`.
-    """
-
-    def __init__(self, root: Path, nbytes: int, rng: random.Random) -> None:
-        self.root, self.nbytes = root, nbytes
+    def __init__(self, nbytes: int, rng: random.Random, **daemon_options: object) -> None:
+        self.nbytes, self.daemon_options = nbytes, daemon_options
         self.errors = list[str]()
         self._rng = rng
-        self._largest = self._private = 0
+        self._private = 0
         self._counts = Counter[str]()
         # Until when a process is stopped, and its pid.
         self._stopped = list[tuple[float, int]]()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._measure_files, name="size of the tier")
-        self._thread.start()
-
-    @property
-    def daemon_options(self) -> dict[str, Any]:
-        return {
-            "tier_disk": self.root,
-            "tier_disk_size": self.nbytes,
-            "tier_disk_write": "write_through",
-        }
 
     def engines(self, pool_bytes: int, **common: Any) -> list[TrafficOptions]:
         """Two engines with most of the pool, which share more keys than fit into the tier.
@@ -105,9 +92,8 @@ class SoakTier:
         self._stopped = [stopped for stopped in self._stopped if stopped[0] > now]
 
     def lose_pool(self, daemons: RestartingDaemons) -> None:
-        """The daemon was killed. The next one finds neither its pool nor the tier's hints."""
+        """The daemon was killed. The next one finds what it would after a reboot."""
         daemons.lose_pool()
-        lose_hints(self.root)
 
     # Checks
 
@@ -130,18 +116,69 @@ class SoakTier:
             until(lambda: observer.status().tiers[0].state in ("on", "probing"), 90)
 
     def close(self) -> None:
+        pass
+
+    def record(self) -> dict[str, int]:
+        counts = {name: self._counts[name] for name in COUNTED + FAILURES}
+        return {"bytes": self.nbytes, **counts, "most_private": self._private}
+
+
+class SoakDisk(SoakTier):
+    """A disk tier. root: its directory, which a thread measures until `close`."""
+
+    def __init__(self, root: Path, nbytes: int, rng: random.Random) -> None:
+        options = {"tier_disk_size": nbytes, "tier_disk_write": "write_through"}
+        super().__init__(nbytes, rng, tier_disk=root, **options)
+        self.root = root
+        self._largest = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._measure_files, name="size of the tier")
+        self._thread.start()
+
+    def lose_pool(self, daemons: RestartingDaemons) -> None:
+        """The hints are lost, too."""
+        super().lose_pool(daemons)
+        lose_hints(self.root)
+
+    def close(self) -> None:
         self._closing.set()
         self._thread.join()
         if self._largest > self.nbytes:
             self.errors.append(f"{self._largest} of {self.nbytes} bytes were allocated on disk")
 
     def record(self) -> dict[str, int]:
-        largest = {"bytes": self.nbytes, "most_allocated": self._largest}
-        counts = {name: self._counts[name] for name in COUNTED + FAILURES}
-        return {**largest, **counts, "most_private": self._private}
+        return super().record() | {"most_allocated": self._largest}
 
     def _measure_files(self) -> None:
         while not self._closing.wait(MEASURE_EVERY):
             # Hardly twice in a row, a slab counts twice.
             nbytes = min(allocated_bytes(self.root) for _ in range(2))
             self._largest = max(self._largest, nbytes)
+
+
+class SoakMooncake(SoakTier):
+    """A Mooncake Store on this machine. A killed master has forgotten all keys when it is back."""
+
+    def __init__(self, nbytes: int, rng: random.Random) -> None:
+        self._store = MooncakeStore(segment_bytes=nbytes)
+        super().__init__(
+            nbytes,
+            rng,
+            tier_mooncake=self._store.address,
+            tier_mooncake_write="write_through",
+            tier_mooncake_admit_after=1,
+        )
+
+    def kill_process(self, daemons: RestartingDaemons) -> None:
+        if self._rng.random() < 0.7:
+            super().kill_process(daemons)
+        else:
+            self._counts["masters killed"] += 1
+            self._store.kill_master()
+            self._store.start_master()
+
+    def close(self) -> None:
+        self._store.close()
+
+    def record(self) -> dict[str, int]:
+        return super().record() | {"masters_killed": self._counts["masters killed"]}

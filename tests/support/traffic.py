@@ -22,7 +22,6 @@ import numpy as np
 
 from kvferry.client import (
     CPULoadStoreSpec,
-    Fingerprint,
     GPULoadStoreSpec,
     HostRegion,
     Lookup,
@@ -107,8 +106,7 @@ class Traffic:
         self._client = client
         try:
             if o.model is not None:
-                fingerprint = Fingerprint(o.model, o.block_bytes * o.factor)
-                client.open_namespace(fingerprint, cpu_bytes_to_use=o.host_bytes)
+                client.open_namespace(o.fingerprint, cpu_bytes_to_use=o.host_bytes)
                 self._manager = OffloadingManager(client)
             region = client.register_kv_caches(
                 self._tensors.tensors,

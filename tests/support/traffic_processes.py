@@ -6,7 +6,8 @@
         total = traffic.stop()
         assert not total.errors
 
-All are forked from one process that has imported torch, so they start quickly.
+All are forked from one process that has imported torch, and vLLM if it is installed, so they start
+quickly.
 """
 
 from __future__ import annotations
@@ -16,23 +17,27 @@ import os
 import random
 import signal
 import time
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from support.time_limits import TIMEOUT
 from support.traffic_statistics import TrafficOptions, TrafficStatistics, merge_statistics
+from support.vllm_traffic import VLLMTrafficOptions
 
-TIMEOUT = 60.0
+VLLM_PRELOADED = ["support.vllm_core"] if find_spec("vllm") is not None else []
+AnyOptions: TypeAlias = TrafficOptions | VLLMTrafficOptions
 
 
 class TrafficProcess:
     """An engine's process."""
 
-    def __init__(self, directory: Path, options: TrafficOptions) -> None:
+    def __init__(self, directory: Path, options: AnyOptions) -> None:
         self.options = options
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["support.traffic"])
+        context.set_forkserver_preload(["support.traffic", *VLLM_PRELOADED])
         self._pipe, theirs = context.Pipe()
         self._process: BaseProcess = context.Process(
             target=_work, args=(theirs, directory, options), name=options.name, daemon=True
@@ -49,9 +54,9 @@ class TrafficProcess:
     def alive(self) -> bool:
         return self._process.is_alive()
 
-    def report(self) -> TrafficStatistics:
-        """Its statistics so far. Raises EOFError if the process is dead."""
-        return self._request("report")
+    def report(self, seconds: float = TIMEOUT) -> TrafficStatistics:
+        """Its statistics so far. Raises EOFError if it is dead, TimeoutError after `seconds`."""
+        return self._request("report", seconds)
 
     def stop(self) -> TrafficStatistics:
         """Let its jobs end, then end the process. Returns its statistics."""
@@ -72,11 +77,11 @@ class TrafficProcess:
         self._process.join()
         self._pipe.close()
 
-    def _request(self, command: str) -> TrafficStatistics:
+    def _request(self, command: str, seconds: float = TIMEOUT) -> TrafficStatistics:
         try:
             self._pipe.send(command)
-            if not self._pipe.poll(TIMEOUT):
-                raise TimeoutError(f"{self.options.name} does not answer within {TIMEOUT:g} s")
+            if not self._pipe.poll(seconds):
+                raise TimeoutError(f"{self.options.name} does not answer within {seconds:g} s")
             statistics: TrafficStatistics = self._pipe.recv()
         except (BrokenPipeError, EOFError) as error:
             raise EOFError(f"{self.options.name} has died, but was not killed") from error
@@ -90,7 +95,7 @@ class TrafficProcesses:
         self.directory = directory
         self.processes: dict[str, TrafficProcess] = {}
 
-    def start(self, *engines: TrafficOptions) -> None:
+    def start(self, *engines: AnyOptions) -> None:
         for options in engines:
             self.processes[options.name] = TrafficProcess(self.directory, options)
 
@@ -142,14 +147,24 @@ def mixed_engines(device: str, rng: random.Random, **common: Any) -> list[Traffi
     ]
 
 
-def _work(pipe: Connection, directory: Path, options: TrafficOptions) -> None:
+def vllm_engines(rng: random.Random) -> list[VLLMTrafficOptions]:
+    """Two engines with vLLM's scheduler, whose models have sliding windows."""
+    shapes: dict[str, dict[str, Any]] = {
+        "vllm-window": {"groups": ("full", "window")},
+        "vllm-states": {"groups": ("full", "narrow", "aligned states"), "overlaps": True},
+    }
+    return [
+        VLLMTrafficOptions(name, seed=rng.getrandbits(32), **shape)
+        for name, shape in shapes.items()
+    ]
+
+
+def _work(pipe: Connection, directory: Path, options: AnyOptions) -> None:
     """Generate traffic. Send the statistics on "report" and on "stop", and end on "stop"."""
     import torch
 
-    from support.traffic import Traffic
-
     torch.set_num_threads(1)
-    traffic = Traffic(directory, options)
+    traffic = options.create_traffic(directory)
     try:
         while True:
             traffic.step()

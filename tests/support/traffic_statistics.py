@@ -7,6 +7,13 @@ import random
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvferry.proto.status import Fingerprint
+
+if TYPE_CHECKING:
+    from support.traffic import Traffic
 
 MAX_ERRORS = 20
 MAX_SAMPLES = 20_000
@@ -57,6 +64,16 @@ class TrafficOptions:
     @property
     def host_bytes(self) -> int:
         return self.host_blocks * self.factor * self.block_bytes
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of the namespace."""
+        return Fingerprint(self.model or "", self.block_bytes * self.factor)
+
+    def create_traffic(self, directory: Path) -> Traffic:
+        from support.traffic import Traffic
+
+        return Traffic(directory, self)
 
 
 @dataclass

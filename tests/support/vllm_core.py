@@ -44,6 +44,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvferry.client import shared_empty
 from kvferry.client.vllm import compat
+from support.time_limits import TIMEOUT
 from support.vllm_engine import ONE_ALLOCATION
 from support.vllm_runner import PAGE, TOKENS, WIDTH, CheckedRunner, specs
 from support.vllm_stand_ins import wait_connected
@@ -135,13 +136,13 @@ class EngineCore:
         waiting = self.scheduler.requests.keys() - {r.request_id for r in self.scheduler.running}
         return any(any(blocks(name)) for name in waiting)
 
-    def run(self, *prompts: list[int], seconds: float = 30.0) -> list[int]:
+    def run(self, *prompts: list[int], seconds: float = TIMEOUT) -> list[int]:
         """Run requests. Returns the number of tokens of each that were found in a cache."""
         names = [self.add(prompt) for prompt in prompts]
         self.run_until(lambda: all(name in self.finished for name in names), seconds)
         return [self.finished[name] for name in names]
 
-    def run_until(self, condition: Any, seconds: float = 30.0) -> None:
+    def run_until(self, condition: Any, seconds: float = TIMEOUT) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, "requests hang"

@@ -63,7 +63,8 @@ class CheckedRunner:
 
     rng: decides how many drafted tokens are accepted. optimistic: the scheduler does not know it
     when it schedules the next step. `wrong` describes reads of something else than was computed;
-    `compared` counts the blocks read.
+    `compared` counts the blocks read. `weights`: a number that all KV depends on. It may change
+    while no request has blocks.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class CheckedRunner:
         self._requests: dict[str, RunningRequest] = {}
         self.wrong: list[str] = []
         self.compared = 0
+        self.weights = 1
 
     def prepare(self, output: Any, requests: dict[str, Any], tables: Tables) -> None:
         """What vLLM writes before the forward pass. requests: vLLM's, by name."""
@@ -131,7 +133,7 @@ class CheckedRunner:
         return sampled
 
     def _start(self, request: Any, computed: int) -> None:
-        self._requests[request.request_id] = RunningRequest(request, computed)
+        self._requests[request.request_id] = RunningRequest(request, computed, self.weights)
 
     def _read_tokens(self, running: RunningRequest, group: str, table: list[int]) -> None:
         end = running.computed
@@ -209,13 +211,13 @@ class RunningRequest:
     column, offset: the block of its Mamba state, and how many drafted tokens later the state is.
     """
 
-    def __init__(self, request: Any, computed: int) -> None:
+    def __init__(self, request: Any, computed: int, weights: int) -> None:
         self.name, self.computed, self.prefill = request.request_id, computed, request.num_tokens
         self.column, self.offset = (computed - 1) // TOKENS, 0
         prompt = request.prompt_token_ids
         last = len(prompt) + request.max_tokens + 2 * TOKENS
         tokens = [*prompt, *(position % 100 for position in range(len(prompt), last))]
-        prefix, hashes = 1, []
+        prefix, hashes = weights, []
         for token in tokens:
             prefix = zlib.crc32(int(token).to_bytes(4, "little"), prefix)
             hashes.append(prefix)
