@@ -111,7 +111,7 @@ def start(short_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(before: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         kvferryd = [sys.executable, "-m", "kvferry.daemon", "--pool-size", "1MiB"]
         command = ["sh", "-c", f'{before} exec "$@"', "sh", *kvferryd, *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=50)
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
 
     return run
 
@@ -180,7 +180,7 @@ main(["--pool-size", "1MiB", "--runtime-dir", sys.argv[2]])
 
 def test_a_failed_start_of_a_thread_is_refused(short_path: Path) -> None:
     command = [sys.executable, "-c", NO_THREADS, "kvferry-pool", str(short_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 2
     message = done.stderr.splitlines()[-1]
     assert message.startswith("kvferryd: [bad_config] no memory or threads left")
@@ -200,7 +200,7 @@ def test_a_daemon_serves_with_closed_standard_streams(short_path: Path, closed: 
             assert client.status().pid == process.pid
         assert os.readlink(f"/proc/{process.pid}/fd/2") == os.devnull
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(TIMEOUT) == 0
     finally:
         process.kill()
         process.wait()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.time_limits import TIMEOUT
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "kvferryd@.service"
 # Limits in tenths of systemd's scale from 0 to 10. A service without hardening has 96.
@@ -20,7 +22,7 @@ EXPOSURES = {"kvferryd@": 21, "mooncake-master": 13, "mooncake-store": 15}
 def test_exposure(unit: str) -> None:
     command = ["systemd-analyze", "security", "--offline=yes", f"--threshold={EXPOSURES[unit]}"]
     path = DEPLOY / f"{unit}.service"
-    done = subprocess.run([*command, str(path)], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([*command, str(path)], capture_output=True, text=True, timeout=TIMEOUT)
     if "nrecognized option" in done.stderr:
         pytest.skip("systemd-analyze has no --offline, which systemd 250 added")
     assert "Overall exposure level" in done.stdout, done.stderr

@@ -41,7 +41,7 @@ def test_an_honest_client_beside_attackers(
     daemon = start_daemon(log_level="warning")
     seconds, attackers = (30, 4) if long else (4, 2)
     with ExitStack() as stack:
-        raw = stack.enter_context(RawClient(daemon.directory, "honest", timeout=60))
+        raw = stack.enter_context(RawClient(daemon.directory, "honest", timeout=TIMEOUT))
         raw.register(BLOCKS)
         alone = percentile([serve_one(raw, number) for number in range(300)], 0.99)
         before, beside, number = ProcessUsage.of(daemon.pid), [serve_one(raw, 300)], 300

@@ -111,7 +111,7 @@ def beside(
     print("alone:", latencies_of(traffic.report()))
     yield daemon
     before = traffic.report().counts["compared"]
-    until(lambda: traffic.report().counts["compared"] > before + 100, 30)
+    until(lambda: traffic.report().counts["compared"] > before + 100)
     statistics = traffic.stop()
     print("beside:", latencies_of(statistics))
     assert not statistics.errors, "\n".join(statistics.errors)

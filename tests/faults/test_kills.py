@@ -20,6 +20,7 @@ from kvferry.testing.engine import until
 from support.daemon_invariants import broken_invariants, check_released
 from support.process_usage import ProcessUsage, device_bytes
 from support.restarting_daemons import RestartingDaemons
+from support.time_limits import TIMEOUT
 from support.traffic_processes import TrafficProcesses, mixed_engines
 from support.traffic_statistics import TrafficOptions, summary
 
@@ -28,8 +29,13 @@ pytestmark = pytest.mark.timeout(1200)
 # Slows chunks on the CPU, so that some are in flight when a process is killed.
 STALLS = {"reference_stall": 0.002}
 MAX_GROWTH = 16 << 20
-TIMEOUT = 5.0
 POOL_BYTES = 32 << 20
+
+
+@pytest.fixture
+def job_timeout(long: bool) -> float:
+    """Seconds within which each job must end. The long form runs on a machine that is idle."""
+    return 5.0 if long else TIMEOUT
 
 
 def delay(rng: random.Random) -> float:
@@ -42,7 +48,10 @@ def count_registrations(traffic: TrafficProcesses) -> dict[str, int]:
 
 
 def wait_reconnected(traffic: TrafficProcesses, before: dict[str, int]) -> None:
-    until(lambda: all(now > before[name] for name, now in count_registrations(traffic).items()), 30)
+    until(
+        lambda: all(now > before[name] for name, now in count_registrations(traffic).items()),
+        TIMEOUT,
+    )
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["empty", "kept"])
@@ -53,6 +62,7 @@ def test_daemons(
     rng: random.Random,
     long: bool,
     kept: bool,
+    job_timeout: float,
 ) -> None:
     """Daemons are killed and replaced, without or with the pool of the killed one.
 
@@ -62,8 +72,8 @@ def test_daemons(
         device, short_path, kept=kept, pool_bytes=POOL_BYTES, **STALLS
     ) as daemons:
         traffic = start_traffic(daemons.directory)
-        traffic.start(*mixed_engines(device, rng, job_timeout=TIMEOUT))
-        until(lambda: all(count_registrations(traffic).values()), 60)
+        traffic.start(*mixed_engines(device, rng, job_timeout=job_timeout))
+        until(lambda: all(count_registrations(traffic).values()))
         for _ in range(200 if long else 15):
             time.sleep(delay(rng))
             before = count_registrations(traffic) if rng.random() < 0.3 else None
@@ -88,11 +98,12 @@ def test_engines(
     device: str,
     rng: random.Random,
     long: bool,
+    job_timeout: float,
 ) -> None:
     """Engines are killed and replaced. The daemon's memory and descriptors do not grow."""
     daemon = start_daemon(**STALLS)
     traffic = start_traffic(daemon.directory)
-    engines = mixed_engines(device, rng, job_timeout=TIMEOUT)
+    engines = mixed_engines(device, rng, job_timeout=job_timeout)
     before = measure_idle(daemon, traffic, engines, rng)
     on_device = device_bytes(device)
     traffic.start(*engines)
@@ -118,14 +129,15 @@ def test_a_stopped_engine(
     start_traffic: Callable[[Path], TrafficProcesses],
     device: str,
     rng: random.Random,
+    job_timeout: float,
 ) -> None:
     """Two engines are stopped while others do hundreds of jobs; then they continue."""
     daemon = start_daemon(**STALLS)
     traffic = start_traffic(daemon.directory)
-    engines = mixed_engines(device, rng, job_timeout=TIMEOUT)
+    engines = mixed_engines(device, rng, job_timeout=job_timeout)
     before = measure_idle(daemon, traffic, engines, rng)
     traffic.start(*engines)
-    until(lambda: all(count_registrations(traffic).values()), 60)
+    until(lambda: all(count_registrations(traffic).values()))
     stopped = [traffic.processes["engine-1"], traffic.processes["engine-4"]]
     for process in stopped:
         process.pause()
@@ -135,8 +147,7 @@ def test_a_stopped_engine(
         lambda: all(
             process.report().counts["done"] > had + 300
             for process, had in zip(others, done, strict=True)
-        ),
-        60,
+        )
     )
     for process in stopped:
         process.resume()
@@ -155,8 +166,8 @@ def measure_idle(
 ) -> ProcessUsage:
     """The usage of a daemon after these engines have run and disconnected."""
     traffic.start(*engines)
-    until(lambda: all(count_registrations(traffic).values()), 60)
-    until(lambda: traffic.report().counts["done"] > 500, 60)
+    until(lambda: all(count_registrations(traffic).values()))
+    until(lambda: traffic.report().counts["done"] > 500)
     kill_one(traffic, rng)
     total = traffic.stop()
     assert not total.errors, "\n".join(total.errors)
@@ -170,7 +181,7 @@ def check_not_grown(daemon: LocalDaemon, before: ProcessUsage) -> None:
 
     It may still be releasing the last session.
     """
-    until(lambda: _has_released(ProcessUsage.of(daemon.pid).since(before)), 10)
+    until(lambda: _has_released(ProcessUsage.of(daemon.pid).since(before)))
     more = ProcessUsage.of(daemon.pid).since(before)
     print(more)
     assert more.mappings <= 30
@@ -187,7 +198,7 @@ def kill_one(traffic: TrafficProcesses, rng: random.Random) -> int:
     name = rng.choice(list(traffic.processes))
     process, done = traffic.processes[name], 0
     if rng.random() < 0.8:
-        until(lambda: process.report().counts["done"] > 20, 60)
+        until(lambda: process.report().counts["done"] > 20)
         done = process.report().counts["done"]
     traffic.kill(name)
     traffic.start(replace(process.options, seed=rng.getrandbits(32)))

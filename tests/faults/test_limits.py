@@ -100,18 +100,18 @@ def test_more_clients_than_descriptors(limited: LocalDaemon) -> None:
         early.register()
         with ExitStack() as sockets:
             connect_many(sockets, zmq.DEALER, limited.directory / "kvferry.sock")
-            until(lambda: "not accepting clients" in limited.log(), 30)
+            until(lambda: "not accepting clients" in limited.log())
             early.send(store(1, [0], [0]))
             assert early.result(1).outcome == "done"
             assert ProcessUsage.of(limited.pid).descriptors < DESCRIPTORS - 20
-        until(lambda: is_served(limited.directory), 30)
+        until(lambda: is_served(limited.directory))
 
 
 def test_more_subscribers_than_descriptors(limited: LocalDaemon) -> None:
     """libzmq aborts without a descriptor: in the publisher's process, not in the daemon."""
     with ExitStack() as sockets:
         connect_many(sockets, zmq.SUB, limited.directory / "events.sock")
-        until(lambda: "KV event publisher exited" in limited.log(), 30)
+        until(lambda: "KV event publisher exited" in limited.log())
         assert ProcessUsage.of(limited.pid).descriptors < DESCRIPTORS // 2
         assert is_served(limited.directory)
 
@@ -130,7 +130,7 @@ def test_more_deposits_than_descriptors(limited: LocalDaemon) -> None:
         os.close(descriptor)
         assert refused.value.code == Code.BUSY
         assert "LimitNOFILE" in refused.value.message
-    until(lambda: is_served(limited.directory), 30)
+    until(lambda: is_served(limited.directory))
 
 
 def test_more_namespaces_than_descriptors(limited: LocalDaemon) -> None:
@@ -154,7 +154,7 @@ def test_more_silent_connections_than_descriptors(limited: LocalDaemon) -> None:
                 client.connect(str(limited.directory / "fds.sock"))
             except BlockingIOError:  # the kernel's queue is full
                 break
-        until(lambda: is_served(limited.directory), 60)
+        until(lambda: is_served(limited.directory))
 
 
 def allocate(raw: RawClient, nbytes: int) -> Allocated | Error:
@@ -198,7 +198,7 @@ def test_more_tensors_than_addresses() -> None:
         assert "LimitAS" in answer.error.message
         assert is_served(daemon.directory)
         first.close()
-        until(lambda: isinstance(allocate(client, 1 << 30), Allocated), 30)
+        until(lambda: isinstance(allocate(client, 1 << 30), Allocated))
         assert daemon.process.poll() is None
 
 

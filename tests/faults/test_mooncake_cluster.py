@@ -25,6 +25,7 @@ from kvferry.testing.mooncake_store import INSTALL, MooncakeStore, is_installed
 from support.daemon_invariants import broken_invariants, check_released
 from support.lossy_network import LossyNetwork, missing
 from support.tiered_engine import TieredEngine, keys
+from support.time_limits import TIMEOUT
 from support.traffic_processes import TrafficProcesses
 from support.traffic_statistics import TrafficOptions, merge_statistics
 
@@ -35,7 +36,7 @@ pytestmark = [
 # Limit of every call of a client, also on a busy machine; calls with a deadline have 0.25 s.
 CALL_SECONDS = 5.0
 # Until a tier is used again after a fault: the breaker's pause, and the store's own recovery.
-RECOVERY_SECONDS = 90.0
+RECOVERY_SECONDS = 2 * TIMEOUT
 RESIDENT = range(16)
 # The part of a pool for A and for B; the rest is for the engines of `start_load`.
 ENGINE_BYTES, POOL_BYTES = 1 << 20, 4 << 20

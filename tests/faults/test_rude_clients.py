@@ -85,7 +85,7 @@ def test_a_flood(start_daemon: Callable[..., LocalDaemon], kind: str) -> None:
             raw = RawClient(daemon.directory, "dropped")
             assert observer.status().sessions == before + 1
             raw.drop()
-            until(lambda: observer.status().sessions == before, 30)
+            until(lambda: observer.status().sessions == before)
         assert daemon.stop(30) == 0
 
 

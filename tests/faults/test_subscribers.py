@@ -21,6 +21,7 @@ from kvferry.testing.engine import until
 from support.hostile_subscribers import publishers_of
 from support.process_usage import ProcessUsage
 from support.raw_client import RawClient, one_tensor
+from support.time_limits import TIMEOUT
 from support.traffic_statistics import percentile
 
 pytestmark = pytest.mark.timeout(600)
@@ -73,7 +74,7 @@ def daemon(start_daemon: Callable[..., LocalDaemon]) -> LocalDaemon:
 @pytest.fixture
 def honest(daemon: LocalDaemon) -> Iterator[HonestSubscriber]:
     with (
-        RawClient(daemon.directory, "honest", timeout=60) as raw,
+        RawClient(daemon.directory, "honest", timeout=TIMEOUT) as raw,
         zmq.Context() as context,
         context.socket(zmq.SUB) as subscriber,
     ):
@@ -104,7 +105,7 @@ ATTACKS = {
 def test_hostile_subscribers(
     daemon: LocalDaemon, honest: HonestSubscriber, attack: str, long: bool
 ) -> None:
-    until(honest.receives_events, 30)
+    until(honest.receives_events)
     for _ in range(300):
         honest.store()
     alone, honest.seconds = percentile(honest.seconds, 0.99), []
@@ -137,7 +138,7 @@ def test_hostile_subscribers(
         f"({len(honest.seconds)} jobs); daemon +{grew / 1e6:.1f} MB, publisher at most "
         f"{most / 1e6:.1f} MB, {restarts} restarts"
     )
-    until(honest.receives_events, 30)
+    until(honest.receives_events)
     assert honest.received == sorted(set(honest.received))
     if attack == "topics":
         assert restarts > 0

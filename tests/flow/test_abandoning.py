@@ -60,7 +60,7 @@ def wait_results(client: OffloadClient, count: int) -> list[TransferResult]:
         results.extend(client.get_finished())
         return len(results) >= count
 
-    until(all_ended, TIMEOUT)
+    until(all_ended)
     return results
 
 
@@ -104,7 +104,7 @@ def test_reused_blocks_are_not_overwritten(
             assert client.get_finished() == []
             return client.connected
 
-        until(reconnected, TIMEOUT)
+        until(reconnected)
         assert client.incarnation == 2
         assert bool((tensor[2:6] == PATTERN).all())
         client.transfer_async(20, store(7, 1), wait_for=timeline.last + 1)
@@ -134,7 +134,7 @@ def test_no_chunk_is_in_flight_after_reconnecting(
         assert len(client.get_finished()) == 4
         tensor[2:6] = PATTERN
         os.kill(daemon.pid, signal.SIGCONT)
-        until(lambda: client.get_finished() == [] and client.connected, TIMEOUT)
+        until(lambda: client.get_finished() == [] and client.connected)
         client.transfer_async(7, store(7, 1))
         client.transfer_async(8, load(1, 9))  # runs after any chunk of an abandoned load
         assert [result.success for result in wait_results(client, 2)] == [True, True]
@@ -161,7 +161,7 @@ def test_no_poll_waits_while_the_daemon_is_stopped(
         assert time.monotonic() - before < PROMPTLY
         client.abandon()  # again, while it reconnects
         os.kill(kvferryd_to_stop.pid, signal.SIGCONT)
-        until(lambda: client.get_finished() == [] and client.connected, TIMEOUT)
+        until(lambda: client.get_finished() == [] and client.connected)
         assert client.incarnation == 2
 
 

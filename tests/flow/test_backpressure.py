@@ -27,6 +27,7 @@ from kvferry.proto.results import Outcome
 from kvferry.testing.engine import StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient
+from support.time_limits import TIMEOUT
 
 JOBS = 50_000
 TOO_MANY_JOBS = 140_000
@@ -76,7 +77,7 @@ def test_a_client_that_polls_late_receives_every_result(
     with (
         OffloadClient(daemon.directory, engine="silent") as owner,
         OffloadClient(daemon.directory, engine="other") as other,
-        RawClient(daemon.directory, "silent", timeout=60) as silent,
+        RawClient(daemon.directory, "silent", timeout=TIMEOUT) as silent,
     ):
         for client in (owner, other):
             client.allocate_kv_caches(LAYOUT, host_bytes=1 << 20)
@@ -84,12 +85,12 @@ def test_a_client_that_polls_late_receives_every_result(
         before = resident_bytes(daemon)
         for job_id in range(JOBS):
             if job_id % 5000 == 0:  # so that it stays within its credits
-                until(partial(has_stored, other, job_id), 60)
+                until(partial(has_stored, other, job_id))
             silent.send(Submit(job_id, *spec))
         other.transfer_async(1, spec)
-        other.wait([1], timeout=60)
+        other.wait([1], timeout=TIMEOUT)
         assert [result.success for result in other.get_finished()] == [True]
-        until(partial(has_stored, other, JOBS + 1), 120)
+        until(partial(has_stored, other, JOBS + 1), 2 * TIMEOUT)
         assert resident_bytes(daemon) - before < 160 << 20
         results = list(silent.recv(Finished).results)
         while len(results) < JOBS:
@@ -104,13 +105,13 @@ def test_a_client_that_receives_nothing_is_disconnected_with_the_reason(
 ) -> None:
     daemon = start_kvferryd()
     with (
-        RawClient(daemon.directory, "silent", timeout=60) as silent,
+        RawClient(daemon.directory, "silent", timeout=TIMEOUT) as silent,
         OffloadClient(daemon.directory, engine="other") as other,
     ):
         spec = GPULoadStoreSpec([1]), CPULoadStoreSpec([1])
         for job_id in range(TOO_MANY_JOBS):
             silent.send(Submit(job_id, *spec))
-        until(lambda: "received none" in daemon.log(), 120)
+        until(lambda: "received none" in daemon.log(), 2 * TIMEOUT)
         until(lambda: other.status().sessions == 1)
         goodbye = silent.recv(Goodbye)
         assert "none was received" in goodbye.reason

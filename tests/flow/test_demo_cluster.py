@@ -15,6 +15,7 @@ from rich.progress import Progress
 from kvferry.testing import demo_cluster
 from kvferry.testing.engine import until
 from kvferry.testing.mooncake_store import INSTALL, MooncakeStore, is_installed
+from support.time_limits import TIMEOUT
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=f"Mooncake is not installed: {INSTALL}")
 BLOCKS = 24
@@ -80,5 +81,5 @@ def test_an_interrupted_demo_leaves_no_process(number: signal.Signals) -> None:
     with subprocess.Popen(command, start_new_session=True) as demo:
         until(lambda: any("tier_worker" in each for each in processes_of(demo.pid)))
         demo.send_signal(number)
-        assert demo.wait(60) == 130
+        assert demo.wait(TIMEOUT) == 130
         until(lambda: not processes_of(demo.pid))

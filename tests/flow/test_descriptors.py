@@ -24,6 +24,7 @@ from kvferry.proto.messages import Allocated, AllocateKVCaches
 from kvferry.testing.engine import StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient, one_tensor
+from support.time_limits import PROMPTLY, TIMEOUT
 
 # An engine without torch, so that it starts quickly. `ends`: "killed", "goodbye" or "dropped".
 ENGINE = """
@@ -100,7 +101,7 @@ def test_twenty_engines(counted: LocalDaemon) -> None:
             )
             for i, action in enumerate(actions)
         ]
-        statuses = {process.wait(30) for process in running}
+        statuses = {process.wait(TIMEOUT) for process in running}
         assert statuses == ({-9} if ends[round_] == "killed" else {0})
 
 
@@ -153,7 +154,7 @@ def test_a_reused_descriptor_number_does_not_end_the_new_connection(kvferryd: Lo
             process.wait()
 
 
-LINGER_SECONDS = 30
+LINGER_SECONDS = int(2 * PROMPTLY)
 
 
 @contextlib.contextmanager
@@ -203,4 +204,4 @@ def test_closing_a_client_s_descriptor_does_not_block(kvferryd: LocalDaemon, sen
             other.status()
         tensors = {"layer": shared_empty((8, 64))}
         other.register_kv_caches(tensors, num_blocks=8, host_bytes=4096)
-        assert time.monotonic() - began < LINGER_SECONDS / 2
+        assert time.monotonic() - began < PROMPTLY

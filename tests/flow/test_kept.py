@@ -33,7 +33,7 @@ from kvferry.client.cli import main
 from kvferry.proto.status import EngineStatus
 from kvferry.testing.engine import GroupOptions, SmallEngine, StartSmallEngine, WorkerProcess, until
 from support.service_manager import ServiceManager, kvferryd_command
-from support.time_limits import PROMPTLY
+from support.time_limits import PROMPTLY, TIMEOUT
 
 LAYOUT = KVLayout((TensorLayout(16, 4096, 4096),) * 2, ((TensorRef(0, 4096), TensorRef(1, 4096)),))
 GRANULE = 2 << 20
@@ -180,7 +180,7 @@ class KeptTensorsService:
     def start(self) -> Path:
         """Start the daemon. Returns the directory of its sockets."""
         self.manager.start(ready=False)
-        until(self._answers, 60)
+        until(self._answers)
         return self._directory()
 
     def restart(self) -> Path:
@@ -290,7 +290,7 @@ def test_deleting_the_last_view_frees_the_memory(daemon: LocalDaemon, device: st
         [sys.executable, "-c", RELEASES_TENSORS, daemon.directory, device],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=2 * TIMEOUT,
     )
     assert done.stdout.strip() == "done", done.stderr
 

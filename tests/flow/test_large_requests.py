@@ -25,6 +25,7 @@ from kvferry.proto.messages import PROTOCOL, Hello, OpenNamespace, Subscribe
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 from support.process_usage import ProcessUsage
+from support.time_limits import TIMEOUT
 
 # A million tokens in blocks of 16, and bytes of a GPU block.
 BLOCKS, PAGE = 62_500, 64
@@ -71,7 +72,7 @@ def numbered() -> torch.Tensor:
 
 
 def join(daemon: LocalDaemon, tensor: torch.Tensor) -> OffloadClient:
-    client = OffloadClient(daemon.directory, timeout=30)
+    client = OffloadClient(daemon.directory, timeout=TIMEOUT)
     client.open_namespace(FINGERPRINT)
     client.register_kv_caches({"layer": tensor}, num_blocks=2 * BLOCKS, block_size_factor=2)
     return client

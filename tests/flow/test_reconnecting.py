@@ -89,7 +89,7 @@ def test_a_client_without_a_daemon_raises_gone_and_reconnects(
     else:
         daemon_service.daemon.stop()
     assert engine.result(held).outcome == ("lost" if how == "kill" else "cancelled")
-    until(lambda: bool(engine.client.get_finished()) or not engine.client.connected, TIMEOUT)
+    until(lambda: bool(engine.client.get_finished()) or not engine.client.connected)
     assert engine.client.connecting
     assert "reconnecting" in str(engine.client.gone)
     began = time.monotonic()
@@ -184,7 +184,7 @@ def test_a_client_that_starts_without_a_daemon(daemon_service: DaemonService) ->
         client.transfer_async(1, (GPULoadStoreSpec([3]), KeyLoadStoreSpec((A,))))
         client.wait([1])
         assert [result.success for result in client.get_finished()] == [True]
-        until(lambda: client.lookup(A) is Lookup.HIT, TIMEOUT)
+        until(lambda: client.lookup(A) is Lookup.HIT)
     timeline.close()
 
 
@@ -202,7 +202,7 @@ def test_tensors_that_cannot_be_shared_again_raise_nothing_in_a_poll(
     with monkeypatch.context() as broken:
         broken.setattr("kvferry.client.tensors.sharing.export_tensors", fail)
         daemon_service.restart()
-        until(lambda: bool(engine.poll()) or _refused(engine.client), TIMEOUT)
+        until(lambda: bool(engine.poll()) or _refused(engine.client))
         assert engine.client.gone is not None
         cause = engine.client.gone.__cause__
         assert isinstance(cause, Failed)
@@ -243,7 +243,7 @@ def test_a_closed_timeline_is_the_reason_in_gone(
 ) -> None:
     engine.timeline.close()
     daemon_service.restart()
-    until(lambda: bool(engine.client.get_finished()) or _refused(engine.client), TIMEOUT)
+    until(lambda: bool(engine.client.get_finished()) or _refused(engine.client))
     assert "timeline is closed" in str(engine.client.gone)
 
 

@@ -45,7 +45,7 @@ def engine_in_namespace(daemon_service: DaemonService) -> Iterator[ReconnectingF
 def store_key(engine: ReconnectingFixture, gpu: int, key: bytes) -> None:
     """Store a block under a key, and wait until the lookup is a hit."""
     assert engine.result(engine.submit((GPULoadStoreSpec([gpu]), KeyLoadStoreSpec((key,))))).success
-    until(lambda: engine.client.lookup(key) is Lookup.HIT, TIMEOUT)
+    until(lambda: engine.client.lookup(key) is Lookup.HIT)
 
 
 def load_key(engine: ReconnectingFixture, key: bytes, gpu: int) -> TransferResult:
@@ -67,7 +67,7 @@ def test_after_a_restart_keys_of_others_are_hits_and_pins_are_restored(
         store_key(engine, 5, A)
         wait_reconnected(client)
         assert client.lookup(A) is Lookup.HIT
-        until(lambda: other.namespaces()[0].pinned == 1, TIMEOUT)
+        until(lambda: other.namespaces()[0].pinned == 1)
         client.unpin([A])
         assert client.namespaces()[0].pinned == 1
         client.unpin([A, C])
@@ -84,17 +84,17 @@ def test_a_manager_continues_after_a_restart_of_the_daemon(
         [daemon_service.directory], engine="engine", fingerprint=FINGERPRINT, events=True
     ) as manager:
         store_key(engine_in_namespace, 3, A)
-        until(lambda: manager.lookup(A) is Lookup.HIT, TIMEOUT)
+        until(lambda: manager.lookup(A) is Lookup.HIT)
         assert [event.removed for event in manager.take_events()] == [False]
         daemon_service.daemon.kill()
-        until(lambda: manager.lookup(A) is Lookup.MISS, TIMEOUT)
+        until(lambda: manager.lookup(A) is Lookup.MISS)
         assert [event.removed for event in manager.take_events()] == [True]
         output = manager.prepare_store([B])
         assert output is not None
         assert output.keys_to_store == ()
         daemon_service.start()
         wait_reconnected(engine_in_namespace.client)
-        until(lambda: bool(manager.take_events()) or manager.gone is None, TIMEOUT)
+        until(lambda: bool(manager.take_events()) or manager.gone is None)
         output = manager.prepare_store([A, B])
         assert output is not None
         assert output.keys_to_store == (A, B)
@@ -102,7 +102,7 @@ def test_a_manager_continues_after_a_restart_of_the_daemon(
             engine_in_namespace.submit((GPULoadStoreSpec([5, 6]), output.store_spec))
         ).success
         manager.complete_store([A, B])
-        until(lambda: manager.lookup(B) is Lookup.HIT, TIMEOUT)
+        until(lambda: manager.lookup(B) is Lookup.HIT)
         (event,) = manager.take_events()
         assert set(event.keys) == {A, B}
 
@@ -133,7 +133,7 @@ def test_keys_and_pins_outlive_a_daemon_that_keeps_its_pool(
         kept.start(ready=False)
         with OffloadClient(tmp_path / "run" / "cpu", engine="observer") as observer:
             # A pin has no effect before the key's block is verified.
-            until(lambda: observer.namespaces()[0].unverified == 0, TIMEOUT)
+            until(lambda: observer.namespaces()[0].unverified == 0)
         wait_reconnected(client)
         assert client.namespace.opened.reattached
         assert [client.lookup(key) for key in (A, B, C)] == [Lookup.HIT, Lookup.HIT, Lookup.MISS]

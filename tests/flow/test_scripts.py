@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from support.time_limits import TIMEOUT
+
 TESTS = Path(__file__).parents[1]
 SCRIPTS = sorted([*TESTS.glob("bench/*.py"), *TESTS.glob("gpu/vllm_*.py")])
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50)
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.time_limits import TIMEOUT
+
 CONFTEST = 'pytest_plugins = ["kvferry.testing.plugin"]\n'
 USERS_TESTS = """
 import os
@@ -80,7 +82,7 @@ def test_a_users_tests_pass(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_of_a_user.py").write_text(USERS_TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:asyncio"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "5 passed, 1 xfailed" in done.stdout
     pids = (tmp_path / "pids").read_text().split()

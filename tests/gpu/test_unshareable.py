@@ -6,14 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
 
 from kvferry.client import Code, LocalDaemon, OffloadClient, Refused
 from kvferry.client.tensors import shared_empty
+from kvferry.testing.engine import until
+from support.time_limits import PROMPTLY, TIMEOUT
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +47,7 @@ def test_expandable_segments_are_refused(daemon: LocalDaemon) -> None:
         env=os.environ | setting,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIMEOUT,
     )
     assert f"[{Code.NOT_SHAREABLE}]" in done.stdout, done.stderr
     assert "expandable_segments" in done.stdout
@@ -70,13 +72,22 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+# Other processes may allocate device memory during a try. A leak would show in each of them.
+TRIES = 3
+
+
 def test_the_device_memory_of_a_dead_engine_is_freed(daemon: LocalDaemon) -> None:
-    """The daemon unmaps within a second of SIGKILL, so the driver frees the memory."""
+    """The daemon unmaps it, so the driver frees it."""
     torch.zeros(1, device="cuda")
+    assert any(frees_memory_of_a_dead_engine(daemon) for _ in range(TRIES))
+
+
+def frees_memory_of_a_dead_engine(daemon: LocalDaemon) -> bool:
+    """Whether all but 1 GiB is free again after an engine with 4 GiB was killed."""
     before = torch.cuda.mem_get_info()[0]
-    done = subprocess.run([sys.executable, "-c", DYING_ENGINE, daemon.directory], timeout=60)
+    done = subprocess.run([sys.executable, "-c", DYING_ENGINE, daemon.directory], timeout=TIMEOUT)
     assert done.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 2
-    while torch.cuda.mem_get_info()[0] < before - (1 << 30):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    with suppress(TimeoutError):
+        until(lambda: torch.cuda.mem_get_info()[0] > before - (1 << 30), PROMPTLY)
+        return True
+    return False

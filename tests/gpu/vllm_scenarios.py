@@ -27,6 +27,7 @@ from kvferry.proto.version import installed_version
 from kvferry.testing.mooncake_store import MooncakeStore
 from support.answers import TIE, answer_distance
 from support.pool_files import pool_files
+from support.time_limits import TIMEOUT
 from support.vllm_measure import tier_of, wait_written
 from support.vllm_models import HYBRID
 from support.vllm_process import CONNECTORS, VLLM, GpuDaemon, make_prompts
@@ -124,7 +125,7 @@ def daemon_killed(daemon: GpuDaemon) -> None:
 def wait_hits(running: VLLM) -> list[int]:
     """Store and request new prompts until they are hits, or for 30 s. Returns the cached tokens."""
     new = make_prompts(8, 4, TOKENS)
-    deadline, cached = time.monotonic() + 30, [0]
+    deadline, cached = time.monotonic() + TIMEOUT, [0]
     while min(cached) < TOKENS - 64 and time.monotonic() < deadline:
         running.generate(new)
         running.settle()

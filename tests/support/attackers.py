@@ -55,6 +55,7 @@ from kvferry.proto.specs import (
     TensorRef,
 )
 from support.raw_client import RawClient
+from support.time_limits import TIMEOUT
 
 # Connections that are open at the same time.
 MAX_OPEN = 200
@@ -79,7 +80,10 @@ def send_largest(directory: Path, seconds: float) -> int:
         allocate = AllocateKVCaches(number, layout, 1 << 40)
         return random.choice((store, load, Touch(some), Pin(some), allocate, *others))
 
-    with OffloadClient(directory, engine=engine, timeout=60) as client, zmq.Context() as context:
+    with (
+        OffloadClient(directory, engine=engine, timeout=TIMEOUT) as client,
+        zmq.Context() as context,
+    ):
         client.open_namespace(fingerprint, cpu_bytes_to_use=8 * MAX_KEYS * PAGE, mirror=False)
         tensor = shared_empty((MAX_KEYS, PAGE), device="cpu")
         timeline = Timeline.create("cpu")
@@ -111,7 +115,7 @@ def send_layouts(directory: Path, seconds: float) -> int:
         ["allocatekvcaches", 1, [TENSORS, [REFS] * 60, 1], None, None, False]
     )
     end, sent = time.monotonic() + seconds, 0
-    with RawClient(directory, "rude", timeout=60) as raw:
+    with RawClient(directory, "rude", timeout=TIMEOUT) as raw:
         while time.monotonic() < end:
             raw.send(too_many_bytes)
             raw.send(AllocateKVCaches(2, too_large))

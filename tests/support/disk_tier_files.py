@@ -11,6 +11,7 @@ import numpy as np
 from kvferry.daemon.tiers.disk.hints import HINTS, HintFile
 from kvferry.daemon.tiers.disk.root_files import LOCK
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
+from support.time_limits import TIMEOUT
 
 
 def allocated_bytes(root: Path) -> int:
@@ -34,7 +35,7 @@ def keys_in_hints(directory: Path, key_bytes: int) -> set[bytes]:
     return {hints.keys[slot] for slot in np.flatnonzero(hints.generations > 0).tolist()}
 
 
-def lose_hints(root: Path, seconds: float = 30.0) -> None:
+def lose_hints(root: Path, seconds: float = TIMEOUT) -> None:
     """Have the next process of the tier read the headers of all slots.
 
     Waits until the last process has ended. Raises TimeoutError after `seconds`.

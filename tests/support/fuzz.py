@@ -24,6 +24,7 @@ from msgspec.msgpack import Ext
 
 from kvferry.proto.messages import Error, Hello, StatusReport, StatusRequest
 from support.raw_client import RawClient
+from support.time_limits import TIMEOUT
 
 # Values at which off-by-one errors are likely.
 INTEGERS = (-1, 0, 1, 2, 7, 255, 256, 1 << 16, (1 << 31) - 1, 1 << 32, 1 << 48, 1 << 62, 1 << 63)
@@ -158,7 +159,7 @@ class Attacker:
     def __init__(self, directory: Path, frames: HostileFrames, name: str | None) -> None:
         self._directory, self._frames, self._name = directory, frames, name
         self.codes: Counter[str] = Counter()
-        self._raw = RawClient(directory, name, timeout=60)
+        self._raw = RawClient(directory, name, timeout=TIMEOUT)
         if name is not None and frames.random.random() < 0.5:
             self._raw.register()
 
@@ -247,7 +248,7 @@ def fuzz_fd_socket(
     with strange_descriptors() as strange:
         for _ in range(connections):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
-                client.settimeout(10)
+                client.settimeout(TIMEOUT)
                 client.connect(path)
                 packet = random.choice(packets) if random.random() < 0.5 else frames.frame()
                 several = random.choices([*strange.values()], k=random.choice((0, 1, 3, 250, 253)))

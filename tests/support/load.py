@@ -26,6 +26,7 @@ import numpy as np
 
 from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, LocalDaemon, OffloadClient
 from kvferry.client.tensors import shared_empty
+from support.time_limits import TIMEOUT
 from support.traffic_statistics import TrafficStatistics, merge_statistics, percentile
 from support.zeromq_echo import ZeroMQEcho, echo_process
 
@@ -55,7 +56,7 @@ class LoadClient:
     """One client. Its jobs are due at fixed times."""
 
     def __init__(self, directory: Path, name: str, device: str, every: float) -> None:
-        self.client = OffloadClient(directory, engine=name, timeout=60)
+        self.client = OffloadClient(directory, engine=name, timeout=TIMEOUT)
         self._tensor = shared_empty((BLOCKS, PAGE), device=device)
         self.client.register_kv_caches(
             {"layer": self._tensor}, num_blocks=BLOCKS, host_bytes=BLOCKS * PAGE
@@ -77,7 +78,7 @@ class LoadClient:
         """Store each host block once, so that it can be loaded."""
         blocks = np.arange(BLOCKS)
         self.client.transfer_async(0, (GPULoadStoreSpec(blocks), CPULoadStoreSpec(blocks)))
-        self.client.wait({0}, timeout=60)
+        self.client.wait({0}, timeout=TIMEOUT)
         (stored,) = self.client.get_finished()
         if not stored.success:
             raise stored.error or RuntimeError(f"{stored} for the first store")

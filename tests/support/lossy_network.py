@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from support.packet_relay import Counters, Link, enter_namespace, open_namespace
+from support.time_limits import TIMEOUT
 
 # The hosts' network. Several networks do not interfere, because their namespaces differ.
 SUBNET = "10.77.0"
-REPLY_SECONDS = 30.0
 
 
 class NetworkUnavailable(Exception):
@@ -93,7 +93,7 @@ class LossyNetwork:
         with ExitStack() as opened:
             control, relay_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             opened.enter_context(control)
-            control.settimeout(REPLY_SECONDS)
+            control.settimeout(TIMEOUT)
             with relay_end:
                 number = relay_end.fileno()
                 command = [sys.executable, "-m", "support.packet_relay", str(number)]

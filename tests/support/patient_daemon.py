@@ -11,8 +11,7 @@ from kvferry.client import LocalDaemon
 from kvferry.daemon import __main__ as kvferryd
 from kvferry.daemon.core import promotions
 from kvferry.daemon.tiers import tiering
-
-SECONDS = 30.0
+from support.time_limits import TIMEOUT
 
 
 class PatientDaemon(LocalDaemon):
@@ -22,6 +21,6 @@ class PatientDaemon(LocalDaemon):
 
 
 if __name__ == "__main__":
-    promotions.MIN_SECONDS = promotions.MAX_SECONDS = SECONDS
-    tiering.FIND_SECONDS = SECONDS
+    promotions.MIN_SECONDS = promotions.MAX_SECONDS = TIMEOUT
+    tiering.FIND_SECONDS = TIMEOUT
     kvferryd.main(sys.argv[1:])

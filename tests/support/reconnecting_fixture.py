@@ -19,7 +19,6 @@ from kvferry.client import (
 )
 from kvferry.testing.engine import until
 from support.block_specs import load, store
-from support.time_limits import TIMEOUT
 
 BLOCKS, PAGE = 16, 4096
 POOL = 1 << 20
@@ -79,7 +78,7 @@ class ReconnectingFixture:
         return self.history
 
     def result(self, job_id: int) -> TransferResult:
-        until(lambda: any(result.job_id == job_id for result in self.poll()), TIMEOUT)
+        until(lambda: any(result.job_id == job_id for result in self.poll()))
         return next(result for result in self.history if result.job_id == job_id)
 
     def round_trip(self, gpu: int, host: int, to: int) -> None:
@@ -89,7 +88,7 @@ class ReconnectingFixture:
         assert bool((self.tensor[to] == self.tensor[gpu]).all())
 
     def check_each_ended_once(self) -> None:
-        until(lambda: len(self.poll()) >= len(self.accepted), TIMEOUT)
+        until(lambda: len(self.poll()) >= len(self.accepted))
         assert sorted(result.job_id for result in self.history) == self.accepted
 
 
@@ -100,4 +99,4 @@ def wait_reconnected(client: OffloadClient | AsyncOffloadClient, incarnation: in
         client.get_finished()
         return client.connected and client.incarnation == incarnation
 
-    until(reconnected, TIMEOUT)
+    until(reconnected)

@@ -95,7 +95,7 @@ class RestartingDaemons:
         if self._manager is not None:
             self._manager.start(ready=False)
             self._process = self._manager.process
-            until(self._is_up, 60)
+            until(self._is_up)
         else:
             self._local = LocalDaemon(self._name, runtime_dir=self._root, **self._options)
             self._process = self._local.process

@@ -19,6 +19,7 @@ from support.disk_tier_files import allocated_bytes, lose_hints
 from support.process_usage import ProcessUsage
 from support.restarting_daemons import RestartingDaemons
 from support.tier_processes import tier_process_of
+from support.time_limits import TIMEOUT
 from support.traffic_statistics import TrafficOptions
 
 # Seconds between two measurements of what the file system has allocated.
@@ -113,7 +114,7 @@ class SoakTier:
     def wait_on(self, daemons: RestartingDaemons) -> None:
         """Wait until the tier works again. Raises TimeoutError."""
         with OffloadClient(daemons.directory, engine="observer") as observer:
-            until(lambda: observer.status().tiers[0].state in ("on", "probing"), 90)
+            until(lambda: observer.status().tiers[0].state in ("on", "probing"), 2 * TIMEOUT)
 
     def close(self) -> None:
         pass

@@ -22,6 +22,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from support.time_limits import TIMEOUT
+
 # It has systemd 257, whose descriptor store can survive a stop.
 SUITE = "trixie"
 # Mooncake needs the libraries.
@@ -31,7 +33,7 @@ WHEELS = "wheels"
 # Runs before commands that install. The umask is the one of root on a hardened machine.
 OFFLINE = f"export PIP_NO_INDEX=1 PIP_FIND_LINKS=/{WHEELS} PIP_NO_COMPILE=1\numask 077\n"
 TOOLS = ("systemd-nspawn", "nsenter", "chroot")
-BOOT_SECONDS = 90.0
+BOOT_SECONDS = 2 * TIMEOUT
 # Mount point of the host's file system, whose torch a container with a GPU uses.
 HOST = "/host"
 # Libraries of NVIDIA's driver that a process without torch may load, by their sonames.
@@ -121,7 +123,11 @@ class SystemdContainer:
             raise
 
     def run(
-        self, *command: str, check: bool = True, timeout: float = 120.0, directory: str = "/root"
+        self,
+        *command: str,
+        check: bool = True,
+        timeout: float = 2 * TIMEOUT,
+        directory: str = "/root",
     ) -> str:
         """Run a command in the container as root. Returns its output.
 
@@ -141,7 +147,7 @@ class SystemdContainer:
         assert done.returncode == 0 or not check, f"{command}: {done.stdout}"
         return done.stdout.strip()
 
-    def script(self, text: str, timeout: float = 300.0, directory: str = "/root") -> str:
+    def script(self, text: str, timeout: float = 5 * TIMEOUT, directory: str = "/root") -> str:
         """Run lines of shell, up to the first that fails. Returns their output."""
         return self.run("/bin/sh", "-euc", text, timeout=timeout, directory=directory)
 

@@ -18,8 +18,7 @@ import pytest
 
 from kvferry.testing.engine import until
 from support.lossy_network import LossyNetwork, NetworkHost, NetworkUnavailable, missing
-
-TIMEOUT = 60.0
+from support.time_limits import TIMEOUT
 
 
 @pytest.fixture
@@ -135,7 +134,7 @@ def test_processes_of_a_host_end_with_the_network(network: LossyNetwork) -> None
     inside = subprocess.Popen([*second.command, "sleep", "1000"])
     processes.append(inside)
     name = Path(f"/proc/{inside.pid}/comm")
-    until(lambda: name.read_text() == "sleep\n", TIMEOUT)  # it runs in the namespace
+    until(lambda: name.read_text() == "sleep\n")  # it runs in the namespace
     command = ["cat", "/proc/net/fib_trie"]
     assert second.address in subprocess.check_output([*second.command, *command], text=True)
     network.close()

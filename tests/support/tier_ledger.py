@@ -32,12 +32,12 @@ from kvferry.proto.status import TierStatus
 from kvferry.testing.engine import until
 from support.block_marks import Label, Marker
 from support.disk_tier_files import keys_in_hints
+from support.time_limits import TIMEOUT
 
 OWNER = 0xFFFD
 PAGE = 16 << 10
 # Keys of one store or search; blocks of the namespace, a quarter of which is promoted at a time.
 BATCH, BLOCKS = 16, 64
-SECONDS = 30.0
 FINGERPRINT = Fingerprint("ledger", PAGE, key_bytes=12)
 LAYOUT = KVLayout((TensorLayout(BATCH, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
 
@@ -68,12 +68,12 @@ class TierLedger:
     def connect(self, directory: Path) -> None:
         """Connect to a daemon, and wait until its tier is on."""
         self.close()
-        client = OffloadClient(directory, engine="ledger", timeout=SECONDS)
+        client = OffloadClient(directory, engine="ledger", timeout=TIMEOUT)
         self._client = self._connection.enter_context(client)
         client.open_namespace(FINGERPRINT, cpu_bytes_to_use=BLOCKS * PAGE)
         (self._pages,) = client.allocate_kv_caches(LAYOUT).tensors
         self._manager = OffloadingManager(client)
-        until(lambda: self.tier().state == "on", SECONDS)
+        until(lambda: self.tier().state == "on")
 
     def close(self) -> None:
         """Disconnect; the daemon may be dead."""
@@ -111,7 +111,7 @@ class TierLedger:
         for _ in range(0, count, BATCH):
             self.store(BATCH)
             new = self.stored[-BATCH:]
-            until(lambda new=new: self.written().issuperset(new), SECONDS)  # type: ignore[misc]
+            until(lambda new=new: self.written().issuperset(new))  # type: ignore[misc]
 
     def prefetch(self, numbers: Iterable[int]) -> None:
         """Begin to promote keys."""
@@ -143,15 +143,15 @@ class TierLedger:
             return len(found) == len(numbers)
 
         with suppress(TimeoutError):
-            until(complete, SECONDS)
+            until(complete)
         return found
 
     def _load_prefix(self, numbers: Sequence[int]) -> int:
         """Load the first keys, up to the first that is missing. Returns how many."""
         keys = list(map(key_of, numbers))
         searched = self._manager.prefetch(keys)
-        until(lambda: self._poll() and searched.done, SECONDS)
-        until(lambda: self._state(keys) not in (Lookup.RETRY, Lookup.HIT_PENDING), SECONDS)
+        until(lambda: self._poll() and searched.done)
+        until(lambda: self._state(keys) not in (Lookup.RETRY, Lookup.HIT_PENDING))
         states = [self._manager.lookup(key) for key in keys]
         hits = next((at for at, state in enumerate(states) if state is not Lookup.HIT), len(keys))
         if not hits:

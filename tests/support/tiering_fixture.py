@@ -27,6 +27,7 @@ from kvferry.testing.tier_subjects import (
     content_of,
     key_of,
 )
+from support.time_limits import TIMEOUT
 
 BLOCK = 16 << 10
 OWNER = RegionOwner("namespace", "n")
@@ -105,7 +106,7 @@ class TieringFixture:
         self.perform(FindKeys(7, NAMESPACE, tuple(map(key_of, numbers))))
         return self.wait_for(KeysFound)
 
-    def fetch(self, tier: int, *numbers: int, seconds: float = 30.0) -> BlocksFetched:
+    def fetch(self, tier: int, *numbers: int, seconds: float = TIMEOUT) -> BlocksFetched:
         self.reports.clear()
         blocks = np.arange(32, 32 + len(numbers))
         keys, offsets = tuple(map(key_of, numbers)), blocks * BLOCK + self.pool.start

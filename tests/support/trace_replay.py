@@ -39,12 +39,12 @@ from kvferry.client import (
     TransferSpec,
     offload_key,
 )
+from support.time_limits import TIMEOUT
 
 # Bytes of a block: enough to distinguish blocks.
 PAGE = 512
 # Factor between ids and contents.
 MULTIPLIER = np.int64(0x9E3779B97F4A7C15 - (1 << 64))
-TIMEOUT = 60.0
 
 # Yields when it has to wait. `next` continues it.
 Steps: TypeAlias = Generator[None, None, Any]

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from kvferry.client import OffloadClient
 from kvferry.proto.status import TierStatus
+from support.time_limits import TIMEOUT
 from support.vllm_process import VLLM, make_prompts
 
 LINK = """
@@ -27,7 +28,7 @@ for _ in range(8):
 print(statistics.median(rates[2:]))
 """
 # Seconds to wait for a tier to write the blocks of the pool.
-WRITE_SECONDS = 120.0
+WRITE_SECONDS = 2 * TIMEOUT
 Record: TypeAlias = dict[str, Any]
 
 

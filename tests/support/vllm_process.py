@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from support.answers import TOP
+from support.time_limits import TIMEOUT
 from support.vllm_models import SMALL
 from support.vllm_served import Prompts
 
@@ -134,7 +135,7 @@ class VLLM:
 
     def forget(self, *, connector: bool = False) -> bool:
         """Empty the GPU's prefix cache, and with `connector` the host's. Returns the success."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + TIMEOUT
         while not self.ask(do="reset", connector=connector):
             if time.monotonic() > deadline:
                 return False
@@ -148,7 +149,7 @@ class VLLM:
 
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError, ValueError, subprocess.TimeoutExpired):
-            self._process.communicate("", timeout=60)
+            self._process.communicate("", timeout=TIMEOUT)
         if self._process.poll() is None:
             self.kill()
 
@@ -185,7 +186,7 @@ class GpuDaemon:
         """The directory of its sockets."""
         return str(next(self.runtime_dir.glob("*/kvferry.sock")).parent)
 
-    def start(self, timeout: float = 60.0) -> None:
+    def start(self, timeout: float = TIMEOUT) -> None:
         command = [sys.executable, "-m", "kvferry.daemon", "--device", str(self._device)]
         command += ["--pool-size", self._pool, "--runtime-dir", str(self.runtime_dir)]
         for name, value in self._options.items():
@@ -226,7 +227,7 @@ class PegaFlow:
         command += ["--addr", f"127.0.0.1:{self.port}", "--pool-size", pool]
         command += ["--http-addr", f"127.0.0.1:{free_port()}", "--log-level", "warn"]
         self._process = subprocess.Popen(command, start_new_session=True)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + TIMEOUT
         while not _listens(self.port):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise EngineEnded("PegaFlow's server did not start")

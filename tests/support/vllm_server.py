@@ -12,10 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from support.time_limits import TIMEOUT
 from support.vllm_process import CONNECTORS, EngineEnded, free_port, model_folder, python_path
 
 VOCABULARY = 32000
-START_SECONDS = 300
+START_SECONDS = 5 * TIMEOUT
 
 
 class VLLMServer:
@@ -69,7 +70,7 @@ class VLLMServer:
                 "stream": True,
             }
         ).encode()
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=2 * TIMEOUT)
         began = time.perf_counter()
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         reply = connection.getresponse()
@@ -85,7 +86,7 @@ class VLLMServer:
 
     def forget(self) -> None:
         """Empty the GPU's prefix cache."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=2 * TIMEOUT)
         connection.request("POST", "/reset_prefix_cache")
         reply = connection.getresponse()
         reply.read()

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from support.systemd_container import SystemdContainer
+from support.time_limits import TIMEOUT
 
 pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 
 README = Path(__file__).parents[2] / "deploy" / "README.md"
 UNIT, DIRECTORY = "kvferryd@cpu", "/var/lib/kvferry"
 DROP_IN = "/etc/systemd/system/kvferryd@.service.d/tier.conf"
-TIMEOUT = 60.0
 
 ENGINE = '''
 """tier_engine.py store|find DIRECTORY: store eight keys, or promote and load them."""
@@ -55,7 +55,7 @@ with OffloadClient(directory, engine="engine") as client, RawClient(directory, "
     else:
         manager = OffloadingManager(client)
         assert manager.lookup(keys[0]) is Lookup.MISS, "the key is in the pool"
-        deadline, pending = time.monotonic() + 30, (Lookup.RETRY, Lookup.HIT_PENDING)
+        deadline, pending = time.monotonic() + TIMEOUT, (Lookup.RETRY, Lookup.HIT_PENDING)
         while found < BLOCKS and time.monotonic() < deadline:  # a search can time out
             prefetch = manager.prefetch(keys)
             while any(manager.lookup(key) in pending for key in keys):
@@ -116,7 +116,7 @@ class TieredService:
 @pytest.fixture
 def service(machine: SystemdContainer) -> Iterator[TieredService]:
     """The unit with the drop-in, started. Restores the installed unit at the end."""
-    machine.write("/srv/tier_engine.py", ENGINE)
+    machine.write("/srv/tier_engine.py", f"TIMEOUT = {TIMEOUT}\n{ENGINE}")
     machine.write(DROP_IN, drop_in())
     machine.run("systemctl", "daemon-reload")
     service = TieredService(machine)

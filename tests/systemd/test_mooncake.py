@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from support.systemd_container import OFFLINE, SystemdContainer, sections
+from support.time_limits import TIMEOUT
 
 pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 
 PAGE = Path(__file__).parents[2] / "deploy" / "mooncake.md"
 MASTER, STORE = "mooncake-master", "mooncake-store"
 FILE = "/etc/kvferry/kvferryd.toml"
-TIMEOUT = 60.0
 METRICS = """
 import urllib.request
 print(urllib.request.urlopen("http://127.0.0.1:9003/metrics", timeout=5).read().decode())

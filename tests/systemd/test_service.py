@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from support.systemd_container import HOST, SystemdContainer
+from support.time_limits import TIMEOUT
 
 pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 
 CHECKOUT = Path(__file__).parents[2]
 FILE = "/etc/kvferry/kvferryd.toml"
 PYTHON = "/opt/kvferry/bin/python"
-TIMEOUT = 60.0
 CAP_SYS_RESOURCE = 24
 
 ENGINE = '''
@@ -84,7 +84,7 @@ def main(directory, action):
         blocks = GPULoadStoreSpec(range(BLOCKS))
         if action == "load":
             manager = OffloadingManager(client)
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + TIMEOUT
             unknown = Lookup.RETRY, Lookup.HIT_PENDING  # after a restart, until verified
             while any(manager.lookup(key) in unknown for key in keys):
                 if time.monotonic() > deadline:
@@ -188,7 +188,7 @@ def service(request: pytest.FixtureRequest) -> Iterator[SystemdService]:
     machine = request.getfixturevalue("machine" if request.param == "cpu" else "gpu_machine")
     service = SystemdService(machine, request.param)
     before = machine.run("cat", FILE)
-    machine.write("/srv/engine.py", ENGINE)
+    machine.write("/srv/engine.py", f"TIMEOUT = {TIMEOUT}\n{ENGINE}")
     service.systemctl("start", check=False)
     assert service.show("ActiveState") == "active", service.journal(f"--unit={service.unit}")
     yield service
@@ -238,7 +238,7 @@ def test_only_members_of_the_group_may_connect(service: SystemdService) -> None:
 
 def test_a_reload(service: SystemdService) -> None:
     pid = service.show("MainPID")
-    service.machine.script(f"echo '[events]\npublish = \"off\"' >> {FILE}", 30)
+    service.machine.script(f"echo '[events]\npublish = \"off\"' >> {FILE}")
     service.systemctl("reload", check=False)
     assert "reload failed" in service.log(), "the file has a table twice"
     service.machine.script(f"sed -i '$d' {FILE}; sed -i '$d' {FILE}")

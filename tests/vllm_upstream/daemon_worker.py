@@ -23,10 +23,10 @@ from kvferry.client.vllm.connector import FaultTolerantWorker
 from kvferry.client.vllm.scheduler_side import KeysSpec
 from kvferry.client.vllm.spec import KVFerryManager
 from kvferry.proto.errors import Refused
+from support.time_limits import TIMEOUT
 
 POOL_BYTES = 64 << 20
 HOST_BYTES = 256 << 10
-TIMEOUT = 20.0
 
 _numbers = itertools.count()
 

@@ -112,7 +112,7 @@ def test_top_exits_on_q_and_ctrl_c(terminal: TopTerminal, key: str) -> None:
     terminal.wait_until(lambda text: "healthy" in text)
     os.write(terminal.descriptor, key.encode())
     terminal.wait_until(lambda text: terminal.process.poll() is not None)
-    assert terminal.process.wait(20) == 0
+    assert terminal.process.wait(TIMEOUT) == 0
 
 
 def test_top_shows_a_disconnect_and_a_reconnect(daemon: LocalDaemon, terminal: TopTerminal) -> None:

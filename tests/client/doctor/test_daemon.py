@@ -58,7 +58,7 @@ def only_failure(findings: list[Finding]) -> Finding:
 
 def run_checks_as_nobody(directory: Path) -> list[Finding]:
     command = [sys.executable, "-c", AS_NOBODY, str(directory)]
-    done = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=True)
     return msgspec.json.decode(done.stdout, type=list[Finding])
 
 

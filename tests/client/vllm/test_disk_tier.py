@@ -15,10 +15,10 @@ from kvferry.client.vllm import scheduler_side
 from kvferry.proto.status import TierStatus
 from kvferry.testing.engine import until
 from support.patient_daemon import PatientDaemon
+from support.time_limits import TIMEOUT
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
-SECONDS = 30.0
 PROMPTS = [[(number * 37 + n * 11) % 900 for n in range(200)] for number in range(4)]
 
 
@@ -63,8 +63,8 @@ def test_prompts_are_found_on_disk(
     from kvferry.client.vllm import compat
 
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    monkeypatch.setattr(session, "SEARCH_TIMEOUT", SECONDS)
-    monkeypatch.setattr(scheduler_side, "LOOKUP_TIMEOUT", SECONDS)
+    monkeypatch.setattr(session, "SEARCH_TIMEOUT", TIMEOUT)
+    monkeypatch.setattr(scheduler_side, "LOOKUP_TIMEOUT", TIMEOUT)
     daemon = start(tmp_path, tier_disk_write="write_through")
     first = core.EngineCore(daemon.directory, groups)
     first.run(*PROMPTS)
@@ -73,11 +73,11 @@ def test_prompts_are_found_on_disk(
     with OffloadClient(daemon.directory, engine="observer") as client:
         stored = sum(namespace.stored for namespace in client.namespaces())
     assert stored
-    until(lambda: tier_of(daemon).written >= stored, SECONDS)
+    until(lambda: tier_of(daemon).written >= stored)
     daemon.stop()
 
     other = start(tmp_path)
-    until(lambda: tier_of(other).state == "on", SECONDS)
+    until(lambda: tier_of(other).state == "on")
     second = core.EngineCore(other.directory, groups)
     cached = second.run(*PROMPTS)
     assert min(cached) >= 128

@@ -289,7 +289,7 @@ def test_descriptors_of_a_map_command_are_closed(
     report = fixture.map(timeline=timeline_fd, descriptors=(tensor_fd,), **options)
     assert (report.error is None) == works
     received = {str(tensor_fd), str(timeline_fd)}
-    until(lambda: not received & open_descriptors(), TIMEOUT)  # a thread closes them
+    until(lambda: not received & open_descriptors())  # a thread closes them
 
 
 def test_an_unsealed_timeline_is_refused(fixture: WorkerFixture) -> None:

@@ -108,7 +108,7 @@ def test_an_end_is_reported_before_the_next_chunk_is_submitted(
     reported: list[list[Report]] = []
     stub.on_submit = lambda: reported.append(fixture.batches.get_nowait())
     stub.in_flight[0].done = True
-    until(lambda: len(reported) == 1, TIMEOUT)
+    until(lambda: len(reported) == 1)
     assert reported == [[done(first)]]
     stub.on_submit = lambda: None
     assert serials(finish_all(fixture, stub)) == [second]
@@ -120,7 +120,7 @@ def test_stores_continue_while_commands_arrive(fixture: WorkerFixture, stub: Stu
     fixture.map()
     stub.on_submit = lambda: fixture.worker.post_command(UnmapTensors(UNKNOWN))
     store = fixture.start(STORE, range(8))
-    until(lambda: len(stub.in_flight) == 8, TIMEOUT)
+    until(lambda: len(stub.in_flight) == 8)
     stub.on_submit = lambda: None
     assert serials(finish_all(fixture, stub)) == [store]
 

@@ -8,6 +8,7 @@ import time
 
 from kvferry.daemon.core.actions import Report, TensorsUnmapped
 from kvferry.daemon.device.report_queue import ReportQueue
+from support.time_limits import TIMEOUT
 
 
 def test_reports_of_another_thread_are_taken_in_order() -> None:
@@ -36,7 +37,7 @@ def test_reports_of_another_thread_are_taken_in_order() -> None:
         reports = ReportQueue(asyncio.get_running_loop(), on_reports)
         thread = threading.Thread(target=put)
         thread.start()
-        await asyncio.wait_for(done.wait(), 30)
+        await asyncio.wait_for(done.wait(), TIMEOUT)
         thread.join()
 
     asyncio.run(serve())

@@ -39,6 +39,7 @@ from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus
 from support.region_records_model import NO_BLOCKS
+from support.time_limits import TIMEOUT
 
 from .simulated_driver import SimulatedDriver
 
@@ -46,7 +47,6 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 POOL = 24 << 20
 # Small, so that many blocks cross two registered chunks.
 CHUNK = 1 << 20
-TIMEOUT = 60.0
 JOBS = 60
 MODES = ("direct", "staged", "auto")
 SIMULATED_STAGING = 4 << 20

@@ -128,7 +128,7 @@ def test_chunks_in_flight_are_bounded(copies: CopyFixture, monkeypatch: pytest.M
 
     monkeypatch.setattr(engine, "submit", counting_submit)
     plans = [copies.fixture.start(STORE, [block]) for block in range(30)]
-    until(lambda: len(submitted) == reference.MAX_CHUNKS, TIMEOUT)
+    until(lambda: len(submitted) == reference.MAX_CHUNKS)
     assert copies.fixture.settle() == []
     assert len(submitted) == reference.MAX_CHUNKS
     gate.set()
@@ -165,5 +165,5 @@ def test_wrong_registrations_are_refused_and_do_not_end_the_worker(
     assert report.error is not None
     if ends is not None:
         os.close(ends[1])
-    until(lambda: open_descriptors() <= before, TIMEOUT)  # a thread closes them
+    until(lambda: open_descriptors() <= before)  # a thread closes them
     fixture.close()

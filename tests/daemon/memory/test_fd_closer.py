@@ -11,6 +11,7 @@ import pytest
 from kvferry.daemon.memory.fd_closer import MAX_THREADS, THREAD_NAME, Closer
 from kvferry.testing.engine import until
 from support.descriptors import is_open
+from support.time_limits import TIMEOUT
 
 
 class NewThreads:
@@ -30,7 +31,7 @@ def release_closes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def slow_close(descriptor: int) -> None:
         if threading.current_thread().name == THREAD_NAME:
-            released.wait(10)
+            released.wait(TIMEOUT)
         close(descriptor)
 
     monkeypatch.setattr("kvferry.daemon.memory.fd_closer.os.close", slow_close)
@@ -58,7 +59,7 @@ def test_a_close_that_hangs_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> 
 
     def close_slowly(descriptor: int) -> None:
         if descriptor == slow:
-            released.wait(10)
+            released.wait(TIMEOUT)
         close(descriptor)
 
     monkeypatch.setattr("kvferry.daemon.memory.fd_closer.os.close", close_slowly)

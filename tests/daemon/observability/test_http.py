@@ -20,7 +20,7 @@ from kvferry.daemon.observability.http import BACKLOG, MetricsServer
 from kvferry.daemon.observability.metrics import Metrics
 from kvferry.proto import status as wire
 from kvferry.proto.errors import Code, Refused
-from support.time_limits import TIMEOUT
+from support.time_limits import PROMPTLY, TIMEOUT
 
 DEVICE = wire.DeviceInfo("cpu", "cpu", "host memory")
 STATUS = wire.DaemonStatus(
@@ -153,13 +153,13 @@ async def test_an_incomplete_request_is_closed_and_the_next_one_served(
         with connection_to(server) as slow, suppress(ConnectionError):
             slow.settimeout(0.1)
             slow.send(b"GET /health")
-            while time.monotonic() - began < 20:
+            while time.monotonic() - began < PROMPTLY:
                 if drips:
                     slow.send(b"h")
                 with suppress(TimeoutError):
                     if not slow.recv(1):
                         break
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < PROMPTLY
         return get(server, "/health")[0]
 
     assert await asyncio.to_thread(request_slowly) == 200

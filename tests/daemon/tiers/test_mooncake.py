@@ -27,6 +27,7 @@ from kvferry.testing.tier_subjects import (
     key_of,
     open_subject,
 )
+from support.time_limits import TIMEOUT
 
 from .setups import MOONCAKE
 
@@ -91,7 +92,7 @@ def until(condition: Callable[[], bool]) -> None:
     """Ask again and again: a tier that is off is tried again, a key that was absent is asked for
     again after a moment.
     """
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)

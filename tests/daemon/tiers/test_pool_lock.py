@@ -9,6 +9,7 @@ import sys
 
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
 from kvferry.shm.memfd import sealed_memfd
+from support.time_limits import TIMEOUT
 
 HOLDER = """
 import sys, time
@@ -29,5 +30,5 @@ def test_a_pool_is_free_when_its_processes_have_ended() -> None:
         assert not wait_until_unlocked(chunk, 0.1)
         holder.send_signal(signal.SIGSTOP)
         holder.kill()
-        assert wait_until_unlocked(chunk, 30.0)
+        assert wait_until_unlocked(chunk, TIMEOUT)
     os.close(chunk)

@@ -29,6 +29,7 @@ from kvferry.testing.tier_subjects import (
 )
 from support.refused_starts import refuse_starts
 from support.tiering_fixture import BLOCK
+from support.time_limits import TIMEOUT
 
 from .rude_fixtures import SOON_KILLED, Rude, Start
 from .setups import DISK
@@ -329,7 +330,7 @@ def test_it_ends_with_the_daemon(disk: ProcessSubject) -> None:
     child = process._process
     assert child is not None
     process._socket.shutdown(socket.SHUT_RDWR)
-    assert child.wait(30) == 0
+    assert child.wait(TIMEOUT) == 0
 
 
 def test_it_is_closed_cleanly_while_it_writes(disk: ProcessSubject) -> None:
@@ -391,7 +392,7 @@ def test_it_ends_if_the_daemon_died_while_it_started(pool: PoolMemory, tmp_path:
 
     child, ours = start_worker(WORKER, arguments, chunks)
     with child, ours:
-        assert child.wait(30) == 2
+        assert child.wait(TIMEOUT) == 2
         assert not (tmp_path / "tier").exists()
 
 

@@ -35,6 +35,7 @@ from kvferry.testing.tier_subjects import (
     open_subject,
 )
 from support.tiering_fixture import BLOCK, OWNER, TieringFixture
+from support.time_limits import TIMEOUT
 
 from .setups import MEMORY, disk_setup, memory_setup
 
@@ -174,7 +175,7 @@ def test_a_drop_does_not_wait_for_a_marker_that_takes_long(
     written = threading.Event()
 
     def add_slowly(*arguments: Any) -> Path:
-        written.wait(60)
+        written.wait(TIMEOUT)
         return add_marker(*arguments)
 
     monkeypatch.setattr(drop_queue, "add_marker", add_slowly)

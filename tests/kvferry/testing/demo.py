@@ -49,7 +49,7 @@ LARGE = LlamaConfig(16, 1024, 16, 8, 128, 2816, dtype=torch.bfloat16)
 FACTOR = 4
 PREFILL_CHUNK = 512
 PROBES = 50
-TIMEOUT = 30.0
+TIMEOUT = 60.0
 
 
 class DemoEngine:

@@ -27,7 +27,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 # Seconds to wait for a process to be ready.
-READY_SECONDS = 30.0
+READY_SECONDS = 60.0
 # kvferry is on no index: its extras come from a checkout.
 INSTALL = "pip install '.[mooncake]' in a checkout of kvferry"
 # As the daemon says it, of which this package only uses the command.
