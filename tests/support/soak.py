@@ -52,6 +52,8 @@ PROGRESS_EVERY = 5.0
 STARTING = 5 * TIMEOUT
 # The part of the remaining time after which a daemon is warm.
 WARM_UP = 0.1
+# Their prompts have more blocks than fit, so that some come from the tier.
+VLLM_ABOVE_A_TIER = {"host_bytes": 4 << 10}
 MAX_GROWTH = 32 << 20
 # Engines connect and disconnect meanwhile, and each needs some.
 MAX_DESCRIPTORS = 64
@@ -179,7 +181,7 @@ class Soak:
         common: dict[str, Any] = {"device": o.device, "job_timeout": o.job_timeout}
         engines: list[AnyOptions] = []
         if o.vllm:
-            engines += vllm_engines(self._rng)
+            engines += vllm_engines(self._rng, **({} if self._tier is None else VLLM_ABOVE_A_TIER))
         if self._tier is None:
             return engines + mixed_engines(rng=self._rng, **common)
         engines += mixed_engines(rng=self._rng, **common, prefetches=0.3)

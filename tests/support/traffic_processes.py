@@ -147,14 +147,14 @@ def mixed_engines(device: str, rng: random.Random, **common: Any) -> list[Traffi
     ]
 
 
-def vllm_engines(rng: random.Random) -> list[VLLMTrafficOptions]:
+def vllm_engines(rng: random.Random, **common: Any) -> list[VLLMTrafficOptions]:
     """Two engines with vLLM's scheduler, whose models have sliding windows."""
     shapes: dict[str, dict[str, Any]] = {
         "vllm-window": {"groups": ("full", "window")},
         "vllm-states": {"groups": ("full", "narrow", "aligned states"), "overlaps": True},
     }
     return [
-        VLLMTrafficOptions(name, seed=rng.getrandbits(32), **shape)
+        VLLMTrafficOptions(name, seed=rng.getrandbits(32), **shape, **common)
         for name, shape in shapes.items()
     ]
 

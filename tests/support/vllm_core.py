@@ -69,7 +69,10 @@ class EngineCore:
         drafts: int = 0,
         **transfer: Any,
     ) -> None:
-        config = _config(kvferry_options(directory, host_bytes), groups, drafts, **transfer)
+        if drafts:
+            transfer["drafts"] = drafts
+        config = _config(kvferry_options(directory, host_bytes), **transfer)
+        _set_cache_layout(config, groups)
         self._set_up(config, groups)
         caches = _caches(groups, blocks, drafts)
         config.cache_config.num_gpu_blocks = blocks
@@ -293,14 +296,10 @@ def _model(directory: str | None = None) -> ModelConfig:
 
 
 def _config(
-    options: dict[str, Any],
-    groups: tuple[str, ...] = (),
-    drafts: int = 0,
-    folder: str | None = None,
-    **transfer: Any,
+    options: dict[str, Any], drafts: int = 0, folder: str | None = None, **transfer: Any
 ) -> VllmConfig:
-    model = _model(folder)
-    config = VllmConfig(
+    model = _model() if folder is None else _model(folder)
+    return VllmConfig(
         model_config=model,
         speculative_config=SpeculativeConfig(
             method="eagle",
@@ -323,13 +322,15 @@ def _config(
         kv_transfer_config=KVTransferConfig(**kvferry_transfer(options) | transfer),
         device_config=DeviceConfig("cpu"),
     )
-    # vLLM sets these after it has loaded the model.
+
+
+def _set_cache_layout(config: VllmConfig, groups: tuple[str, ...]) -> None:
+    """As vLLM does after it has loaded the model."""
     if ONE_ALLOCATION:
         config.cache_config.kv_cache_layout = "LBHNC"
     if "aligned states" in groups or "all states" in groups:
         config.cache_config.mamba_cache_mode = "align" if "aligned states" in groups else "all"
         config.cache_config.mamba_block_size = TOKENS
-    return config
 
 
 def _layer(rows: torch.Tensor, group: str) -> Any:

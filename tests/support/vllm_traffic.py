@@ -109,13 +109,14 @@ class RandomRequests:
 
 @dataclass(frozen=True)
 class VLLMTrafficOptions:
-    """groups, drafts, overlaps: see EngineCore. step_pause: seconds between two steps."""
+    """groups, drafts, overlaps, host_bytes: see EngineCore. step_pause: seconds between steps."""
 
     name: str
     groups: tuple[str, ...]
     seed: int = 1
     drafts: int = 0
     overlaps: bool = False
+    host_bytes: int = 1 << 18
     step_pause: float = 0.0
 
     def create_traffic(self, directory: Path) -> VLLMTraffic:
@@ -123,9 +124,9 @@ class VLLMTrafficOptions:
 
 
 class VLLMTraffic:
-    """One engine in a namespace and a process of its own. Wrong reads, hanging requests are errors.
+    """One engine in a process of its own. Wrong reads and requests that hang are errors.
 
-    An engine of this name may have run before, with other weights. So it begins with a reset.
+    Engines of one name share a namespace, but not their weights. So each begins with a reset.
     """
 
     def __init__(self, directory: Path, options: VLLMTrafficOptions) -> None:
@@ -133,14 +134,17 @@ class VLLMTraffic:
         os.environ |= {"PYTHONHASHSEED": "0", "VLLM_USE_V2_MODEL_RUNNER": "1"}
         logging.disable(logging.WARNING)  # of each reset, and of each daemon that is killed
         rng = random.Random(options.seed)
+        model = directory.parent / f"model of {options.name}"
+        model.mkdir(exist_ok=True)
         self._statistics = TrafficStatistics(options.name)
         self._engine = create_engine(
             directory,
             options.groups,
             options.drafts,
-            host_bytes=1 << 18,
+            host_bytes=options.host_bytes,
             overlaps=options.overlaps,
             engine_id=options.name,
+            folder=str(model),
         )
         self._engine.runner.weights = options.seed
         self._engine.scheduler.reset_prefix_cache(reset_connector=True)
@@ -157,6 +161,7 @@ class VLLMTraffic:
             "vLLM chunks loaded": engine.loaded,
             "vLLM blocks compared": engine.runner.compared,
             "vLLM connector resets": self._requests.resets,
+            **{f"vLLM tokens from {source}": count for source, count in engine.sources.items()},
         }
         return statistics
 
