@@ -9,7 +9,7 @@ CUDA := daemon/kvferry/daemon/engine/cuda
 	vllm vllm-tests
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 demo: $(READY)  ## store a small model's KV cache by another process, and load it again
 	$(BIN)/python -m kvferry.testing.demo
