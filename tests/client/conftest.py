@@ -174,7 +174,7 @@ def start_fake_daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
         running[directory] = FakeDaemon(directory, num_blocks)
         return running[directory]
 
-    monkeypatch.setattr("kvferry.client.reconnecting_client.Connection", running.__getitem__)
+    monkeypatch.setattr("kvferry.client.link.Connection", running.__getitem__)
     with resources:
         yield start
 

@@ -199,7 +199,11 @@ async def test_an_error_of_another_message_does_not_delay_a_reply(
     client: AsyncOffloadClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The socket signals both messages once, and handling the first one raises."""
-    receive, arrived, handled = client._connection.receive_messages, deque[bytes](), list[bytes]()
+    receive, arrived, handled = (
+        client._link.connection.receive_messages,
+        deque[bytes](),
+        list[bytes](),
+    )
 
     def receive_both(handle: Callable[[bytes], None]) -> bool:
         receive(arrived.append)
@@ -209,10 +213,10 @@ async def test_an_error_of_another_message_does_not_delay_a_reply(
             handle(handled[-1])
         return both
 
-    monkeypatch.setattr(client._connection, "receive_messages", receive_both)
+    monkeypatch.setattr(client._link.connection, "receive_messages", receive_both)
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     errors = list[dict[str, Any]]()
-    client._send(
+    client._link.send(
         encode(wire.Unpin((b"key",)))
     )  # refused with an error, because there is no namespace
     async with asyncio.timeout(TIMEOUT):

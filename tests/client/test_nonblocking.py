@@ -86,7 +86,7 @@ AT_EXIT = {
     "in a cycle": "client = connect(); client.itself = client; del client; gc.disable()",
     "a thread waits": """
 client = connect()
-threading.Thread(target=client._connection.wait_readable, args=(60,), daemon=True).start()
+threading.Thread(target=client._link.connection.wait_readable, args=(60,), daemon=True).start()
 time.sleep(0.1)
 """,
     "dropped at exit, with a log message": """

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
@@ -21,9 +22,9 @@ from kvferry.client import (
     TensorLayout,
     TensorRef,
     Timeline,
-    effects,
     operations,
 )
+from kvferry.client.call import Call
 from kvferry.client.tensors import shared_empty
 from kvferry.daemon.core.transfers import MAX_WAITS
 from kvferry.proto.memory import FdAllocation, HostRegion
@@ -63,7 +64,7 @@ def make_fail(where: str, error: Exception, patch: pytest.MonkeyPatch) -> None:
     if where == MAPPING:
         patch.setattr(where, fail)
     else:
-        patch.setattr(effects, "exchange_fds", fail)
+        patch.setattr(Call, "receive_fd", fail)
 
 
 @pytest.fixture(params=[MAPPING, RECEIVING])
@@ -87,11 +88,11 @@ def check_undone(daemon: LocalDaemon) -> None:
 
 @pytest.mark.usefixtures("failing")
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("reconnect", [True, False])
 def test_a_failed_allocation_is_undone(
-    kvferryd: LocalDaemon, monkeypatch: pytest.MonkeyPatch, reconnect: bool, keep: bool
+    kvferryd: LocalDaemon, monkeypatch: pytest.MonkeyPatch, keep: bool
 ) -> None:
-    with OffloadClient(kvferryd.directory, engine="poor", reconnect=reconnect) as client:
+    """Its session ends with it; the client opens another."""
+    with OffloadClient(kvferryd.directory, engine="poor") as client:
         with pytest.raises(OSError, match="too many open files"):
             client.allocate_kv_caches(LAYOUT, host_bytes=1024, keep=keep)
         check_undone(kvferryd)
@@ -127,15 +128,12 @@ def test_a_failed_allocation_leaves_kept_tensors(
 
 
 def test_received_descriptors_are_closed_after_an_error() -> None:
-    allocations = FdAllocation(1, 64), FdAllocation(2, 64)
-    operation = operations._receive_descriptors(
-        Allocated(1, HostRegion(1, 64, False), allocations, ())
-    )
-    next(operation)
     first = os.memfd_create("first")
-    operation.send(first)
+    call = Mock(receive_fd=AsyncMock(side_effect=[first, OSError(errno.EMFILE, "too many")]))
+    allocations = FdAllocation(1, 64), FdAllocation(2, 64)
+    allocated = Allocated(1, HostRegion(1, 64, False), allocations, ())
     with pytest.raises(OSError, match="too many"):
-        operation.throw(OSError(errno.EMFILE, "too many open files"))
+        operations._receive_descriptors(call, allocated).send(None)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(first)
 

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from kvferry.client import effects, operations
 from kvferry.client.session import ClientSession
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused
 from kvferry.proto.keys import EventKind, Lookup
-from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from support.client_session import LOAD, STORE, WELCOME, finish, submit
 
 # Connecting
@@ -92,20 +90,6 @@ def test_an_unrequested_reset_reply_changes_nothing(session: ClientSession) -> N
     assert mirror.lookup(b"aaaa") is Lookup.HIT
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_kv_caches_are_registered_with_a_region_or_in_a_namespace(
-    session: ClientSession, inside: bool
-) -> None:
-    layout = KVLayout((TensorLayout(8, 64, 64),), ((TensorRef(0, 64),),))
-    if inside:
-        open_namespace(session)
-    operation = operations.allocate_kv_caches(session, layout, None if inside else 4096, None)
-    assert isinstance(next(operation), effects.WaitFor)
-    effect = operation.send(True)
-    assert isinstance(effect, effects.SendOneWay)
-    assert effect.message == wire.AllocateKVCaches(1, layout, None if inside else 4096)
-
-
 # The daemon ends
 
 
@@ -135,7 +119,8 @@ def test_jobs_in_flight_are_lost_with_the_daemon(session: ClientSession, end: st
 
 @pytest.mark.parametrize("end", ENDS)
 def test_requests_to_a_lost_daemon_raise_gone(session: ClientSession, end: str) -> None:
-    with session.expect_reply(wire.StatusRequest(5)):
+    pending = session.pending
+    with pending.expect_reply(wire.StatusRequest(5)):
         session.receive_message(encode(wire.Waited(5)))
         session.receive_message(ENDS[end])
         for call in (
@@ -143,12 +128,11 @@ def test_requests_to_a_lost_daemon_raise_gone(session: ClientSession, end: str) 
             lambda: session.cancel([1]),
             lambda: session.request(session.wait([1])),
             lambda: session.request(wire.StatusRequest(7)),
-            lambda: session.reply(6),
         ):
             with pytest.raises(Gone) as caught:
                 call()
             assert caught.value.code == Code.DAEMON_GONE
-        assert session.reply(5) == wire.Waited(5)  # it arrived before the end
+        assert pending.reply(5) == wire.Waited(5)  # it arrived before the end
 
 
 def test_the_first_reason_for_the_end_is_kept(session: ClientSession) -> None:

@@ -25,7 +25,7 @@ from kvferry.client import (
     canonicalize,
     shared_empty,
 )
-from kvferry.client.reconnect import ATTEMPT_TIMEOUT
+from kvferry.client.link import ATTEMPT_TIMEOUT
 from kvferry.testing.engine import until
 from support.block_specs import load, store
 from support.reconnecting_fixture import (

@@ -1,4 +1,4 @@
-"""Registering again after a call that timed out, when the daemon may have registered the tensors.
+"""A registration belongs to its session: one without a reply ends it, and the next begins another.
 
 A DaemonStopper stops the daemon at the request (SIGSTOP) and continues it after the timeout.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +27,7 @@ from kvferry.client import (
     shared_empty,
 )
 from kvferry.client.nonblocking import NonBlockingClient
-from kvferry.testing.plugin import StartKvferryd
-from support.raw_client import one_tensor
+from support.raw_client import RawClient, one_tensor
 
 LAYOUT = one_tensor()
 SPEC = GPULoadStoreSpec([3]), CPULoadStoreSpec([0])
@@ -41,15 +40,15 @@ class DaemonStopper:
         self._process = daemon.process
 
     def stop_at_registration(self, client: NonBlockingClient) -> None:
-        send = client._send
+        send = client._link.send
 
         def stop_and_send(data: bytes) -> None:
             if b"kvcaches" in data:
                 self._process.send_signal(signal.SIGSTOP)
-                client._send = send  # type: ignore[method-assign]
+                client._link.send = send  # type: ignore[method-assign]
             send(data)
 
-        client._send = stop_and_send  # type: ignore[method-assign]
+        client._link.send = stop_and_send  # type: ignore[method-assign]
 
     def continue_daemon(self) -> None:
         self._process.send_signal(signal.SIGCONT)
@@ -71,7 +70,6 @@ def allocate(client: Any, _: torch.Tensor, **options: Any) -> Any:
 
 
 METHOD = pytest.mark.parametrize("method", [register, allocate])
-RECONNECTS = pytest.mark.parametrize("reconnects", [True, False])
 
 
 def check_timeout(method: Callable[[], Any]) -> None:
@@ -80,77 +78,82 @@ def check_timeout(method: Callable[[], Any]) -> None:
     assert gone.value.code == Code.TIMEOUT
 
 
-def can_store(client: OffloadClient) -> bool:
-    client.transfer_async(1, SPEC)
+def can_store(client: OffloadClient, wait_for: int = 0) -> bool:
+    client.transfer_async(1, SPEC, wait_for)
     client.wait([1])
     return [result.success for result in client.get_finished()] == [True]
 
 
 @METHOD
-def test_the_same_registration_continues_the_first(
+def test_a_registration_that_times_out_ends_its_session(
     kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any
 ) -> None:
-    """The tensors are registered once, and the client stays connected."""
-    tensor, timeline = shared_empty((8, 64)), Timeline.create()
+    """The next one belongs to another session, also if the daemon has received the first."""
+    timeline = Timeline.create()
     with OffloadClient(kvferryd.directory, engine="late") as client:
         stopper.stop_at_registration(client)
-        check_timeout(
-            lambda: method(client, tensor, host_bytes=512, timeline=timeline, timeout=0.2)
-        )
-        check_timeout(
-            lambda: method(client, tensor, host_bytes=512, timeline=timeline, timeout=0.2)
-        )
+        late = {"host_bytes": 1024, "timeline": timeline, "timeout": 0.2}
+        check_timeout(lambda: method(client, shared_empty((8, 64)), **late))
+        assert timeline.revoked
+        assert client.connecting
+        with pytest.raises(Gone, match="register them again"):
+            method(client, shared_empty((8, 64)), **late)
         stopper.continue_daemon()
-        method(client, tensor, host_bytes=512, timeline=timeline)
+        method(client, shared_empty((8, 64)), host_bytes=512, timeline=timeline)
         assert client.region is not None
-        assert client.region.num_blocks == 8
-        assert client.incarnation == 1
-        assert can_store(client)
-        with pytest.raises(Refused, match="this client has already registered") as refused:
-            method(client, tensor, host_bytes=512, timeline=timeline)
-        assert refused.value.code == Code.ALREADY_REGISTERED
-        assert not client.status().errors
+        assert (client.region.num_blocks, client.incarnation) == (8, 2)
+        (engine,) = client.status().engines
+        assert (engine.name, engine.host_blocks) == ("late", 8)
+        assert can_store(client, wait_for=timeline.signal())
+        with pytest.raises(Refused, match="this client has already registered"):
+            method(client, shared_empty((8, 64)), host_bytes=512)
     timeline.close()
 
 
-@METHOD
-@RECONNECTS
-def test_another_registration_replaces_the_unanswered_one(
-    kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any, reconnects: bool
+def test_a_client_that_does_not_reconnect_ends_with_its_registration(
+    kvferryd: LocalDaemon, stopper: DaemonStopper
 ) -> None:
-    with OffloadClient(kvferryd.directory, engine="late", reconnect=reconnects) as client:
+    with OffloadClient(kvferryd.directory, engine="late", reconnect=False) as client:
         stopper.stop_at_registration(client)
-        check_timeout(lambda: method(client, shared_empty((8, 64)), host_bytes=1024, timeout=0.2))
+        check_timeout(lambda: register(client, shared_empty((8, 64)), timeout=0.2))
+        with pytest.raises(Gone, match="register them again"):
+            client.status()
         stopper.continue_daemon()
-        method(client, shared_empty((8, 64)), host_bytes=512)
-        assert client.region is not None
-        assert client.region.num_blocks == 8
-        assert can_store(client)
-        (engine,) = client.status().engines
-        assert (engine.name, engine.host_blocks) == ("late", 8)
-        kvferryd.kill()
-        with pytest.raises(Gone):
-            client.status(timeout=0.2)
-        assert client.connecting is reconnects
+        with OffloadClient(kvferryd.directory, engine="late") as next_client:
+            register(next_client, shared_empty((8, 64)))
+            assert can_store(next_client)
 
 
 @METHOD
-def test_after_a_refusal_the_next_request_is_sent(
-    kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any
-) -> None:
-    with OffloadClient(kvferryd.directory, engine="late") as client:
-        stopper.stop_at_registration(client)
-        check_timeout(
-            lambda: method(client, shared_empty((8, 64)), host_bytes=1 << 40, timeout=0.2)
-        )
-        stopper.continue_daemon()
+def test_a_refused_registration_keeps_its_session(kvferryd: LocalDaemon, method: Any) -> None:
+    with OffloadClient(kvferryd.directory, engine="large") as client:
+        with pytest.raises(Refused) as refused:
+            method(client, shared_empty((8, 64)), host_bytes=1 << 40)
+        assert refused.value.code == Code.POOL_FULL
         method(client, shared_empty((8, 64)), host_bytes=512)
         assert can_store(client)
         assert client.incarnation == 1
 
 
-@METHOD
-def test_an_interrupt(kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any) -> None:
+def test_a_daemon_that_has_not_noticed_the_end_of_the_last_session(kvferryd: LocalDaemon) -> None:
+    """Another session has the name until then; the client asks again."""
+    tensor = shared_empty((8, 64))
+    last_session = RawClient(kvferryd.directory, "late")
+    last_session.register()
+    with OffloadClient(kvferryd.directory, engine="late") as client:
+        for left in (False, True):
+            client._session.registration_left = left
+            with pytest.raises(Refused) as refused:
+                register(client, tensor, host_bytes=512, timeout=0.2 if left else None)
+            assert refused.value.code == Code.ALREADY_REGISTERED
+        closing = threading.Timer(0.2, last_session.drop)
+        closing.start()
+        register(client, tensor, host_bytes=512)
+        closing.join()
+        assert can_store(client)
+
+
+def test_an_interrupt(kvferryd: LocalDaemon, stopper: DaemonStopper) -> None:
     """A reference to the exception does not prevent the next registration."""
     tensor = shared_empty((8, 64))
 
@@ -163,67 +166,41 @@ def test_an_interrupt(kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any
             stopper.stop_at_registration(client)
             signal.setitimer(signal.ITIMER_REAL, 0.3)
             try:
-                method(client, tensor, host_bytes=512)
+                register(client, tensor, host_bytes=512)
             except KeyboardInterrupt:
                 stopper.continue_daemon()
-                method(client, tensor, host_bytes=512)
+                register(client, tensor, host_bytes=512)
             assert can_store(client)
     finally:
         signal.signal(signal.SIGALRM, before)
 
 
-@METHOD
-def test_the_request_is_sent_again_to_a_restarted_daemon(
-    start_kvferryd: StartKvferryd, short_path: Path, method: Any
-) -> None:
-    tensor = shared_empty((8, 64))
-    daemon = start_kvferryd(runtime_dir=short_path)
-    with OffloadClient(daemon.directory, engine="late") as client:
-        DaemonStopper(daemon).stop_at_registration(client)
-        check_timeout(lambda: method(client, tensor, host_bytes=512, timeout=0.2))
-        daemon.kill()
-        start_kvferryd(runtime_dir=short_path)
-        method(client, tensor, host_bytes=512)
-        assert can_store(client)
-        assert client.incarnation == 2
-
-
-@METHOD
-@pytest.mark.parametrize("same", [True, False])
-async def test_a_task_that_was_cancelled(
-    kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any, same: bool
-) -> None:
+async def test_a_task_that_was_cancelled(kvferryd: LocalDaemon, stopper: DaemonStopper) -> None:
     tensor = shared_empty((8, 64))
     async with await AsyncOffloadClient.connect(kvferryd.directory, engine="late") as client:
         stopper.stop_at_registration(client)
-        task = asyncio.create_task(method(client, tensor, host_bytes=512))
+        task = asyncio.create_task(register(client, tensor, host_bytes=512))
         await asyncio.sleep(0.2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        with pytest.raises(Gone) as gone:
-            await method(client, tensor, host_bytes=512, timeout=0.2)
-        assert gone.value.code == Code.TIMEOUT
+        assert client.connecting
         stopper.continue_daemon()
-        await method(client, tensor, host_bytes=512 if same else 256)
-        assert client.region is not None
-        assert client.region.num_blocks == (8 if same else 4)
+        await register(client, tensor, host_bytes=512)
+        assert client.incarnation == 2
         client.transfer_async(1, SPEC)
         await client.wait([1])
         assert [result.success for result in client.get_finished()] == [True]
-        assert client.incarnation == (1 if same else 2)
 
 
 @METHOD
 async def test_two_tasks_at_once(
     kvferryd: LocalDaemon, stopper: DaemonStopper, method: Any
 ) -> None:
-    """One task registers and the other is refused, also if both continue an earlier request."""
+    """One task registers, and the other is refused; the session stays."""
     tensor = shared_empty((8, 64))
     async with await AsyncOffloadClient.connect(kvferryd.directory, engine="late") as client:
         stopper.stop_at_registration(client)
-        with pytest.raises(Gone):
-            await method(client, tensor, host_bytes=512, timeout=0.2)
         both = [asyncio.create_task(method(client, tensor, host_bytes=512)) for _ in range(2)]
         await asyncio.sleep(0.1)
         stopper.continue_daemon()
@@ -233,3 +210,4 @@ async def test_two_tasks_at_once(
         client.transfer_async(1, SPEC)
         await client.wait([1])
         assert [result.success for result in client.get_finished()] == [True]
+        assert client.incarnation == 1

@@ -16,8 +16,8 @@ from typing import TypeVar
 import numpy as np
 import zmq
 
-from kvferry.client.effects import exchange_fds
 from kvferry.client.session import timed_out
+from kvferry.client.transport.fd_passing import FdExchange, SocketBusy
 from kvferry.proto.codec import decode_daemon_message, encode
 from kvferry.proto.fd_passing import FdRequest, FetchFd, SendFds
 from kvferry.proto.memory import FdAllocation, Location
@@ -170,12 +170,19 @@ def pass_fds(
     directory: Path, request: FdRequest, descriptors: Sequence[int], timeout: float
 ) -> tuple[tuple[int, ...], list[int]]:
     """One exchange on the descriptor socket; raises Gone (TIMEOUT) and what the daemon replies."""
-    exchange, deadline = exchange_fds(directory, request, descriptors), time.monotonic() + timeout
-    try:
-        while True:
-            time.sleep(next(exchange).seconds)
-            if time.monotonic() > deadline:
-                exchange.throw(timed_out("no answer", str(directory)))
-    except StopIteration as end:
-        outcome: tuple[tuple[int, ...], list[int]] = end.value
-        return outcome
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            with FdExchange(directory, request, descriptors) as exchange:
+                while (reply := exchange.read_reply()) is None:
+                    _sleep_until(deadline, directory)
+                return reply
+        except SocketBusy:
+            _sleep_until(deadline, directory)
+
+
+def _sleep_until(deadline: float, directory: Path) -> None:
+    """Sleep for a moment. Raises Gone (TIMEOUT) after the deadline."""
+    if time.monotonic() > deadline:
+        raise timed_out("no answer", str(directory))
+    time.sleep(1e-3)

@@ -136,6 +136,14 @@ def resolve_directory(directory: Path) -> Path:
     return directory
 
 
+def locate_daemon(directory: Path | str | None) -> Path:
+    """The runtime directory to connect to. Raises as find_daemon or resolve_directory, and as
+    check_access."""
+    path = resolve_directory(Path(directory)) if directory else find_daemon()
+    check_access(path)
+    return path
+
+
 def no_reply_error(directory: Path) -> Gone:
     """Return the error for a reply that did not come in time. It names what the directory lacks."""
     why = ""

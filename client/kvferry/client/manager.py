@@ -23,18 +23,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import ExitStack
-from typing import Any
+from typing import Unpack
 
 import msgspec
 
 from kvferry.client.blocking import OffloadClient
 from kvferry.client.manager_outputs import PrepareStoreOutput, ResidencyUsage
 from kvferry.client.mirror import HIT, HIT_PENDING, MISS, RETRY, Mirror
-from kvferry.client.nonblocking import NonBlockingClient
+from kvferry.client.nonblocking import ClientOptions, DaemonDirectory, NonBlockingClient
 from kvferry.client.pending_keys import PendingKeys
-from kvferry.client.reconnecting_client import DaemonDirectory
 from kvferry.client.residency_events import OffloadingEvent, ResidencyEvents
-from kvferry.client.session_state import SessionState
+from kvferry.client.session_state import NamespaceOptions, SessionState
 from kvferry.client.tier_searches import Prefetch
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
@@ -87,29 +86,23 @@ class OffloadingManager:
         *,
         engine: str,
         fingerprint: Fingerprint,
-        cpu_bytes_to_use: int | None = None,
-        eviction_policy: str = "lru",
-        store_threshold: int = 1,
         events: bool = False,
         pending_timeout: float = PENDING_TIMEOUT,
         timeout: float = 10.0,
         wait: bool = True,
+        **options: Unpack[NamespaceOptions],
     ) -> OffloadingManager:
         """Connect to the daemons in `directories`, in the order of ranks.
 
         fingerprint: of the engine. With several daemons, rank and world_size are set here; workers
             must do the same: msgspec.structs.replace(fingerprint, rank=r, world_size=n).
-        cpu_bytes_to_use: per daemon. wait: wait for each daemon, at most `timeout` seconds; False:
-            polling connects, and all keys are a MISS until then (OffloadClient, state).
+        wait: wait for each daemon, at most `timeout` seconds; False: polling connects, and all keys
+            are a MISS until then (ClientOptions, state).
+        options: NamespaceOptions; cpu_bytes_to_use is per daemon.
         Other arguments, and errors: as OffloadClient and its open_namespace. `shutdown` closes the
         clients.
         """
-        options: dict[str, Any] = {
-            "cpu_bytes_to_use": cpu_bytes_to_use,
-            "eviction_policy": eviction_policy,
-            "store_threshold": store_threshold,
-        }
-        session: dict[str, Any] = {
+        client_options: ClientOptions = {
             "engine": engine,
             "client": "OffloadingManager",
             "timeout": timeout,
@@ -119,7 +112,7 @@ class OffloadingManager:
             for rank, directory in enumerate(directories):
                 rank_fingerprint = _rank_fingerprint(fingerprint, rank, len(directories))
                 state = None if wait else SessionState.of_namespace(rank_fingerprint, **options)
-                client = OffloadClient(directory, state=state, **session)
+                client = OffloadClient(directory, state=state, **client_options)
                 clients.append(opened.enter_context(client))
                 if wait:
                     client.open_namespace(rank_fingerprint, **options)

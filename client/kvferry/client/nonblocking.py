@@ -1,19 +1,27 @@
-"""The operations that never wait, shared by both clients."""
+"""NonBlockingClient: what both clients share, and the calls that never wait."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Collection, Iterable
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
+from kvferry.client.call import Call
+from kvferry.client.endpoint import locate_daemon
 from kvferry.client.jobs import TransferResult
+from kvferry.client.link import ClientLink
 from kvferry.client.namespace import ClientNamespace
-from kvferry.client.reconnecting_client import ReconnectingClient
+from kvferry.client.session import ClientSession, ConnectionState
+from kvferry.client.session_state import SessionState
 from kvferry.client.splitting import key_batches
 from kvferry.client.tier_searches import TierSearch
+from kvferry.client.validation import check_fields
+from kvferry.proto.errors import Gone
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.memory import HostRegion
-from kvferry.proto.messages import ClientMessage, Pin, Touch, Unpin
+from kvferry.proto.messages import ClientMessage, Hello, Pin, Touch, Unpin, Welcome
 from kvferry.proto.specs import TransferSpec
 
 if TYPE_CHECKING:
@@ -21,10 +29,106 @@ if TYPE_CHECKING:
     from kvferry.client.tensors.canonical import CanonicalKVCaches
 
 KVCaches: TypeAlias = "CanonicalKVCaches | KVTensors"
+DaemonDirectory: TypeAlias = Path | str | Callable[[], Path] | None
 
 
-class NonBlockingClient(ReconnectingClient):
-    """The part of a client that never waits."""
+class ClientOptions(TypedDict, total=False):
+    """Options of OffloadClient and AsyncOffloadClient.connect.
+
+    engine: the name under which KV caches are registered; the same in all processes of an engine.
+    client: a name for the daemon's log.
+    timeout: seconds that a call waits at most, unless it is given its own timeout; math.inf for no
+        limit. Connecting also waits so long for a daemon.
+    reconnect: when the connection is lost, reconnect to the next daemon, with the same namespace,
+        tensors and pins. False: the client has one session, and is closed when that ends.
+    state: the state to restore once connected. Creating the client then does not wait, polling
+        connects, and `gone` says why it is not connected yet. For engines that must not wait.
+    """
+
+    engine: str
+    client: str
+    timeout: float
+    reconnect: bool
+    state: SessionState | None
+
+
+class NonBlockingClient:
+    """The part of a client that never waits.
+
+    link_type: how it waits. directory, and the others: see OffloadClient and ClientOptions.
+    """
+
+    def __init__(
+        self,
+        link_type: type[ClientLink],
+        directory: DaemonDirectory,
+        *,
+        engine: str = "default",
+        client: str | None = None,
+        timeout: float = 10.0,
+        reconnect: bool = True,
+        state: SessionState | None = None,
+    ) -> None:
+        client = type(self).__name__ if client is None else client
+        check_fields(Hello, client=client, engine=engine)
+        # The directory in which a daemon may not have started yet.
+        self._named: Path | str | None = None
+        if callable(directory):
+            locate = directory
+        else:
+            self._named, locate = directory, cache(partial(locate_daemon, directory))
+            if state is not None:
+                locate()  # raises what waiting would not change
+        self._session = ClientSession(
+            engine, client, reconnects=reconnect or state is not None, restore=state
+        )
+        self._link = link_type(self._session, locate)
+        self._mirror_expires = 0.0
+        self.timeout = timeout
+
+    @property
+    def directory(self) -> Path:
+        """The runtime directory of the daemon."""
+        return self._link.directory
+
+    @property
+    def engine(self) -> str:
+        """The engine's name."""
+        return self._session.engine
+
+    @property
+    def daemon(self) -> Welcome:
+        """The daemon's Welcome: its version, device and limits. Call it only once connected."""
+        assert self._session.welcome is not None
+        return self._session.welcome
+
+    @property
+    def connected(self) -> bool:
+        """Whether the session is restored, and no disconnect has been detected."""
+        return self._session.state is ConnectionState.CONNECTED
+
+    @property
+    def connecting(self) -> bool:
+        """Whether the daemon is disconnected, and polling this client reconnects."""
+        return self._link.connecting
+
+    @property
+    def gone(self) -> Gone | None:
+        """Why the client is not connected; None if it is, or if no disconnect was detected.
+
+        If a daemon refuses to restore the session, its error is the `__cause__`.
+        """
+        return self._session.gone
+
+    @property
+    def incarnation(self) -> int:
+        """Number of sessions so far: 1 at first, one more after each reconnect.
+
+        After a reconnect, host blocks by number may have lost their bytes: if `region.reattached`
+        is false, or, for a client without a registration, if it is another daemon. Loads of blocks
+        that were not stored again are refused (STALE).
+        """
+        return self._session.incarnation
 
     @property
     def region(self) -> HostRegion | None:
@@ -36,6 +140,32 @@ class NonBlockingClient(ReconnectingClient):
         """The opened namespace. Raises Refused (UNKNOWN_NAMESPACE) if there is none."""
         return self._session.namespace
 
+    def poll(self) -> None:
+        """Receive messages and advance a reconnect; get_finished and lookup do it too."""
+        self._refresh_mirror(time.monotonic())
+
+    def abandon(self) -> None:
+        """Abandon all jobs and the connection at once, also if the daemon is stopped or hangs.
+
+        The timeline is revoked, every job in flight ends as LOST (get_finished returns it once),
+        and polling reconnects with a new session, registration and timeline page. When this call
+        has returned:
+
+        - The daemon submits no further chunk of these jobs: it reads the page right before each
+          copy and each kernel launch, also when it continues after SIGSTOP.
+        - Only chunks that were submitted to the GPU before may still be copied: at most the chunks
+          in flight, and none of a job whose `wait_for` was not reached.
+        - When `connected` is true again, no chunk is in flight: a daemon accepts a registration of
+          this engine only after the abandoned one is unmapped.
+
+        So an engine that needs certainty reuses the blocks of jobs that may have begun only after
+        `connected`. Without a timeline, only the last guarantee holds.
+
+        The timeline's values continue, but the new page shows only those signalled after
+        `connected`: signal again, then wait for that value. With reconnect=False the client closes.
+        """
+        self._link.end_session(self._session.abandon)
+
     def transfer_async(self, job_id: int, spec: TransferSpec, wait_for: int = 0) -> None:
         """Submit a transfer and return at once; get_finished returns its result.
 
@@ -45,10 +175,10 @@ class NonBlockingClient(ReconnectingClient):
         connected. If the daemon refuses the job, its result has the error.
         """
         if self._session.gone is not None:
-            self._advance_reconnect()
+            self._link.advance(time.monotonic())
         parts = self._session.submit(job_id, spec, wait_for)
         for data in parts:
-            self._send(data)
+            self._link.send(data)
         self._session.submitted(job_id, spec, len(parts))
 
     def get_finished(self) -> list[TransferResult]:
@@ -56,13 +186,12 @@ class NonBlockingClient(ReconnectingClient):
 
         Never waits, also while the daemon is disconnected or stopped.
         """
-        self._receive_messages()
-        self._check_connection_if_due(time.monotonic())
+        self._link.poll_often(time.monotonic())
         return self._session.jobs.take_results()
 
     def cancel(self, job_ids: Collection[int]) -> None:
         """Cancel jobs. Each still has one result: cancelled, or done if it was too late."""
-        self._send(self._session.cancel(job_ids))
+        self._link.send(self._session.cancel(job_ids))
 
     def lookup(self, key: OffloadKey) -> Lookup:
         """Look a key up in the mirror, which is at most 0.2 ms older than the received messages.
@@ -91,7 +220,7 @@ class NonBlockingClient(ReconnectingClient):
         if session.gone is not None or not namespace.opened.tiers or not search.keys:
             search.found = 0
             return search
-        self._send(session.find_in_tiers(search, time.monotonic()))
+        self._link.send(session.find_in_tiers(search, time.monotonic()))
         return search
 
     def pin(self, keys: Iterable[OffloadKey]) -> None:
@@ -130,10 +259,18 @@ class NonBlockingClient(ReconnectingClient):
         """
         request = self._session.reset()
         if not self.connecting:
-            self._send(self._session.request(request))
+            self._link.request(request)
 
     def _send_if_connected(self, messages: Iterable[ClientMessage]) -> None:
         """Send messages that have no reply, if connected."""
         if self._session.gone is None:
             for message in messages:
-                self._send(self._session.request(message))
+                self._link.request(message)
+
+    def _refresh_mirror(self, now: float) -> None:
+        self._mirror_expires = now + self._link.connection.mirror_max_age
+        if not self._session.closed:
+            self._link.poll_often(now)
+
+    def _begin_call(self, timeout: float | None) -> Call:
+        return Call(self._link, self.timeout if timeout is None else timeout)

@@ -1,31 +1,28 @@
-"""The operations that wait, each written once for all clients.
+"""The methods that wait, written once for all clients.
 
-An operation is a generator: it yields effects (send a request, pass descriptors) and is sent their
-outcomes; its return value is the result. Each runs under one deadline, in the client's thread
-(effects.interpret). When the connection is lost, `connect` runs in parts, one at each poll
-(reconnect.py).
+Each is a coroutine and a method of both clients: AsyncOffloadClient has it as it is, OffloadClient
+runs it to its end (blocking.py). It waits within one deadline (call.py).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
-from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import msgspec
 
-from kvferry.client.arrays import address_of, device_kind
-from kvferry.client.effects import Operation, PassFds, ReceiveFd, SendOneWay, SendRequest, WaitFor
-from kvferry.client.endpoint import no_reply_error
-from kvferry.client.namespace import ClientNamespace
-from kvferry.client.pending_requests import ResumableRequest
+from kvferry.client.arrays import device_kind
+from kvferry.client.call import Call
+from kvferry.client.endpoint import FIND_INTERVAL, has_daemon
+from kvferry.client.nonblocking import KVCaches, NonBlockingClient
+from kvferry.client.restoring import connect, registration_request, share_timeline
 from kvferry.client.session import ClientSession
-from kvferry.client.session_state import RegistrationState
+from kvferry.client.session_state import NamespaceOptions, RegistrationState, opening_message
 from kvferry.client.timeline import Timeline
 from kvferry.client.validation import check_fields
-from kvferry.proto.errors import Code, Gone, Refused
+from kvferry.proto.errors import Code, Failed, Gone, KVFerryError, Refused
 from kvferry.proto.memory import FdAllocation, HostRegion
 from kvferry.proto.messages import (
     Allocated,
@@ -33,8 +30,6 @@ from kvferry.proto.messages import (
     Goodbye,
     NamespacesRequest,
     Opened,
-    OpenNamespace,
-    Pin,
     Registered,
     RegisterKVCaches,
     ReleaseKVCaches,
@@ -47,6 +42,10 @@ from kvferry.proto.status import DaemonStatus, Fingerprint, NamespaceStatus
 if TYPE_CHECKING:
     import torch
 
+# Seconds until a registration is requested again that the daemon has refused because it has not
+# noticed the end of this client's last session.
+RETRY_INTERVAL = 0.05
+
 
 class AllocatedKVCaches(NamedTuple):
     """KV tensors that the daemon allocated: int8, (num_blocks, page_size_bytes), in the layout's
@@ -58,154 +57,196 @@ class AllocatedKVCaches(NamedTuple):
     kept: bool
 
 
-def connect(session: ClientSession) -> Operation[None]:
-    """Send Hello, and restore everything in the SessionState.
-
-    Raises what the daemon refuses, or Gone (TIMEOUT).
-    """
+async def connect_first(self: NonBlockingClient, /) -> None:
+    """Wait for a daemon, and open the first session; if that fails, close the client."""
+    call, link = self._begin_call(self.timeout), self._link
     try:
-        yield SendOneWay(session.hello(), session.read_welcome)
-    except Gone as error:
-        if error.code == Code.TIMEOUT:
-            raise no_reply_error(Path(error.value)) from None
+        while self._named is not None and not has_daemon(self._named):
+            try:
+                await call.sleep(FIND_INTERVAL)
+            except Gone:  # connecting raises the error that says what the directory lacks
+                break
+        link.open_connection(link.locate())
+        await connect(call)
+    except BaseException:
+        link.stop_reconnecting()
+        link.close()
         raise
-    state = session.restore
-    if state.opening is not None:
-        again = msgspec.structs.replace(state.opening, request_id=session.next_request_id())
-        session.namespace_opened(again, (yield SendRequest(again)))
-    if state.registration is not None:
-        yield from _register(session, state.registration)
-    if state.opening is not None:
-        yield from _restore_namespace(session, session.namespace)
-    session.mark_connected()
 
 
-def wait_connected(session: ClientSession) -> Operation[None]:
-    """Wait until the session is restored. Raises Gone, with the reason, if that takes too long."""
+async def wait_connected(self: NonBlockingClient, /, timeout: float | None = None) -> None:
+    """Return when the session is restored. Raises Gone after the timeout, or if the daemon refuses
+    to restore it (`__cause__` is its error)."""
+    await self._begin_call(timeout).connected()
+
+
+async def open_namespace(
+    self: NonBlockingClient,
+    /,
+    fingerprint: Fingerprint,
+    *,
+    mirror: bool = True,
+    timeout: float | None = None,
+    **options: Unpack[NamespaceOptions],
+) -> Opened:
+    """Open the namespace of a fingerprint, before KV caches are registered.
+
+    Host blocks are then named by key (KeyLoadStoreSpec), and the daemon decides where they are.
+    Every process of the engine that registers KV caches, or looks up or pins keys, opens it.
+    options: NamespaceOptions. They apply if this call creates the namespace, or if no other engine
+        has it open; the result has the values that apply.
+    mirror: mirror the resident keys, for `lookup`; the call returns when it is complete.
+    Raises Refused (NAMESPACE_MISMATCH) if this client has opened another one, else Refused
+    (POOL_FULL, BAD_MESSAGE...), or Gone.
+    """
+    session, call = self._session, self._begin_call(timeout)
+    opening = opening_message(fingerprint, **options)
+    opened = session.opened_namespace(fingerprint)
+    await call.connected()
+    if opened is not None:
+        opened = session.namespace.opened  # it may have been reopened while waiting
+    else:
+        opening = msgspec.structs.replace(opening, request_id=session.next_request_id())
+        opened = await call.ask(opening)
+        session.namespace_opened(opening, opened)
+    if mirror and not session.namespace.ensure_mirror().complete:
+        await call.send_until(Subscribe(), lambda: session.mirror_complete() or None)
+    return opened
+
+
+async def reset(self: NonBlockingClient, /, timeout: float | None = None) -> None:
+    """Remove all keys of the namespace. They are a MISS here at once.
+
+    Returns when the daemon has done it; after a timeout, keys stay a MISS here until then.
+    Raises Refused (UNKNOWN_NAMESPACE) or Gone.
+    """
+    session, call = self._session, self._begin_call(timeout)
+    request = session.reset()
     try:
-        yield WaitFor(session.check_connected)
-    except Gone as error:
-        if session.gone is None or error is session.gone:
-            raise
-        raise session.gone.with_traceback(None) from session.gone.__cause__
+        await call.connected()
+        if session.namespace.is_resetting(request.request_id):  # else reconnecting has done it
+            await call.ask(request)
+    except Refused:
+        session.namespace.reset_ended(request.request_id)
+        raise
 
 
-def register_kv_caches(
-    session: ClientSession,
-    kv_caches: Any,
-    host_bytes: int | None,
-    timeline: Timeline | None,
-    canonical: dict[str, Any],
-) -> Operation[HostRegion]:
+async def register_kv_caches(
+    self: NonBlockingClient,
+    /,
+    kv_caches: KVCaches,
+    *,
+    host_bytes: int | None = None,
+    timeline: Timeline | None = None,
+    timeout: float | None = None,
+    **canonical: Any,
+) -> HostRegion:
+    """Share the engine's KV tensors with the daemon; returns its region of the host pool.
+
+    kv_caches: canonical form, or the argument of `canonicalize`, with its other arguments in
+        `canonical` (num_blocks, groups, block_size_factor...).
+    host_bytes: size of the region; None for all that is free, and in a namespace.
+    timeline: the timeline that `wait_for` of this engine's transfers refers to.
+    Raises Refused (BAD_MESSAGE, BAD_LAYOUT, NOT_SHAREABLE, DEVICE_MISMATCH, POOL_FULL,
+    ALREADY_REGISTERED...) or Failed (MAP_FAILED, DRIVER); nothing stays registered.
+    If the call ends before the reply (TIMEOUT, a cancelled task, ctrl-c), the session ends with it,
+    as with `abandon`: nothing stays registered, and the client reconnects. Then call again.
+    """
     from kvferry.client.tensors.canonical import CanonicalKVCaches, canonicalize
 
-    session.check_region(host_bytes)
-    _check_not_registered(session)
+    session, call = self._session, self._begin_call(timeout)
+    _check_new_registration(session, host_bytes)
     if not isinstance(kv_caches, CanonicalKVCaches):
         kv_caches = canonicalize(kv_caches, **canonical)
     if timeline is not None:
         timeline.check_device(device_kind(kv_caches.tensors[0]))
     check_fields(RegisterKVCaches, layout=kv_caches.layout, host_bytes=host_bytes)
-    yield from wait_connected(session)
-    return (yield from _register(session, RegistrationState(kv_caches, host_bytes, timeline)))
+    await call.connected()
+    registration = RegistrationState(kv_caches, host_bytes, timeline)
+    with _ends_session(call, timeline, unless=(Refused, Failed)):
+        request = await registration_request(call, registration)
+        reply: Registered = await _ask_registration(call, request)
+        session.kv_caches_registered(registration, reply.region)
+    return reply.region
 
 
-def allocate_kv_caches(
-    session: ClientSession,
+async def allocate_kv_caches(
+    self: NonBlockingClient,
+    /,
     layout: KVLayout,
-    host_bytes: int | None,
-    timeline: Timeline | None,
+    *,
+    host_bytes: int | None = None,
+    timeline: Timeline | None = None,
     keep: bool = False,
-) -> Operation[AllocatedKVCaches]:
+    timeout: float | None = None,
+) -> AllocatedKVCaches:
+    """Have the daemon allocate the KV tensors of a layout, and map them in this process.
+
+    Returns (region, tensors, kept): the engine's region of the host pool; int8 tensors of
+    (num_blocks, page_size_bytes) in the layout's order; whether they were kept for an engine with
+    this name and layout, with their bytes.
+    keep: have the daemon keep the tensors after this engine disconnects, until an engine with its
+        name registers again, its region is given to another engine, or release_kv_caches is called.
+        Until then they occupy device memory.
+    The tensors outlive the daemon; reconnecting registers them with the next one.
+    Raises as register_kv_caches, and ends the session as that does, also if the tensors cannot be
+    mapped here.
+    """
     from kvferry.client.tensors.canonical import CanonicalKVCaches
     from kvferry.client.tensors.sharing import check_device_visible, map_tensors
 
-    session.check_region(host_bytes)
-    _check_not_registered(session)
+    session, call = self._session, self._begin_call(timeout)
+    _check_new_registration(session, host_bytes)
     check_fields(AllocateKVCaches, layout=layout, host_bytes=host_bytes, keep=keep)
-    yield from wait_connected(session)
+    await call.connected()
     assert session.welcome is not None
     device = session.welcome.device
     check_device_visible(device)  # before the daemon allocates
     if timeline is not None:
         timeline.check_device(device.kind)
-    arguments = (layout, host_bytes, timeline, keep, session.restore.opening)
-    resumable = yield from _find_resumable(session, arguments)
-    if resumable is None:
-        handle = yield from _send_timeline(timeline)
+    with _ends_session(call, timeline, unless=(Refused, Failed)):
+        handle = await share_timeline(call, timeline)
         request = AllocateKVCaches(session.next_request_id(), layout, host_bytes, handle, keep)
-        resumable = ResumableRequest(request, arguments, timeline)
-    with session.pending.resume(resumable):
-        reply = yield from _wait_reply(resumable)
-        resumable.arguments = ()  # each descriptor can be received once
+        reply: Allocated = await _ask_registration(call, request)
+    with _ends_session(call, timeline):
         try:
-            descriptors = yield from _receive_descriptors(reply)
+            descriptors = await _receive_descriptors(call, reply)
             tensors = map_tensors(layout, reply.allocations, reply.locations, descriptors, device)
-        except Gone:  # a timeout, or the daemon has disconnected
-            raise
         except Exception:
-            yield from _undo_allocation(session, reply, keep)
+            if keep and not reply.kept:  # those of an earlier engine stay
+                with suppress(Exception):
+                    await call.ask(ReleaseKVCaches(session.next_request_id(), session.engine))
             raise
         caches = CanonicalKVCaches(layout, tuple(tensors))  # registered with the next daemon
         session.kv_caches_registered(RegistrationState(caches, host_bytes, timeline), reply.region)
     return AllocatedKVCaches(reply.region, tensors, reply.kept)
 
 
-def release_kv_caches(session: ClientSession, engine: str) -> Operation[int]:
+async def release_kv_caches(
+    self: NonBlockingClient, /, engine: str | None = None, timeout: float | None = None
+) -> int:
+    """Have the daemon stop keeping an engine's tensors; returns their size in bytes.
+
+    engine: its name; None for this engine. If it is connected, the tensors are freed when it
+    disconnects. Raises Refused (NOT_REGISTERED) if none are kept for this name.
+    """
+    session, call = self._session, self._begin_call(timeout)
+    engine = session.engine if engine is None else engine
     check_fields(ReleaseKVCaches, engine=engine)
-    yield from wait_connected(session)
-    reply = yield SendRequest(ReleaseKVCaches(session.next_request_id(), engine))
-    nbytes: int = reply.nbytes
+    await call.connected()
+    nbytes: int = (await call.ask(ReleaseKVCaches(session.next_request_id(), engine))).nbytes
     return nbytes
 
 
-def open_namespace(
-    session: ClientSession,
-    fingerprint: Fingerprint,
-    cpu_bytes_to_use: int | None,
-    eviction_policy: str,
-    store_threshold: int,
-    mirror: bool,
-) -> Operation[Opened]:
-    check_fields(
-        OpenNamespace,
-        fingerprint=fingerprint,
-        quota_bytes=cpu_bytes_to_use,
-        policy=eviction_policy,
-        store_threshold=store_threshold,
-    )
-    opened = session.opened_namespace(fingerprint)
-    yield from wait_connected(session)
-    if opened is not None:
-        opened = session.namespace.opened  # it may have been reopened while waiting
-    else:
-        opening = OpenNamespace(
-            session.next_request_id(),
-            fingerprint,
-            cpu_bytes_to_use,
-            eviction_policy,
-            store_threshold,
-        )
-        opened = yield SendRequest(opening)
-        session.namespace_opened(opening, opened)
-    if mirror and not session.namespace.ensure_mirror().complete:
-        yield SendOneWay(Subscribe(), lambda: session.mirror_complete() or None)
-    return opened
+async def wait(
+    self: NonBlockingClient, /, job_ids: Collection[int], timeout: float | None = None
+) -> None:
+    """Return when all of these jobs have ended. get_finished still returns their results.
 
-
-def reset_namespace(session: ClientSession) -> Operation[None]:
-    request = session.reset()
-    try:
-        yield from wait_connected(session)
-        if session.namespace.is_resetting(request.request_id):  # else reconnecting has done it
-            yield SendRequest(request)
-    except Refused:
-        session.namespace.reset_ended(request.request_id)
-        raise
-
-
-def wait_jobs(session: ClientSession, job_ids: Collection[int]) -> Operation[None]:
-    """The daemon is asked for other jobs only: it would keep a request beyond its timeout here."""
+    Unknown ids count as ended. Jobs that another process of the engine has submitted are waited
+    for, too. Raises Gone (TIMEOUT) with this client's ids that are still in flight.
+    """
+    session, call = self._session, self._begin_call(timeout)
     request = session.wait(job_ids)
     left = session.in_flight(request.job_ids)
     others = tuple({*request.job_ids}.difference(left))
@@ -218,36 +259,55 @@ def wait_jobs(session: ClientSession, job_ids: Collection[int]) -> Operation[Non
         return not left or None
 
     try:
-        if left:
-            yield WaitFor(have_ended)
+        self._link.poll()
+        await call.until(have_ended)
+        # Only for other jobs: the daemon would keep the request beyond its timeout here.
         if others:
-            yield SendRequest(msgspec.structs.replace(request, job_ids=others))
+            await call.ask(msgspec.structs.replace(request, job_ids=others))
     except Gone as error:
         if error.code != Code.DAEMON_GONE:
             raise Gone(error.code, error.message, session.in_flight(job_ids)) from error
 
 
-def fetch_status(session: ClientSession) -> Operation[DaemonStatus]:
-    yield from wait_connected(session)
-    reply = yield SendRequest(StatusRequest(session.next_request_id()))
-    report: DaemonStatus = reply.status
+async def status(self: NonBlockingClient, /, timeout: float | None = None) -> DaemonStatus:
+    """The status of the daemon."""
+    call = self._begin_call(timeout)
+    await call.connected()
+    report: DaemonStatus = (await call.ask(StatusRequest(self._session.next_request_id()))).status
     return report
 
 
-def fetch_namespaces(session: ClientSession) -> Operation[tuple[NamespaceStatus, ...]]:
-    yield from wait_connected(session)
-    reply = yield SendRequest(NamespacesRequest(session.next_request_id()))
-    report: tuple[NamespaceStatus, ...] = reply.namespaces
+async def namespaces(
+    self: NonBlockingClient, /, timeout: float | None = None
+) -> tuple[NamespaceStatus, ...]:
+    """The namespaces of the daemon, each with its counters."""
+    call = self._begin_call(timeout)
+    await call.connected()
+    report: tuple[NamespaceStatus, ...] = (
+        await call.ask(NamespacesRequest(self._session.next_request_id()))
+    ).namespaces
     return report
 
 
-def disconnect(session: ClientSession) -> Operation[None]:
-    if session.gone is None:
-        yield SendOneWay(Goodbye("client closes"), lambda: session.gone)
+async def close(self: NonBlockingClient, /, timeout: float = 1.0) -> None:
+    """Disconnect; jobs in flight are cancelled. No call is allowed afterwards."""
+    session, link = self._session, self._link
+    if link.connection.closed:
+        return
+    link.stop_reconnecting()
+    try:
+        if session.gone is None and link.can_wait:
+            goodbye = Goodbye("client closes")
+            await self._begin_call(timeout).send_until(goodbye, lambda: session.gone)
+    except KVFerryError:  # the daemon may be gone
+        pass
+    finally:
+        link.close()
 
 
-def _check_not_registered(session: ClientSession) -> None:
-    """Raise Refused (ALREADY_REGISTERED) if this client has registered KV caches."""
+def _check_new_registration(session: ClientSession, host_bytes: int | None) -> None:
+    """Raise Refused (BAD_LAYOUT, ALREADY_REGISTERED) if this client cannot register KV caches."""
+    session.check_region(host_bytes)
     if session.restore.registration is not None:
         message = (
             "this client has already registered KV caches; register all of an engine in one call, "
@@ -256,106 +316,47 @@ def _check_not_registered(session: ClientSession) -> None:
         raise Refused(Code.ALREADY_REGISTERED, message, session.engine)
 
 
-def _register(session: ClientSession, registration: RegistrationState) -> Operation[HostRegion]:
-    from kvferry.client.tensors.sharing import export_tensors
+@contextmanager
+def _ends_session(
+    call: Call, timeline: Timeline | None, unless: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """A registration belongs to its session: if it fails in this context, the session ends.
 
-    caches, host_bytes = registration.kv_caches, registration.host_bytes
-    addresses = tuple(address_of(tensor) for tensor in caches.tensors)
-    timeline = registration.timeline
-    arguments = (caches.layout, addresses, host_bytes, timeline, session.restore.opening)
-    resumable = yield from _find_resumable(session, arguments)
-    if resumable is None:
-        shared = export_tensors(caches)
-        handles = yield PassFds(shared.descriptors)
-        timeline_handle = yield from _send_timeline(timeline)
-        message = RegisterKVCaches(
-            session.next_request_id(),
-            caches.layout,
-            shared.with_handles(handles),
-            shared.locations,
-            host_bytes,
-            timeline_handle,
-        )
-        resumable = ResumableRequest(message, arguments, registration)
-    with session.pending.resume(resumable):
-        reply = yield from _wait_reply(resumable)
-        region: HostRegion = reply.region
-        session.kv_caches_registered(registration, region)
-    return region
+    unless: errors with which the daemon replies, so that it has registered nothing.
+    """
+    try:
+        yield
+    except unless:
+        raise
+    except BaseException:
+        call.link.end_session(lambda: call.session.registration_failed(timeline))
+        raise
 
 
-def _wait_reply(resumable: ResumableRequest) -> Operation[Any]:
-    """The reply to this request, or to the one that an earlier call has sent."""
-    return resumable.received() or (yield SendOneWay(resumable.message, resumable.received))
+async def _ask_registration(call: Call, request: RegisterKVCaches | AllocateKVCaches) -> Any:
+    """The reply to a registration. It is requested again while the daemon may not have noticed the
+    end of this client's last session, which still has the engine's name then."""
+    while True:
+        try:
+            return await call.ask(request)
+        except Refused as refused:
+            if refused.code != Code.ALREADY_REGISTERED or not call.session.registration_left:
+                raise
+            try:
+                await call.sleep(RETRY_INTERVAL)
+            except Gone:
+                raise refused from None
+        request = msgspec.structs.replace(request, request_id=call.session.next_request_id())
 
 
-def _find_resumable(
-    session: ClientSession, arguments: tuple[object, ...]
-) -> Operation[ResumableRequest | None]:
-    """The abandoned request with the same arguments, if any; others are undone."""
-    while (resumable := session.pending.oldest_abandoned()) is not None:
-        yield WaitFor(resumable.is_settled)
-        if resumable.abandoned and isinstance(resumable.reply, Registered | Allocated):
-            if resumable.arguments == arguments:
-                return resumable
-            yield from _restart_session(session)
-    return None
-
-
-def _receive_descriptors(allocated: Allocated) -> Operation[list[int]]:
+async def _receive_descriptors(call: Call, allocated: Allocated) -> list[int]:
     descriptors: list[int] = []
     try:
         for allocation in allocated.allocations:
             if isinstance(allocation, FdAllocation):
-                descriptors.append((yield ReceiveFd(allocation.handle)))
+                descriptors.append(await call.receive_fd(allocation.handle))
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
     return descriptors
-
-
-def _undo_allocation(session: ClientSession, allocated: Allocated, keep: bool) -> Operation[None]:
-    """Have the daemon free tensors that cannot be mapped here. Raises nothing: if it fails, the
-    next registration undoes the allocation."""
-    with suppress(Exception):
-        if keep and not allocated.kept:  # those of an earlier engine stay
-            yield SendRequest(ReleaseKVCaches(session.next_request_id(), session.engine))
-        yield from _restart_session(session)
-
-
-def _restart_session(session: ClientSession) -> Operation[None]:
-    """Begin a new session, in which KV caches can be registered again."""
-    incarnation, reconnects = session.incarnation, session.reconnects
-    session.reconnects = True
-    try:
-        goodbye = Goodbye("client registers other KV caches")
-        yield SendOneWay(goodbye, lambda: session.gone or session.incarnation > incarnation or None)
-        yield from wait_connected(session)
-    finally:
-        session.reconnects = reconnects
-
-
-def _restore_namespace(session: ClientSession, namespace: ClientNamespace) -> Operation[None]:
-    """Subscribe again, do pending resets, and pin keys again."""
-    if namespace.has_mirror:
-        yield SendOneWay(Subscribe(), lambda: namespace.mirror.complete or None)
-    while pending := namespace.pending_resets():
-        yield SendRequest(session.reset())
-        for request_id in pending:
-            namespace.reset_ended(request_id)
-    for (
-        keys
-    ) in namespace.pinned_batches():  # last, and without a pause, in which more keys may be pinned
-        yield SendOneWay(Pin(keys), lambda: True)
-
-
-def _send_timeline(timeline: Timeline | None) -> Operation[int | None]:
-    if timeline is None:
-        return None
-    if timeline.revoked:
-        timeline.renew()
-    if timeline.descriptor < 0:
-        raise Refused(Code.NO_TIMELINE, "the timeline is closed; register with another one")
-    (handle,) = yield PassFds((timeline.descriptor,))
-    return int(handle)

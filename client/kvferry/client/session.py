@@ -21,17 +21,17 @@ When the connection is lost, pending requests fail, and jobs in flight end as LO
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from enum import Enum
 from itertools import count
 
 from kvferry.client.jobs import JobTable, checked_id, checked_ids, checked_spec
 from kvferry.client.lost_stores import LostStores
 from kvferry.client.namespace import ClientNamespace
-from kvferry.client.pending_requests import PendingRequests, Reply, RequestMessage
+from kvferry.client.pending_requests import PendingRequests
 from kvferry.client.session_state import RegistrationState, SessionState
 from kvferry.client.splitting import split_transfer
 from kvferry.client.tier_searches import SEARCH_TIMEOUT, TierSearch
+from kvferry.client.timeline import Timeline
 from kvferry.proto.codec import decode_daemon_message, encode
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
 from kvferry.proto.memory import HostRegion
@@ -94,6 +94,9 @@ class ClientSession:
         self.refused: KVFerryError | None = None
         # How often the session was connected and restored.
         self.incarnation = 0
+        # Whether an earlier session ended during its registration. A daemon that has not noticed
+        # that end yet refuses the next registration.
+        self.registration_left = False
         self.restore = SessionState() if restore is None else restore
         self.jobs = JobTable()
         self.pending = PendingRequests()
@@ -117,10 +120,6 @@ class ClientSession:
         if self.gone is not None:
             raise self.gone.with_traceback(None)  # it is raised often, and its traceback would grow
         return encode(message)
-
-    def expect_reply(self, message: RequestMessage) -> AbstractContextManager[None]:
-        """Keep the reply to a request until the context ends."""
-        return self.pending.expect_reply(message)
 
     def next_request_id(self) -> int:
         return next(self._request_ids)
@@ -268,6 +267,7 @@ class ClientSession:
     def kv_caches_registered(self, registration: RegistrationState, region: HostRegion) -> None:
         """The daemon has registered KV caches; reconnecting registers them again."""
         self.restore.registration, self.restore.region = registration, region
+        self.registration_left = False
 
     def connection_lost(self, error: Gone) -> None:
         """All jobs in flight end as LOST, and pending requests fail."""
@@ -287,6 +287,19 @@ class ClientSession:
         if registration is not None and registration.timeline is not None:
             registration.timeline.revoke()
         self.connection_lost(Gone(Code.DAEMON_GONE, "the engine abandoned the session"))
+
+    def registration_failed(self, timeline: Timeline | None) -> None:
+        """A registration got no reply, or its tensors cannot be used: its session ends.
+
+        A daemon that hangs may register the tensors later. It copies none of their bytes then,
+        because their timeline is revoked.
+        """
+        if timeline is not None:
+            timeline.revoke()
+        self.restore.registration, self.restore.region = None, None
+        self.registration_left = True
+        why = "KV caches were not registered, so their session was closed; register them again"
+        self.connection_lost(Gone(Code.DAEMON_GONE, why, self.engine))
 
     def access_refused(self, error: Refused) -> None:
         """The daemon does not let this user connect: the operation `connect` fails."""
@@ -351,13 +364,6 @@ class ClientSession:
         if isinstance(self._hello_reply, KVFerryError):
             raise self._hello_reply
         return self._hello_reply
-
-    def reply(self, request_id: int) -> Reply | None:
-        """The reply to a request, once; None if there is none yet. Raises an error reply."""
-        reply = self.pending.take_reply(request_id)
-        if reply is None and self.gone is not None and not self.pending.is_pending(request_id):
-            raise self.gone.with_traceback(None)
-        return reply
 
     def in_flight(self, job_ids: Iterable[int]) -> list[int]:
         """Those of these jobs that are in flight."""

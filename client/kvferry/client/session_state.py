@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from kvferry.client.arrays import device_kind
 from kvferry.client.validation import check_fields
@@ -14,6 +14,32 @@ from kvferry.proto.status import Fingerprint
 if TYPE_CHECKING:
     from kvferry.client.tensors.canonical import CanonicalKVCaches
     from kvferry.client.timeline import Timeline
+
+
+class NamespaceOptions(TypedDict, total=False):
+    """How a namespace is created.
+
+    cpu_bytes_to_use: quota of the host pool in bytes; None for all that is free.
+    eviction_policy: "lru", "arc" or "s3fifo".
+    store_threshold: a key is stored from its n-th offer on.
+    """
+
+    cpu_bytes_to_use: int | None
+    eviction_policy: str
+    store_threshold: int
+
+
+def opening_message(
+    fingerprint: Fingerprint,
+    cpu_bytes_to_use: int | None = None,
+    eviction_policy: str = "lru",
+    store_threshold: int = 1,
+) -> OpenNamespace:
+    """The request that opens a namespace, without its number. Raises Refused (BAD_MESSAGE)."""
+    message = OpenNamespace(0, fingerprint, cpu_bytes_to_use, eviction_policy, store_threshold)
+    fields = "fingerprint", "quota_bytes", "policy", "store_threshold"
+    check_fields(OpenNamespace, **{name: getattr(message, name) for name in fields})
+    return message
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +57,7 @@ class SessionState:
 
     opening: the namespace to open. registration: the tensors to register. mirror: whether to mirror
     the resident keys. region: the engine's region of the host pool, as last reported.
+    Raises Refused if no daemon can restore it.
     """
 
     opening: OpenNamespace | None = None
@@ -38,31 +65,24 @@ class SessionState:
     mirror: bool = False
     region: HostRegion | None = None
 
+    def __post_init__(self) -> None:
+        if (wanted := self.registration) is not None and wanted.timeline is not None:
+            wanted.timeline.check_device(device_kind(wanted.kv_caches.tensors[0]))
+
     @classmethod
     def of_namespace(
         cls,
         fingerprint: Fingerprint,
         *,
-        cpu_bytes_to_use: int | None = None,
-        eviction_policy: str = "lru",
-        store_threshold: int = 1,
         mirror: bool = True,
         registration: RegistrationState | None = None,
+        **options: Unpack[NamespaceOptions],
     ) -> SessionState:
-        """The state of a client that opens a namespace; arguments: OffloadClient.open_namespace."""
-        opening = OpenNamespace(0, fingerprint, cpu_bytes_to_use, eviction_policy, store_threshold)
-        return cls(opening, registration, mirror)
+        """The state of a client that opens a namespace, as OffloadClient.open_namespace does."""
+        return cls(opening_message(fingerprint, **options), registration, mirror)
 
     @property
     def block_size_factor(self) -> int | None:
         """GPU blocks of a host block; None without tensors to register."""
         registration = self.registration
         return None if registration is None else registration.kv_caches.layout.block_size_factor
-
-    def check(self) -> None:
-        """Raise Refused if no daemon can restore this state."""
-        if (opening := self.opening) is not None:
-            fields = "fingerprint", "quota_bytes", "policy", "store_threshold"
-            check_fields(OpenNamespace, **{name: getattr(opening, name) for name in fields})
-        if (wanted := self.registration) is not None and wanted.timeline is not None:
-            wanted.timeline.check_device(device_kind(wanted.kv_caches.tensors[0]))

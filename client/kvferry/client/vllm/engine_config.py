@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvferry.client.endpoint import find_daemon
+from kvferry.client.session_state import NamespaceOptions
 from kvferry.client.vllm.fingerprint import (
     block_bytes,
     kv_layout,
@@ -92,8 +93,7 @@ class EngineConfig:
     rank: int
     world_size: int
     factor: int
-    # Arguments of open_namespace.
-    options: Mapping[str, Any]
+    options: NamespaceOptions
     # Runtime directories of the daemons, one per rank; empty if the user gives none.
     directories: tuple[str, ...]
     # The device of rank 0, among the visible devices.
@@ -178,7 +178,7 @@ def _first_device(parallel: Any) -> int:
     return int(replica * parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 
 
-def _options(extra: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+def _options(extra: Mapping[str, Any], world_size: int) -> NamespaceOptions:
     """Named as for vLLM's CPUOffloadingSpec; cpu_bytes_to_use is the sum of all ranks, too."""
     nbytes = extra.get("cpu_bytes_to_use")
     return {

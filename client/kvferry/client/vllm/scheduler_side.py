@@ -4,7 +4,7 @@ Called in the scheduler's thread. It does not import vLLM: lookup results are pa
 `LookupCodes`, and spec.py derives vLLM's class from it.
 
 While a daemon is disconnected, every lookup is a miss, nothing is stored, and polling reconnects;
-pins and resets are then restored (kvferry.client.reconnect).
+pins and resets are then restored (kvferry.client.link).
 
 A request waits for its lookups. So a lookup only reads the mirrors' sets; the first lookup of a
 step receives messages. Touches and unpins, for which nobody waits, are sent at the end of the step.

@@ -1,4 +1,4 @@
-"""Reconnect, with a given time and a FakeDaemon."""
+"""ClientLink: attempts to connect again, with a given time and a FakeDaemon."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from kvferry.client import Gone, LocalDaemon, OffloadClient
-from kvferry.client.reconnect import ATTEMPT_TIMEOUT, MAX_POLL_GAP
+from kvferry.client.link import ATTEMPT_TIMEOUT
 from kvferry.client.session import ConnectionState
 from kvferry.proto import messages as wire
 from support.client_keys import FINGERPRINT
@@ -25,30 +25,31 @@ def test_an_attempt_without_a_reply_is_followed_by_another_one(fake_daemon: Fake
     fake_daemon.silent = True
     client.abandon()
     opened = fake_daemon.opened
-    begun = now = time.monotonic()
-    while now <= begun + ATTEMPT_TIMEOUT:
-        client._reconnect.advance(now)
+    now = time.monotonic()
+    for late in (0.0, ATTEMPT_TIMEOUT / 2, ATTEMPT_TIMEOUT - 1):
+        client._link.advance(now + late)
         assert fake_daemon.opened == opened + 1, "the attempt has not timed out yet"
-        now += MAX_POLL_GAP
-    client._reconnect.advance(now)
+    now += ATTEMPT_TIMEOUT + 1
+    for _ in range(2):  # a reply that arrives at the deadline counts
+        client._link.advance(now)
     fake_daemon.silent = False
     fake_daemon.received.clear()
-    client._reconnect.advance(now)
+    client._link.advance(now)
     assert fake_daemon.received_of(wire.Hello)
     client.wait_connected(1.0)
     assert client._session.state is ConnectionState.CONNECTED
 
 
 def test_a_client_that_polls_rarely_reconnects(fake_daemon: FakeDaemon) -> None:
-    """Every poll runs one step of an attempt. Time between polls does not count as a timeout."""
+    """Every poll runs one step of an attempt. Each step has its own timeout."""
     client = OffloadClient(fake_daemon.directory, engine="engine")
     client.open_namespace(FINGERPRINT)
     client.abandon()
     now = time.monotonic()
     for _ in range(4):  # Hello, OpenNamespace, Subscribe, and the end
-        client._reconnect.advance(now)
-        client._connection.receive_messages(client._session.receive_message)
-        now += ATTEMPT_TIMEOUT / 2
+        client._link.advance(now)
+        client._link.connection.receive_messages(client._session.receive_message)
+        now += 2 * ATTEMPT_TIMEOUT
     assert client.connected
 
 
@@ -61,7 +62,7 @@ def test_a_client_without_descriptors_reconnects_once_it_has_some(
             patched.setattr(zmq.Context, "socket", Mock(side_effect=zmq.ZMQError(errno.EMFILE)))
             client.abandon()
             for _ in range(3):
-                client._reconnect.restart()
+                client._link.restart_attempt()
                 assert client.get_finished() == []
             with pytest.raises(Gone):
                 client.wait_connected(0.0)
