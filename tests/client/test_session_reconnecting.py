@@ -5,10 +5,12 @@ from __future__ import annotations
 import traceback
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
 
+from kvferry.client.restoring import share_timeline
 from kvferry.client.session import ClientSession, ConnectionState
 from kvferry.client.session_state import RegistrationState, SessionState
 from kvferry.client.timeline import Timeline
@@ -251,25 +253,29 @@ def test_an_abandoned_session_revokes_its_timeline_and_loses_its_jobs_once(
 
 
 def test_a_session_with_a_state_to_restore_begins_disconnected() -> None:
-    state = SessionState.of_namespace(FINGERPRINT, eviction_policy="arc")
+    state = SessionState.of_namespace(FINGERPRINT)
     session = ClientSession("engine", "client", reconnects=True, restore=state)
     assert (session.state, session.check_connected()) == (ConnectionState.DISCONNECTED, None)
     assert session.namespace.mirror.lookup(b"aaaa") is Lookup.MISS
     with pytest.raises(Gone, match="not connected"):
         submit(session, 1)
-    attempt = SteppedAttempt(session)
-    attempt.receive(WELCOME)
-    (opening,) = attempt.sent
-    assert isinstance(opening, wire.OpenNamespace)
-    assert (opening.fingerprint, opening.policy) == (FINGERPRINT, "arc")
-    attempt.receive(opened_for(attempt))
-    attempt.receive(wire.Snapshot(0, 0, False, (b"aaaa",), True))
-    assert attempt.done
-    assert session.namespace.mirror.lookup(b"aaaa") is Lookup.HIT
-    assert session.namespace.opened.num_blocks == 8
 
 
 @pytest.mark.parametrize("wrong", [{"cpu_bytes_to_use": -1}, {"store_threshold": 0}])
 def test_a_state_that_no_daemon_could_restore_is_refused(wrong: Any) -> None:
     with pytest.raises(Refused):
         SessionState.of_namespace(FINGERPRINT, **wrong)
+
+
+async def test_a_timeline_is_shared_in_a_page_that_is_not_revoked() -> None:
+    timeline, call = Timeline.create(), AsyncMock()
+    call.pass_fds.return_value = (7,)
+    revoked = timeline.descriptor
+    timeline.revoke()
+    assert await share_timeline(call, timeline) == 7
+    call.pass_fds.assert_awaited_once_with((timeline.descriptor,))
+    assert timeline.descriptor != revoked
+    assert not timeline.revoked
+    timeline.close()
+    with pytest.raises(Refused, match="timeline is closed"):
+        await share_timeline(call, timeline)

@@ -6,8 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,20 +80,13 @@ def test_waits_end_when_the_daemon_is_killed(
     killer.wait()
 
 
-def test_a_daemon_restarts_under_an_idle_client(tmp_path: Path) -> None:
-    """The client reconnects with its next request. One with reconnect=False raises Gone."""
-    options = {"runtime_dir": tmp_path, "pool_bytes": 1 << 20}
-    with ExitStack() as stack:
-        first = stack.enter_context(LocalDaemon(**options))  # type: ignore[arg-type]
-        client = stack.enter_context(OffloadClient(first.directory, engine="idle"))
-        ending = OffloadClient(first.directory, engine="ending", reconnect=False)
-        stack.enter_context(ending)
-        first.kill()
-        second = stack.enter_context(LocalDaemon(**options))  # type: ignore[arg-type]
-        assert client.status().pid == second.pid
+def test_a_client_that_does_not_reconnect_ends_with_its_daemon(kvferryd: LocalDaemon) -> None:
+    with OffloadClient(kvferryd.directory, engine="ending", reconnect=False) as client:
+        kvferryd.kill()
         with pytest.raises(Gone) as gone:
-            ending.status()
+            client.status()
         assert gone.value.code == Code.DAEMON_GONE
+        assert not client.connecting
 
 
 def test_a_dropped_connection_ends_its_session(kvferryd: LocalDaemon) -> None:

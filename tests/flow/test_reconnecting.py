@@ -25,7 +25,6 @@ from kvferry.client import (
     canonicalize,
     shared_empty,
 )
-from kvferry.client.link import ATTEMPT_TIMEOUT
 from kvferry.testing.engine import until
 from support.block_specs import load, store
 from support.reconnecting_fixture import (
@@ -138,24 +137,6 @@ def test_a_daemon_that_continues_after_sigstop_stays_connected(
     assert (engine.client.incarnation, engine.client.gone) == (1, None)
 
 
-def test_a_restarted_daemon_that_hangs_does_not_block_polls(
-    daemon_service: DaemonService, engine: ReconnectingFixture
-) -> None:
-    daemon_service.restart()
-    os.kill(daemon_service.daemon.pid, signal.SIGSTOP)
-    try:
-        began = time.monotonic()
-        while time.monotonic() < began + 0.5:
-            called = time.monotonic()
-            engine.poll()
-            assert time.monotonic() - called < ATTEMPT_TIMEOUT / 2
-        assert not engine.client.connected
-    finally:
-        os.kill(daemon_service.daemon.pid, signal.SIGCONT)
-    wait_reconnected(engine.client)
-    engine.round_trip(3, 0, 9)
-
-
 def test_a_client_that_starts_without_a_daemon(daemon_service: DaemonService) -> None:
     """With a state to restore, the constructor does not wait. Polling connects."""
     directory = daemon_service.directory
@@ -236,15 +217,6 @@ def test_tensors_of_a_daemon_are_registered_with_the_next_one(
             assert all(result.success for result in client.get_finished())
             assert bool((tensor[5] == 3 + generation).all())
         assert client.incarnation == 3
-
-
-def test_a_closed_timeline_is_the_reason_in_gone(
-    daemon_service: DaemonService, engine: ReconnectingFixture
-) -> None:
-    engine.timeline.close()
-    daemon_service.restart()
-    until(lambda: bool(engine.client.get_finished()) or _refused(engine.client))
-    assert "timeline is closed" in str(engine.client.gone)
 
 
 @pytest.mark.parametrize("state", ["disconnected", "connecting"])

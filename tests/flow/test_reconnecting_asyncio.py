@@ -37,16 +37,22 @@ async def connect_and_register(
 
 
 async def test_an_asyncio_client_reconnects_by_itself(daemon_service: DaemonService) -> None:
-    """The caller calls nothing meanwhile."""
+    """The caller calls nothing meanwhile. A request that needs a daemon waits for it."""
     client, engine = await connect_and_register(daemon_service)
     held = engine.submit(store(1, 1), wait_for=NEVER)
     waiting = asyncio.create_task(client.wait([held]))
     await client.status()
-    await asyncio.to_thread(daemon_service.restart)
+    daemon_service.daemon.kill()
     await waiting
+    await eventually(lambda: client.connecting)
+    with pytest.raises(Gone) as gone:
+        await client.status(timeout=0.2)
+    assert gone.value.code == Code.DAEMON_GONE
+    request = asyncio.create_task(client.status())
+    await asyncio.to_thread(daemon_service.start)
     await eventually(lambda: client.connected)
     assert client.incarnation == 2
-    assert (await client.status()).pid == daemon_service.daemon.pid
+    assert (await request).pid == daemon_service.daemon.pid
     job = engine.submit(store(3, 0))
     await client.wait([job])
     job = engine.submit(load(0, 9))
@@ -54,20 +60,6 @@ async def test_an_asyncio_client_reconnects_by_itself(daemon_service: DaemonServ
     assert torch.equal(engine.tensor[9], engine.tensor[3])
     engine.check_each_ended_once()
     assert [result.outcome for result in engine.history] == ["lost", "done", "done"]
-    await client.close()
-    engine.timeline.close()
-
-
-async def test_an_asyncio_request_waits_for_the_daemon(daemon_service: DaemonService) -> None:
-    client, engine = await connect_and_register(daemon_service)
-    daemon_service.daemon.kill()
-    await eventually(lambda: client.connecting)
-    with pytest.raises(Gone) as gone:
-        await client.status(timeout=0.2)
-    assert gone.value.code == Code.DAEMON_GONE
-    request = asyncio.create_task(client.status())
-    await asyncio.to_thread(daemon_service.start)
-    assert (await request).pid == daemon_service.daemon.pid
     await client.close()
     engine.timeline.close()
 
