@@ -77,9 +77,10 @@ def test_a_reply_that_arrives_at_the_deadline_counts() -> None:
 
 def test_after_a_timeout_a_message_can_be_sent_without_waiting() -> None:
     call = PausingCall(3)
-    for waits in (call.until(lambda: None), call.send_until(Subscribe(), lambda: None)):
+    never: Callable[[], bool | None] = lambda: None  # noqa: E731
+    for waiting in (call.until(never), call.send_until(Subscribe(), never)):
         with pytest.raises(Gone) as gone:
-            waits.send(None)
+            waiting.send(None)
         assert gone.value.code == Code.TIMEOUT
     assert call.link.left == -2
     assert call.link.sent == [Subscribe()]

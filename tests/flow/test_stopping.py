@@ -49,7 +49,7 @@ def test_running_jobs_are_drained(start_engine: StartSmallEngine, slow: LocalDae
     jobs = [engine.store([i], [i]) for i in range(4)]
     engine.client.status()
     slow.process.send_signal(signal.SIGTERM)
-    until(lambda: not engine.client.wait(jobs))  # type: ignore[func-returns-value]
+    until(lambda: not engine.client.wait(jobs))
     results = engine.finish(*jobs)
     assert [result.success for result in results] == [True] * 4
     assert wait_exit(slow) == 0

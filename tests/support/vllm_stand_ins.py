@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from kvferry.client import Fingerprint, LocalDaemon, TransferResult, shared_empty
+from kvferry.client.session_state import NamespaceOptions
 from kvferry.client.vllm.engine_config import EngineConfig
 from kvferry.client.vllm.worker_side import WorkerSide
 from support.time_limits import TIMEOUT
@@ -19,7 +20,7 @@ BLOCKS = 16
 KEY_BYTES = 8
 
 
-def engine_config_at(directory: Path | str, **options: Any) -> EngineConfig:
+def engine_config_at(directory: Path | str, **options: Unpack[NamespaceOptions]) -> EngineConfig:
     """The configuration of an engine with one rank, whose host blocks are one page."""
     return EngineConfig(
         engine="engine",

@@ -111,8 +111,10 @@ class OffloadingManager:
             clients = []
             for rank, directory in enumerate(directories):
                 rank_fingerprint = _rank_fingerprint(fingerprint, rank, len(directories))
-                state = None if wait else SessionState.of_namespace(rank_fingerprint, **options)
-                client = OffloadClient(directory, state=state, **client_options)
+                if not wait:
+                    state = SessionState.of_namespace(rank_fingerprint, **options)
+                    client_options["state"] = state
+                client = OffloadClient(directory, **client_options)
                 clients.append(opened.enter_context(client))
                 if wait:
                     client.open_namespace(rank_fingerprint, **options)
