@@ -13,7 +13,7 @@ from kvferry.client.call import Call
 from kvferry.client.link import ClientLink
 from kvferry.client.session import ClientSession
 from kvferry.client.transport.connection import NoConnection
-from kvferry.client.transport.fd_passing import SocketBusy
+from kvferry.client.transport.fd_client import SocketBusy
 from kvferry.proto.codec import decode_client_message
 from kvferry.proto.errors import Code, Gone
 from kvferry.proto.messages import ClientMessage, Subscribe

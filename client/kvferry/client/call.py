@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvferry.client.pending_requests import RequestMessage
 from kvferry.client.session import MAX_TIMEOUT, timed_out
-from kvferry.client.transport.fd_passing import FDS_PER_PACKET, FdExchange, SocketBusy
+from kvferry.client.transport.fd_client import FDS_PER_PACKET, FdExchange, SocketBusy
 from kvferry.proto.errors import Gone
 from kvferry.proto.fd_passing import FdRequest, FetchFd, SendFds
 from kvferry.proto.messages import ClientMessage
