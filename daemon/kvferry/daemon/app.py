@@ -36,6 +36,7 @@ from kvferry.daemon.device.command_queue import Ping
 from kvferry.daemon.device.device_worker import DeviceWorker
 from kvferry.daemon.engine.base import CopyEngine
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
+from kvferry.daemon.flows import running_flows
 from kvferry.daemon.logs import start_logging, unfailing
 from kvferry.daemon.memory.numa import can_bind
 from kvferry.daemon.memory.pool import HostPool, check_fits, whole_pages
@@ -201,7 +202,6 @@ async def run(
                 pool.descriptors,
                 pool.chunk_bytes,
                 config.integrity.threads,
-                lambda error: server.fail(error),
             )
             pool_files = PoolFiles(pool.descriptors, pool.chunk_bytes, pool.nbytes)
             tiers = start_tiers(settings, pool_files)  # before the sockets, too
@@ -232,7 +232,6 @@ async def run(
             worker.start()
             kept.store_new_pool()
             pool.start_filling(engine, server.pool_grew, server.fail)
-            region_store.start()
             log.info(
                 "serving",
                 device=engine.info.name,
@@ -244,9 +243,10 @@ async def run(
             signals.set_status(f"serving {engine.info.name} at {endpoint.directory}")
             if metrics_server:
                 metrics_server.start(server)
-        await server.serve(
-            worker, region_store, kept_tensor_store, tiering, health, config.stop.drain_seconds
-        )
+        async with running_flows(server.fail, region_store.run):
+            await server.serve(
+                worker, region_store, kept_tensor_store, tiering, health, config.stop.drain_seconds
+            )
         await tiering.close()
         await publisher.close()
         if metrics_server:

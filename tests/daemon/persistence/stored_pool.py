@@ -15,7 +15,6 @@ from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.memory.shared_memory import MappedFiles
 from kvferry.daemon.persistence.block_table import BlockTable, UseClock
 from kvferry.daemon.persistence.checksum_client import ChecksumClient
-from kvferry.proto.errors import KVFerryError
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import Fingerprint
@@ -52,8 +51,7 @@ class StoredPool:
         memory = (ctypes.c_ubyte * self.memory.nbytes).from_address(self.memory.address)
         self.bytes = np.ctypeslib.as_array(memory)
         self.bytes[:] = np.random.default_rng(1).integers(0, 255, self.bytes.shape)
-        self.failures: list[KVFerryError] = []
-        self.checksums = ChecksumClient(self.memory.descriptors, BLOCK, 2, self.failures.append)
+        self.checksums = ChecksumClient(self.memory.descriptors, BLOCK, 2)
         self.clock = UseClock()
         self.tables: list[BlockTable] = []
         self.reports: list[Report] = []

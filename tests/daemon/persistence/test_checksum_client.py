@@ -7,7 +7,6 @@ import ctypes
 import os
 import select
 import signal
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,10 +23,12 @@ from kvferry.daemon.persistence.checksum_client import (
     ChecksumClient,
     Purpose,
     batches,
+    for_each_batch,
 )
-from kvferry.proto.errors import Code, Failed, KVFerryError
+from kvferry.proto.errors import Code, Failed
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
+from support.background import in_background
 from support.eventually import eventually
 from support.refused_starts import refuse_starts
 
@@ -56,28 +57,26 @@ class ClientFixture:
         self.bytes = (ctypes.c_ubyte * self.pool.nbytes).from_address(self.pool.address)
         rng = np.random.default_rng(1)
         self.bytes[:] = rng.integers(0, 256, self.pool.nbytes, np.uint8).tolist()
-        self.failures: list[KVFerryError] = []
-        self.client = ChecksumClient(
-            self.pool.descriptors, CHUNK, 2, self.failures.append, **timeouts
-        )
-        self.sums: dict[int, Any] = {}
+        self.client = ChecksumClient(self.pool.descriptors, CHUNK, 2, **timeouts)
+        self.reads: list[asyncio.Task[Any]] = []
         self.tables: dict[int, BlockTable] = {}
 
     @property
     def process(self) -> Any:
         return self.client._process
 
-    def read(self, request: BlockRequest, purpose: Purpose = Purpose.COMMIT) -> int:
-        name = len(self.sums)
-        self.sums[name] = None
-        self.client.request_checksums(
-            self._table(request.block_bytes),
-            np.array(request.numbers),
-            request.keys,
-            purpose,
-            lambda sums: self.sums.update({name: sums}),
+    def read(self, request: BlockRequest, purpose: Purpose = Purpose.COMMIT) -> asyncio.Task[Any]:
+        self.reads.append(
+            asyncio.create_task(
+                self.client.read_checksums(
+                    self._table(request.block_bytes),
+                    np.array(request.numbers),
+                    request.keys,
+                    purpose,
+                )
+            )
         )
-        return name
+        return self.reads[-1]
 
     def expected(self, request: BlockRequest) -> list[int]:
         seeds = [xxhash.xxh3_64_intdigest(key) for key in request.keys] or request.numbers
@@ -88,8 +87,8 @@ class ClientFixture:
             for at, seed in zip(starts, seeds, strict=True)
         ]
 
-    async def wait_for_sums(self) -> None:
-        await eventually(lambda: all(sums is not None for sums in self.sums.values()))
+    async def wait_for_sums(self) -> list[Any]:
+        return list(await asyncio.gather(*self.reads))
 
     def close(self) -> None:
         self.client.close()
@@ -109,12 +108,21 @@ class ClientFixture:
 
 
 @pytest.fixture
-async def fixture(request: pytest.FixtureRequest) -> AsyncIterator[ClientFixture]:
-    """A ClientFixture. The parameter has the timeouts of the client."""
+async def stopped(request: pytest.FixtureRequest) -> AsyncIterator[ClientFixture]:
+    """A ClientFixture that does not run. The parameter has the timeouts of the client."""
     fixture = ClientFixture(**getattr(request, "param", {}))
     yield fixture
+    for read in fixture.reads:
+        read.cancel()
     fixture.close()
     assert fixture.process.returncode is not None
+
+
+@pytest.fixture
+async def fixture(stopped: ClientFixture) -> AsyncIterator[ClientFixture]:
+    """A ClientFixture that runs."""
+    async with in_background(stopped.client.run()):
+        yield stopped
 
 
 def request_of(*numbers: int, keys: bool = False) -> BlockRequest:
@@ -141,84 +149,73 @@ async def test_a_checksum_depends_on_the_bytes_and_the_key_or_number(
     all_blocks = request_of(*range((COUNT * CHUNK - START) // BLOCK), keys=keys)
     unordered = request_of(5, 3, 4, keys=keys)
     large = BlockRequest([2, 0], [b"a", b"b"] if keys else [], LARGE)
-    requests = all_blocks, unordered, large
-    names = [fixture.read(request) for request in requests]
-    await fixture.wait_for_sums()
-    for name, request in zip(names, requests, strict=True):
-        assert fixture.sums[name].tolist() == fixture.expected(request)
+    for request in (all_blocks, unordered, large):
+        assert (await fixture.read(request)).tolist() == fixture.expected(request)
 
 
 async def test_commits_and_verification_alternate_and_the_scrub_waits_for_both(
     fixture: ClientFixture,
 ) -> None:
     order: list[Purpose] = []
-    table = fixture._table(BLOCK)
-
-    def read(purpose: Purpose) -> None:
-        fixture.client.request_checksums(
-            table, np.array([1]), [], purpose, lambda _: order.append(purpose)
-        )
-
     fixture.client.window = 1
-    for purpose in (Purpose.SCRUB, Purpose.SCRUB, *[Purpose.VERIFY] * 3, *[Purpose.COMMIT] * 2):
-        read(purpose)
-    await eventually(lambda: len(order) == 7)
     scrub, commit, verify = Purpose.SCRUB, Purpose.COMMIT, Purpose.VERIFY
+    for purpose in (scrub, scrub, *[verify] * 3, *[commit] * 2):
+        read = fixture.read(request_of(1), purpose)
+        read.add_done_callback(lambda _, purpose=purpose: order.append(purpose))  # type: ignore[misc]
+    await fixture.wait_for_sums()
+    await eventually(lambda: len(order) == 7)
     assert order == [scrub, commit, verify, commit, verify, verify, scrub]
 
 
 async def test_many_requests_are_queued_for_the_process(fixture: ClientFixture) -> None:
     request = long_request(BATCH_BLOCKS)
-    names = [fixture.read(request) for _ in range(30)]
-    await fixture.wait_for_sums()
-    assert all((fixture.sums[name] == fixture.expected(request)).all() for name in names)
+    for _ in range(30):
+        fixture.read(request)
+    expected = fixture.expected(request)
+    assert all((sums == expected).all() for sums in await fixture.wait_for_sums())
 
 
-@pytest.mark.parametrize("fixture", [{"reply_timeout": 3.0}], indirect=True)
+@pytest.mark.parametrize("stopped", [{"reply_timeout": 3.0}], indirect=True)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_process_that_dies_or_hangs_is_replaced_and_requests_are_repeated(
     fixture: ClientFixture, number: signal.Signals
 ) -> None:
-    fixture.read(request_of(1))
-    await fixture.wait_for_sums()
+    await fixture.read(request_of(1))
     before = fixture.process
     os.kill(before.pid, number)
-    requests = {}
-    for n in range(20):
-        request = request_of(n, n + 1)
-        requests[fixture.read(request, Purpose(n % 3))] = request
-    await fixture.wait_for_sums()
-    assert {name: fixture.sums[name].tolist() for name in requests} == {
-        name: fixture.expected(request) for name, request in requests.items()
-    }
+    requests = [request_of(n, n + 1) for n in range(20)]
+    for n, request in enumerate(requests):
+        fixture.read(request, Purpose(n % 3))
+    _, *sums = await fixture.wait_for_sums()
+    assert [each.tolist() for each in sums] == list(map(fixture.expected, requests))
     assert fixture.process is not before
     assert before.returncode == -signal.SIGKILL
-    assert fixture.failures == []
 
 
 async def test_an_idle_process_has_the_full_reply_timeout(fixture: ClientFixture) -> None:
-    fixture.read(request_of(1))
-    await fixture.wait_for_sums()
+    await fixture.read(request_of(1))
     before = fixture.process
     fixture.client._last_reply -= 100
-    fixture.read(request_of(2))
+    read = fixture.read(request_of(2))
+    await asyncio.sleep(0)
     assert fixture.client._watch is not None
     fixture.client._watch.cancel()
     fixture.client._check()
-    await fixture.wait_for_sums()
+    await read
     assert fixture.process is before
 
 
 async def test_a_process_whose_reply_has_arrived_is_not_replaced(fixture: ClientFixture) -> None:
     """Although the daemon reads it after the timeout, because its event loop was busy."""
     before = fixture.process
-    fixture.read(request_of(1))
+    read = fixture.read(request_of(1))
+    await asyncio.sleep(0)
     select.select([fixture.client._socket], [], [])  # blocks the event loop
     fixture.client._last_reply -= 100
     assert fixture.client._watch is not None
     fixture.client._watch.cancel()
     fixture.client._check()
-    await fixture.wait_for_sums()
+    await read
     assert fixture.process is before
 
 
@@ -226,66 +223,78 @@ async def test_an_idle_process_that_dies_is_replaced(fixture: ClientFixture) -> 
     before = fixture.process
     before.kill()
     await eventually(lambda: fixture.process is not before)
-    fixture.read(request_of(1))
-    await fixture.wait_for_sums()
+    await fixture.read(request_of(1))
 
 
-@pytest.mark.parametrize("fixture", [{"retry_after": 0.01}], indirect=True)
+@pytest.mark.parametrize("stopped", [{"retry_after": 0.01}], indirect=True)
 async def test_a_failed_start_of_the_process_is_retried(
     fixture: ClientFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusals = refuse_starts(monkeypatch, OSError("too many"), OSError("too many"))
     fixture.process.kill()
-    fixture.read(request_of(1))
-    await fixture.wait_for_sums()
-    assert fixture.failures == []
-    refusals += [OSError("none")] * 9
-    fixture.process.kill()
-    await eventually(lambda: fixture.failures)
-    assert "none" in str(fixture.failures[0])
+    await fixture.read(request_of(1))
+    assert not refusals
+
+
+@pytest.mark.parametrize("stopped", [{"retry_after": 0.01}], indirect=True)
+async def test_a_process_that_cannot_be_started_ends_the_client(
+    stopped: ClientFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_starts(monkeypatch, *[OSError("none")] * 9)
+    stopped.process.kill()
+    with pytest.raises(
+        Failed, match="4 processes in a row ended, the last one: cannot start: none"
+    ):
+        await stopped.client.run()
     with pytest.raises(Failed, match="checksum process failed: none"):
-        ChecksumClient(fixture.pool.descriptors, CHUNK, 2, fixture.failures.append)
+        ChecksumClient(stopped.pool.descriptors, CHUNK, 2)
 
 
-async def test_a_process_that_always_dies_is_reported_once(fixture: ClientFixture) -> None:
-    """Later requests are dropped."""
-    fixture.client._arguments[1] = "0"  # chunks of 0 bytes: the process dies at the first read
-    fixture.process.kill()
-    fixture.read(request_of(1))
-    await eventually(lambda: fixture.failures)
-    (error,) = fixture.failures
-    assert error.code == Code.COPY_FAILED
-    fixture.read(request_of(2))
-    fixture.client.close()
+async def test_a_process_that_always_dies_ends_the_client(stopped: ClientFixture) -> None:
+    stopped.client._arguments[1] = "0"  # chunks of 0 bytes: the process dies at the first read
+    stopped.process.kill()
+    stopped.read(request_of(1))
+    with pytest.raises(Failed, match="4 processes in a row ended") as failure:
+        await stopped.client.run()
+    assert failure.value.code == Code.COPY_FAILED
 
 
 async def test_the_process_ignores_signals_for_the_daemon(fixture: ClientFixture) -> None:
     """A terminal sends SIGINT and SIGHUP, and a service manager SIGTERM, to all processes."""
-    fixture.read(request_of(1))
-    await fixture.wait_for_sums()  # the process is running
+    await fixture.read(request_of(1))  # the process is running
     before = fixture.process
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(before.pid, number)
-    fixture.read(request_of(2))
-    await fixture.wait_for_sums()
+    await fixture.read(request_of(2))
     assert fixture.process is before
 
 
 async def test_the_process_ends_with_its_client(fixture: ClientFixture) -> None:
     """This holds also if only the kernel closes the socket."""
-    fixture.read(request_of(1))
-    await fixture.wait_for_sums()
+    await fixture.read(request_of(1))
     process = fixture.process
     fixture.client._loop.remove_reader(fixture.client._socket.fileno())
     fixture.client._socket.close()
     assert await asyncio.to_thread(process.wait, 30) == 0
 
 
-async def test_closing_drops_outstanding_requests() -> None:
-    fixture = ClientFixture()
-    fixture.read(long_request(BATCH_BLOCKS))
-    fixture.client.close()
-    fixture.client.close()
-    time.sleep(0.01)
-    assert fixture.sums == {0: None}
-    fixture.pool.close()
+async def test_a_reply_to_a_cancelled_read_is_dropped(fixture: ClientFixture) -> None:
+    cancelled = fixture.read(long_request(BATCH_BLOCKS))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    request = request_of(1)
+    assert (await fixture.read(request)).tolist() == fixture.expected(request)
+    assert cancelled.cancelled()
+
+
+async def test_batches_are_read_a_few_at_a_time() -> None:
+    begun, ended = list[int](), list[int]()
+
+    async def read(batch: int) -> None:
+        begun.append(batch)
+        assert len(begun) - len(ended) <= 2
+        await asyncio.sleep(0)
+        ended.append(batch)
+
+    await for_each_batch(iter(range(5)), 2, read)
+    assert begun == ended == list(range(5))

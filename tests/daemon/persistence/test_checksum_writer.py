@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator
 
-import numpy as np
 import pytest
 
 from kvferry.daemon.core.actions import BlockSet
@@ -18,41 +16,20 @@ from kvferry.daemon.persistence.checksum_writer import (
     ChecksumWriter,
     CompletedStore,
 )
+from support.background import in_background
 from support.eventually import eventually
 
+from .recorded_reads import RecordedReads
 from .stored_pool import KEYED, key, numbers, with_block_bytes
 
-
-class RecordedReads:
-    """Records requests for checksums, and replies when the test calls reply()."""
-
-    def __init__(self) -> None:
-        self.requests: list[list[int]] = []
-        self.waiting: list[Callable[[], None]] = []
-
-    def request_checksums(
-        self,
-        table: BlockTable,
-        blocks: Any,
-        keys: Sequence[bytes],
-        purpose: Purpose,
-        done: Callable[[Any], None],
-    ) -> None:
-        assert purpose is Purpose.COMMIT
-        self.requests.append(blocks.tolist())
-        self.waiting.append(lambda: done(np.zeros(blocks.size, "<u8")))
-
-    def reply(self) -> None:
-        waiting, self.waiting = self.waiting, []
-        for done in waiting:
-            done()
+MIN_WAITING = 6
 
 
 class WriterFixture:
     """A writer whose rounds start at once, and a table of COUNT blocks."""
 
     def __init__(self, record: RegionRecord = KEYED, min_waiting: int = MIN_WAITING_BLOCKS) -> None:
-        self.reads = RecordedReads()
+        self.reads = RecordedReads(Purpose.COMMIT)
         self.committed: list[BlockSet] = []
         self.writer = ChecksumWriter(
             self.reads,  # type: ignore[arg-type]
@@ -70,18 +47,19 @@ class WriterFixture:
 
     async def complete_round(self) -> None:
         await eventually(lambda: self.reads.waiting)
-        self.reads.reply()
-
-    def close(self) -> None:
-        if not self.table.closed:
-            self.table.close()
+        stores = self.writer._round
+        self.reads.complete_all()
+        await eventually(lambda: self.writer._round is not stores)
 
 
 @pytest.fixture
-async def fixture() -> AsyncIterator[WriterFixture]:
-    fixture = WriterFixture()
-    yield fixture
-    fixture.close()
+async def fixture(request: pytest.FixtureRequest) -> AsyncIterator[WriterFixture]:
+    """A WriterFixture that runs. The parameter has its arguments."""
+    fixture = WriterFixture(**getattr(request, "param", {}))
+    async with in_background(fixture.writer.write_checksums()):
+        yield fixture
+    if not fixture.table.closed:
+        fixture.table.close()
 
 
 async def test_the_last_store_of_a_block_in_a_round_is_committed(fixture: WriterFixture) -> None:
@@ -91,7 +69,7 @@ async def test_the_last_store_of_a_block_in_a_round_is_committed(fixture: Writer
     assert fixture.writer.busy
     await fixture.complete_round()
     assert not fixture.writer.busy
-    assert fixture.reads.requests == [[2, 1]]
+    assert fixture.reads.blocks == [[2, 1]]
     assert fixture.table.residents() == (ResidentBlock(2, key(9)), ResidentBlock(1, key(8), (2, 3)))
 
 
@@ -102,38 +80,40 @@ async def test_committed_blocks_are_reported_with_their_keys(
     fixture.add([1, 2, 3], [1, 2, 3])
     await eventually(lambda: fixture.reads.waiting)
     fixture.table.invalidate(numbers(2))
-    fixture.reads.reply()
+    await fixture.complete_round()
     (block_set,) = fixture.committed
     found = block_set.owner, block_set.blocks.tolist(), block_set.keys
     assert found == (KEYED.owner, [1, 3], (key(1), key(3)))
 
 
-async def test_a_large_store_needs_several_requests() -> None:
-    fixture = WriterFixture(with_block_bytes(KEYED, BATCH_BYTES // 3))
+@pytest.mark.parametrize(
+    "fixture", [{"record": with_block_bytes(KEYED, BATCH_BYTES // 3)}], indirect=True
+)
+async def test_a_large_store_needs_several_requests(fixture: WriterFixture) -> None:
     fixture.add(list(range(10)), list(range(100, 110)), b4=(1, 2))
     await fixture.complete_round()
-    assert fixture.reads.requests == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    assert fixture.reads.blocks == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
     found = {resident.block: resident for resident in fixture.table.residents()}
     expected = {n: ResidentBlock(n, key(100 + n), (1, 2) if n == 4 else None) for n in range(10)}
     assert found == expected
-    fixture.close()
 
 
-async def test_stores_that_complete_during_a_round_wait_for_the_next() -> None:
+@pytest.mark.parametrize("fixture", [{"min_waiting": MIN_WAITING}], indirect=True)
+async def test_stores_that_complete_during_a_round_wait_for_the_next(
+    fixture: WriterFixture,
+) -> None:
     """A block that was stored again is read once."""
-    min_waiting = 6
-    fixture = WriterFixture(min_waiting=min_waiting)
     fixture.add([1], [1])
-    await eventually(lambda: fixture.reads.requests)
+    await eventually(lambda: fixture.reads.blocks)
     for number in range(10):
         fixture.add([2, 3], [10 + number, 30 + number])
-        assert len(fixture.writer._stores) <= min_waiting // 2
+        assert len(fixture.writer._stores) <= MIN_WAITING // 2
     await asyncio.sleep(0.01)
-    assert fixture.reads.requests == [[1]]
+    assert fixture.reads.blocks == [[1]]
     await fixture.complete_round()
     assert fixture.writer.busy
     await fixture.complete_round()
-    assert fixture.reads.requests == [[1], [2, 3]]
+    assert fixture.reads.blocks == [[1], [2, 3]]
     assert not fixture.writer.busy
     await asyncio.sleep(0.01)
     assert not fixture.reads.waiting
@@ -142,7 +122,6 @@ async def test_stores_that_complete_during_a_round_wait_for_the_next() -> None:
         ResidentBlock(2, key(19)),
         ResidentBlock(3, key(39)),
     }
-    fixture.close()
 
 
 async def test_stores_of_no_blocks_are_not_kept(fixture: WriterFixture) -> None:
@@ -153,14 +132,11 @@ async def test_stores_of_no_blocks_are_not_kept(fixture: WriterFixture) -> None:
 
 @pytest.mark.parametrize("read", [False, True], ids=["before the read", "during the read"])
 async def test_a_region_may_be_freed_before_its_commit(fixture: WriterFixture, read: bool) -> None:
-    errors: list[Any] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     fixture.add([1], [1])
     if read:
-        await asyncio.sleep(0.01)
+        await eventually(lambda: fixture.reads.waiting)
     fixture.table.close()
-    await asyncio.sleep(0.01)
-    assert len(fixture.reads.requests) == read
-    fixture.reads.reply()
-    assert not errors
-    assert not fixture.writer.busy
+    fixture.reads.complete_all()
+    await eventually(lambda: not fixture.writer.busy)
+    assert len(fixture.reads.blocks) == read
+    assert fixture.committed == []

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvferry.daemon.core.actions import (
+    BlocksCorrupted,
     BlockSet,
     CommitBlocks,
     CopyPlan,
@@ -27,6 +26,7 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import Fingerprint, VerificationStatus
 from kvferry.shm.memfd import sealed_memfd
+from support.background import in_background
 from support.eventually import eventually
 
 from .stored_pool import BLOCK, COUNT, FINGERPRINT, KEYED, RAW, StoredPool, key, numbers
@@ -46,9 +46,9 @@ class KeptFds:
 
 
 class StoreFixture:
-    def __init__(self, pool: StoredPool, fds: KeptFds) -> None:
+    def __init__(self, pool: StoredPool, fds: KeptFds, scrub_rate: int = 0) -> None:
         self.pool, self.fds = pool, fds
-        self.store = RegionStore(pool.checksums, fds, pool.reports.extend, 0)
+        self.store = RegionStore(pool.checksums, fds, pool.reports.extend, scrub_rate)
         self.serial = 0
 
     def start(
@@ -85,10 +85,12 @@ class StoreFixture:
 
 
 @pytest.fixture
-async def fixture(pool: StoredPool) -> AsyncIterator[StoreFixture]:
-    fixture = StoreFixture(pool, KeptFds())
+async def fixture(make_pool: Callable[[], StoredPool]) -> AsyncIterator[StoreFixture]:
+    """A store that runs, with one region."""
+    fixture = StoreFixture(make_pool(), KeptFds())
     fixture.store.apply_change(RegionCreated(KEYED))
-    yield fixture
+    async with in_background(fixture.store.run()):
+        yield fixture
     fixture.store.close()
 
 
@@ -180,7 +182,7 @@ async def test_a_freed_region_is_removed_from_the_store(fixture: StoreFixture) -
 
 
 async def test_the_next_daemon_verifies_valid_tables_and_drops_others(
-    fixture: StoreFixture, pool: StoredPool
+    fixture: StoreFixture, make_pool: Callable[[], StoredPool]
 ) -> None:
     fixture.end(fixture.start([1], [1]))
     fixture.store.apply_change(RegionCreated(RAW))
@@ -192,8 +194,8 @@ async def test_the_next_daemon_verifies_valid_tables_and_drops_others(
     os.pwrite(longer, os.pread(fixture.fds.kept["block-table-1"], 1 << 24, 0), 0)
     fixture.fds.kept["block-table-8"] = longer
     kept = {name: os.dup(descriptor) for name, descriptor in fixture.fds.kept.items()}
-    pool.reports.clear()
-    successor = StoreFixture(pool, fixture.fds)
+    successor = StoreFixture(make_pool(), fixture.fds)
+    assert successor.store.verification is None
     found: list[RecoveredRegion] = []
     successor.store.restore_regions(kept, found.append)
     assert found == [
@@ -201,25 +203,24 @@ async def test_the_next_daemon_verifies_valid_tables_and_drops_others(
         RecoveredRegion(RAW, (ResidentBlock(4, b""),)),
     ]
     assert list(fixture.fds.kept) == ["block-table-1", "block-table-2"]
-    assert successor.store.verification is None
-    successor.store.start()
-    await eventually(lambda: len(pool.reports) == 2)
+    assert successor.store.verification == VerificationStatus(2 * BLOCK, 0)
+    async with in_background(successor.store.run()):
+        await eventually(lambda: len(successor.pool.reports) == 2)
     assert successor.store.verification == VerificationStatus(2 * BLOCK, 2 * BLOCK)
 
     def refuse(found: RecoveredRegion) -> None:
         raise Refused(Code.POOL_FULL, "no room", found.record.name)
 
     kept = {name: os.dup(descriptor) for name, descriptor in fixture.fds.kept.items()}
-    other = StoreFixture(pool, fixture.fds)
+    other = StoreFixture(make_pool(), fixture.fds)
     other.store.restore_regions(kept, refuse)
     assert fixture.fds.kept == {}
     assert other.store._all_tables() == []
-    for table in successor.store._all_tables():
-        table.close()
+    successor.store.close()
 
 
 async def test_the_next_daemon_restores_the_oldest_first_and_reuses_no_name(
-    pool: StoredPool,
+    make_pool: Callable[[], StoredPool],
 ) -> None:
     fds = KeptFds()
     names = {"block-table-10": "b", "block-table-9": "a"}
@@ -228,7 +229,7 @@ async def test_the_next_daemon_restores_the_oldest_first_and_reuses_no_name(
         table = BlockTable.create(RegionRecord(model, 0, COUNT * BLOCK, fingerprint=fingerprint))
         fds.store_fd(name, table.descriptor)
         table.close()
-    successor = StoreFixture(pool, fds)
+    successor = StoreFixture(make_pool(), fds)
     found: list[RecoveredRegion] = []
     successor.store.restore_regions({name: os.dup(fds.kept[name]) for name in names}, found.append)
     assert [region.record.name for region in found] == ["a", "b"]
@@ -261,22 +262,18 @@ async def test_a_region_whose_record_becomes_too_long_is_not_kept(fixture: Store
     assert not fixture.store.busy
 
 
-async def test_the_scrub_reads_committed_blocks(pool: StoredPool) -> None:
-    store = RegionStore(pool.checksums, KeptFds(), pool.reports.extend, 1 << 30)
-    store.apply_change(RegionCreated(KEYED))
-    store.start()
-    blocks = numbers(3)
-    plan = CopyPlan(1, 1, Direction.STORE, (), 0, 0, 0, 0)
-    block_set = BlockSet(KEYED.owner, blocks, (key(3),))
-    store.invalidate_blocks(StartTransfer(plan, "a", 1, block_set))
-    store.commit_store(CommitBlocks(1, block_set))
-    await eventually(lambda: not store.busy)
-    (committed,) = pool.reports
-    assert isinstance(committed, BlocksCommitted)
-    assert (committed.owner, committed.keys) == (KEYED.owner, (key(3),))
-    pool.damage(store._all_tables()[0], 3)
-    await eventually(lambda: len(pool.reports) > 1)
-    store.close()
-    await asyncio.sleep(0)
-    for report in pool.reports[:2]:
-        assert np.array_equal(report.blocks, blocks)  # type: ignore[union-attr]
+async def test_the_scrub_reads_committed_blocks(make_pool: Callable[[], StoredPool]) -> None:
+    fixture = StoreFixture(make_pool(), KeptFds(), scrub_rate=1 << 30)
+    fixture.store.apply_change(RegionCreated(KEYED))
+    reports = fixture.pool.reports
+    async with in_background(fixture.store.run()):
+        fixture.end(fixture.start([3], [3]))
+        await eventually(lambda: not fixture.store.busy)
+        (committed,) = reports
+        assert isinstance(committed, BlocksCommitted)
+        assert (committed.owner, committed.keys) == (KEYED.owner, (key(3),))
+        fixture.pool.damage(fixture.store._all_tables()[0], 3)
+        await eventually(lambda: len(reports) > 1)
+    fixture.store.close()
+    assert isinstance(reports[1], BlocksCorrupted)
+    assert reports[1].blocks.tolist() == committed.blocks.tolist() == [3]

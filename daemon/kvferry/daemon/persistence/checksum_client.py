@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.persistence.block_table import BlockTable, Checksums
 from kvferry.daemon.persistence.checksum_worker import MAX_BYTES, NUMBER, ChecksumRequest
 from kvferry.daemon.processes import start_worker
-from kvferry.proto.errors import Code, Failed, KVFerryError
+from kvferry.proto.errors import Code, Failed
 
 # Maximum of bytes and host blocks of one request. The event loop handles each reply, with all its
 # keys, without a break.
@@ -50,19 +51,18 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A request, and the function that gets its reply."""
+    """A request, and its checksums."""
 
     request: ChecksumRequest
-    done: Callable[[Checksums], None]
+    checksums: asyncio.Future[Checksums]
 
 
 class ChecksumClient:
-    """The checksum process, and the requests to it. Callbacks run on the event loop.
+    """The checksum process, and the requests to it.
 
     descriptors: of the chunks of the pool, which have `chunk_bytes` each, the last one perhaps
-    fewer. threads: of the process. failed: called if the process cannot be replaced. reply_timeout,
-    retry_after: see REPLY_SECONDS and RETRY. Raises Failed (COPY_FAILED) if no process can be
-    started.
+    fewer. threads: of the process. reply_timeout, retry_after: see REPLY_SECONDS and RETRY. Raises
+    Failed (COPY_FAILED) if no process can be started.
     """
 
     def __init__(
@@ -70,7 +70,6 @@ class ChecksumClient:
         descriptors: Sequence[int],
         chunk_bytes: int,
         threads: int,
-        failed: Callable[[KVFerryError], None],
         reply_timeout: float = REPLY_SECONDS,
         retry_after: float = RETRY,
     ) -> None:
@@ -78,9 +77,9 @@ class ChecksumClient:
         self._arguments = [str(number) for number in (threads, chunk_bytes, *descriptors)]
         # Maximum of requests in flight.
         self.window = REQUESTS_PER_THREAD * threads
-        self._failed = failed
         self._reply_timeout, self._retry_after = reply_timeout, retry_after
         self._loop = asyncio.get_running_loop()
+        self._failed: asyncio.Future[None] = self._loop.create_future()
         self._numbers = count()
         self._waiting: dict[Purpose, deque[_Pending]] = {each: deque() for each in Purpose}
         self._sent: dict[int, tuple[Purpose, _Pending]] = {}
@@ -94,17 +93,12 @@ class ChecksumClient:
         except OSError as error:
             raise self._failure(str(error)) from error
 
-    def request_checksums(
-        self,
-        table: BlockTable,
-        blocks: Int64s,
-        keys: Sequence[bytes],
-        purpose: Purpose,
-        done: Callable[[Checksums], None],
-    ) -> None:
-        """Request the checksums of one batch of blocks of a table (see `batches`).
+    async def read_checksums(
+        self, table: BlockTable, blocks: Int64s, keys: Sequence[bytes], purpose: Purpose
+    ) -> Checksums:
+        """The checksums of one batch of blocks of a table (see `batches`), in their order.
 
-        keys: of the blocks, or none. done: called with the checksums, in the order of the blocks.
+        keys: of the blocks, or none. Needs `run`.
         """
         record = table.record
         request = ChecksumRequest(
@@ -114,8 +108,17 @@ class ChecksumClient:
             blocks.astype(np.int64).tobytes(),
             keys,
         )
-        self._waiting[purpose].append(_Pending(request, done))
+        pending = _Pending(request, self._loop.create_future())
+        self._waiting[purpose].append(pending)
         self._send()
+        return await pending.checksums
+
+    async def run(self) -> None:
+        """Serve requests until cancelled. Raises Failed if the process cannot be replaced."""
+        try:
+            await self._failed
+        finally:
+            self.close()
 
     def close(self) -> None:
         """End the process. Outstanding requests get no reply."""
@@ -177,7 +180,8 @@ class ChecksumClient:
         (number,) = NUMBER.unpack_from(data)
         _, pending = self._sent.pop(number)
         self._send()
-        pending.done(np.frombuffer(data, np.uint64, offset=NUMBER.size))
+        if not pending.checksums.done():  # otherwise cancelled
+            pending.checksums.set_result(np.frombuffer(data, np.uint64, offset=NUMBER.size))
 
     def _check(self) -> None:
         """Replace the process if it has not replied in time."""
@@ -201,9 +205,8 @@ class ChecksumClient:
             self._waiting[purpose].appendleft(pending)
         self._sent.clear()
         if self._deaths > MAX_DEATHS:
-            self._failed(
-                self._failure(f"{self._deaths} processes in a row ended, the last one: {why}")
-            )
+            message = f"{self._deaths} processes in a row ended, the last one: {why}"
+            self._failed.set_exception(self._failure(message))
             return
         try:
             self._start()
@@ -216,6 +219,24 @@ class ChecksumClient:
     def _failure(self, why: str) -> Failed:
         message = f"the checksum process failed: {why}; see the log"
         return Failed(Code.COPY_FAILED, message, why)
+
+
+_Batch = TypeVar("_Batch")
+
+
+async def for_each_batch(
+    some: Iterable[_Batch], limit: int, read: Callable[[_Batch], Awaitable[None]]
+) -> None:
+    """Await `read` for each batch, for at most `limit` at a time. `some` is read in step."""
+    iterator = iter(some)
+
+    async def read_next() -> None:
+        for batch in iterator:
+            await read(batch)
+
+    async with asyncio.TaskGroup() as readers:
+        for _ in range(limit):
+            readers.create_task(read_next())
 
 
 def batches(block_bytes: int, blocks: int) -> Iterator[slice]:

@@ -12,13 +12,17 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
 from kvferry.daemon.core.actions import BlockSet
-from kvferry.daemon.persistence.block_table import BlockTable, Checksums, Versions
-from kvferry.daemon.persistence.checksum_client import ChecksumClient, Purpose, batches
+from kvferry.daemon.persistence.block_table import BlockTable, Versions
+from kvferry.daemon.persistence.checksum_client import (
+    ChecksumClient,
+    Purpose,
+    batches,
+    for_each_batch,
+)
 
 # Seconds between the completion of a store and the start of its round. If the daemon is killed, the
 # stores that wait and those of the current round are lost.
@@ -45,7 +49,7 @@ class CompletedStore:
 
 
 class ChecksumWriter:
-    """Commits completed stores in rounds.
+    """Completed stores that are not committed yet, and the flow that commits them.
 
     committed: called with blocks of a namespace that were committed, and their keys.
     commit_after, min_waiting: see COMMIT_AFTER and MIN_WAITING_BLOCKS.
@@ -59,21 +63,19 @@ class ChecksumWriter:
         commit_after: float = COMMIT_AFTER,
         min_waiting: int = MIN_WAITING_BLOCKS,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
         self._checksums, self._committed = checksums, committed
         self._commit_after, self._min_waiting = commit_after, min_waiting
-        # Stores of the next round.
+        # Stores of this round, and of the next one.
+        self._round: list[CompletedStore] = []
         self._stores: list[CompletedStore] = []
-        # Number of their blocks, and the number above which overwritten ones are dropped.
+        self._added = asyncio.Event()
+        # Blocks of the next round, and the number above which overwritten ones are dropped.
         self._waiting, self._max_waiting = 0, min_waiting
-        # Batches of this round that have no checksums yet.
-        self._reading = 0
-        self._round_is_due = False
 
     @property
     def busy(self) -> bool:
         """Whether a completed store is not committed yet."""
-        return self._reading > 0 or bool(self._stores)
+        return bool(self._round or self._stores)
 
     def add_store(self, store: CompletedStore) -> None:
         if not store.block_set.blocks.size:  # all of its keys were present
@@ -82,19 +84,39 @@ class ChecksumWriter:
         self._waiting += store.block_set.blocks.size
         if self._waiting > self._max_waiting:
             self._drop_overwritten()
-        self._plan_round()
+        self._added.set()
 
-    def _plan_round(self) -> None:
-        if self._stores and not (self._reading or self._round_is_due):
-            self._round_is_due = True
-            self._loop.call_later(self._commit_after, self._begin_round)
+    async def write_checksums(self) -> None:
+        """Commit the added stores, round by round, until cancelled."""
+        while True:
+            await self._added.wait()
+            await asyncio.sleep(self._commit_after)
+            self._added.clear()
+            self._drop_overwritten()
+            self._round, self._stores, self._waiting = self._stores, [], 0
+            batches_of_round = (
+                store.slice_blocks(part)
+                for store in self._round
+                for part in batches(store.table.record.block_bytes, store.block_set.blocks.size)
+            )
+            await for_each_batch(batches_of_round, self._checksums.window, self._commit)
+            self._round = []
 
-    def _begin_round(self) -> None:
-        self._round_is_due = False
-        self._drop_overwritten()
-        stores, self._stores, self._waiting = self._stores, [], 0
-        for store in stores:
-            self._read(store)
+    async def _commit(self, store: CompletedStore) -> None:
+        """Compute the checksums of one batch and commit it."""
+        table, block_set = store.table, store.block_set
+        checksums = await self._checksums.read_checksums(
+            table, block_set.blocks, block_set.keys, Purpose.COMMIT
+        )
+        if table.closed:
+            return
+        same = table.commit(
+            block_set.blocks, store.versions, checksums, block_set.keys, block_set.parts
+        )
+        if block_set.keys and same.any():
+            places = np.flatnonzero(same)
+            keys = tuple([block_set.keys[place] for place in places.tolist()])
+            self._committed(BlockSet(block_set.owner, block_set.blocks[places], keys))
 
     def _drop_overwritten(self) -> None:
         """Join the stores of each table, without blocks that were overwritten."""
@@ -105,32 +127,6 @@ class ChecksumWriter:
         self._stores = [_joined(table, stores) for table, stores in by_table.items()]
         self._waiting = sum([store.block_set.blocks.size for store in self._stores])
         self._max_waiting = max(self._min_waiting, 2 * self._waiting)
-
-    def _read(self, store: CompletedStore) -> None:
-        for part in batches(store.table.record.block_bytes, store.block_set.blocks.size):
-            batch = store.slice_blocks(part)
-            self._reading += 1
-            self._checksums.request_checksums(
-                store.table,
-                batch.block_set.blocks,
-                batch.block_set.keys,
-                Purpose.COMMIT,
-                partial(self._commit, batch),
-            )
-
-    def _commit(self, store: CompletedStore, checksums: Checksums) -> None:
-        self._reading -= 1
-        self._plan_round()
-        block_set = store.block_set
-        if store.table.closed:
-            return
-        same = store.table.commit(
-            block_set.blocks, store.versions, checksums, block_set.keys, block_set.parts
-        )
-        if block_set.keys and same.any():
-            places = np.flatnonzero(same)
-            keys = tuple([block_set.keys[place] for place in places.tolist()])
-            self._committed(BlockSet(block_set.owner, block_set.blocks[places], keys))
 
 
 def _joined(table: BlockTable, stores: list[CompletedStore]) -> CompletedStore:

@@ -7,7 +7,8 @@ runs. No result of a transfer waits for this. Event loop only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
@@ -21,18 +22,21 @@ from kvferry.daemon.core.actions import (
     RegionCreated,
     RegionFreed,
     RegionUpdated,
-    Report,
     StartTransfer,
 )
 from kvferry.daemon.core.layout import Bools, Int64s
 from kvferry.daemon.core.records import RecoveredRegion, RegionOwner, RegionRecord
 from kvferry.daemon.core.tier_actions import BlocksCommitted
-from kvferry.daemon.persistence.block_check import BlockCheck
+from kvferry.daemon.persistence.block_checks import (
+    Batch,
+    ReportToCore,
+    scrub,
+    unverified_batches,
+    verify,
+)
 from kvferry.daemon.persistence.block_table import BlockTable, Checksums, UseClock, Versions
 from kvferry.daemon.persistence.checksum_client import ChecksumClient
 from kvferry.daemon.persistence.checksum_writer import ChecksumWriter, CompletedStore
-from kvferry.daemon.persistence.scrub import Scrub
-from kvferry.daemon.persistence.verifier import Verifier
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import VerificationStatus
@@ -82,20 +86,20 @@ class RegionStore:
         self,
         checksums: ChecksumClient,
         fd_store: FdStore,
-        report: Callable[[list[Report]], None],
+        report: ReportToCore,
         scrub_rate: int,
     ) -> None:
-        self._checksums = checksums
-        self._fd_store = fd_store
+        self._checksums, self._fd_store = checksums, fd_store
+        self._report, self._scrub_rate = report, scrub_rate
         self._clock = UseClock()
         self._tables: dict[RegionOwner, tuple[str, BlockTable]] = {}
         self._stores: dict[int, _InflightStore] = {}
         self._writer = ChecksumWriter(
             checksums, lambda each: report([BlocksCommitted(each.owner, each.blocks, each.keys)])
         )
-        check = BlockCheck(checksums, report)
-        self._verifier = Verifier(check, checksums.window)
-        self._scrub = Scrub(check, scrub_rate, self._all_tables)
+        # Batches to be verified, and the bytes of all that an earlier daemon committed.
+        self._unverified: Iterator[Batch] = iter(())
+        self._restored_bytes = 0
         self._names = count(1)
 
     @property
@@ -106,7 +110,10 @@ class RegionStore:
     @property
     def verification(self) -> VerificationStatus | None:
         """Progress of the verification; None if there was nothing to verify."""
-        return self._verifier.status
+        if not self._restored_bytes:
+            return None
+        left = sum(table.unverified_bytes for table in self._all_tables())
+        return VerificationStatus(self._restored_bytes, self._restored_bytes - left)
 
     def restore_regions(
         self, kept: Mapping[str, int], restore: Callable[[RecoveredRegion], None]
@@ -140,11 +147,22 @@ class RegionStore:
                 blocks=table.num_blocks,
             )
         self._names = count(1 + max(map(number_of, names), default=0))
+        self._unverified = unverified_batches(self._all_tables())
+        self._restored_bytes = sum(table.unverified_bytes for table in self._all_tables())
 
-    def start(self) -> None:
-        """Start to verify restored blocks, and to scrub."""
-        self._verifier.start(self._all_tables())
-        self._scrub.start()
+    async def run(self) -> None:
+        """Commit completed stores, verify restored blocks, and scrub, until cancelled.
+
+        Raises Failed (COPY_FAILED) in an exception group if no checksum process can be started.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._checksums.run())
+            tasks.create_task(self._writer.write_checksums())
+            tasks.create_task(verify(self._checksums, self._report, self._unverified))
+            if self._scrub_rate:
+                tasks.create_task(
+                    scrub(self._checksums, self._report, self._all_tables, self._scrub_rate)
+                )
 
     def apply_change(self, change: RegionChange) -> None:
         """Create, update or drop the table of a region."""
@@ -206,8 +224,7 @@ class RegionStore:
         return entry[1].checksums(blocks), entry[1].has_checksum(blocks)
 
     def close(self) -> None:
-        """Stop scrub and checksum process, and close the tables; stored descriptors stay stored."""
-        self._scrub.stop()
+        """End the checksum process and close the tables; stored descriptors stay stored."""
         self._checksums.close()
         for _, table in self._tables.values():
             table.close()

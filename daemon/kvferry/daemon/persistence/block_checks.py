@@ -1,0 +1,172 @@
+"""Compares committed blocks with their checksums: once after a restart, and repeatedly.
+
+    verify    compares the blocks of an earlier daemon, which are not loadable before that
+    scrub     reads all committed blocks again and again at a limited rate, to find corrupt memory
+
+Both are flows of RegionStore.run. If a block is overwritten while it is read, its version changes,
+and it is neither verified nor corrupt. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import structlog
+
+from kvferry.daemon.core.actions import BlocksCorrupted, BlocksVerified, Report
+from kvferry.daemon.core.layout import Int64s
+from kvferry.daemon.persistence.block_table import BlockTable
+from kvferry.daemon.persistence.checksum_client import (
+    BATCH_BLOCKS,
+    ChecksumClient,
+    Purpose,
+    batches,
+    for_each_batch,
+)
+
+# Unverified blocks in order of recency. Within such a range, the blocks of one region are read
+# together.
+RANGE_BLOCKS = 4 * BATCH_BLOCKS
+# Lines of a block table that the scrub searches for committed blocks without a break.
+LINES_PER_SEARCH = 1 << 16
+# A batch of the scrub has the bytes of this many seconds at the configured rate, but at least one
+# block.
+BATCH_SECONDS = 0.25
+# What a smaller block counts as in the scrub. Each block costs about 2 us, whatever its size: at
+# 64 MiB/s, blocks of 4 KiB would use 3 % of a core.
+COUNTED_BYTES = 128 << 10
+# A round of the scrub takes at least the time of so many bytes at the configured rate, or
+# ROUND_SECONDS if that is less, so that an idle daemon sleeps.
+ROUND_BYTES, ROUND_SECONDS = 4 << 30, 60.0
+
+# Passes reports to the core.
+ReportToCore: TypeAlias = Callable[[list[Report]], None]
+# Blocks of one table, at most as many as fit into one request.
+Batch: TypeAlias = tuple[BlockTable, Int64s]
+
+log = structlog.get_logger()
+
+
+async def check_blocks(
+    checksums: ChecksumClient, report: ReportToCore, batch: Batch, purpose: Purpose
+) -> None:
+    """Read one batch of committed blocks, compare it and report the outcome."""
+    table, blocks = batch
+    versions, expected = table.versions(blocks), table.checksums(blocks)
+    found = await checksums.read_checksums(table, blocks, table.keys(blocks), purpose)
+    if table.closed:
+        return
+    owner, reports = table.record.owner, list[Report]()
+    same, good = table.unchanged(blocks, versions), found == expected
+    if (verified := table.mark_verified(blocks[same & good])).size:
+        reports.append(BlocksVerified(owner, verified, table.keys(verified)))
+    if (bad := blocks[same & ~good]).size:
+        reports.append(BlocksCorrupted(owner, bad, table.keys(bad)))
+        table.mark_corrupt(bad)
+        log.error(
+            "host blocks corrupt",
+            owner=owner.name,
+            blocks=bad.size,
+            first=int(bad[0]),
+            found_by=purpose.name.lower(),
+        )
+    if reports:
+        report(reports)
+
+
+async def verify(
+    checksums: ChecksumClient, report: ReportToCore, unverified: Iterator[Batch]
+) -> None:
+    """Verify the batches of `unverified_batches`.
+
+    Only a few are requested at a time, so that blocks which are overwritten meanwhile are not read,
+    and checksums of new stores are not delayed.
+    """
+    began, nbytes = time.monotonic(), 0
+
+    async def check(batch: Batch) -> None:
+        nonlocal nbytes
+        nbytes += batch[1].size * batch[0].record.block_bytes
+        await check_blocks(checksums, report, batch, Purpose.VERIFY)
+
+    await for_each_batch(unverified, checksums.window, check)
+    if nbytes:
+        seconds = round(time.monotonic() - began, 3)
+        log.info("verification complete", bytes=nbytes, seconds=seconds)
+
+
+def unverified_batches(
+    tables: Sequence[BlockTable], *, range_blocks: int = RANGE_BLOCKS
+) -> Iterator[Batch]:
+    """Batches of unverified blocks of all tables, the most recently used first.
+
+    Sorts at once, which takes long. A batch has the blocks that are unverified when it is read from
+    the iterator. range_blocks: see RANGE_BLOCKS.
+    """
+    unverified_of = [
+        np.zeros(0, np.int64) if table.unverified is None else np.flatnonzero(table.unverified)
+        for table in tables
+    ]
+    blocks = np.concatenate([np.zeros(0, np.int64), *unverified_of])
+    owners = np.repeat(np.arange(len(tables)), [blocks.size for blocks in unverified_of])
+    stamps = [table.stamps(own) for table, own in zip(tables, unverified_of, strict=True)]
+    order = np.argsort(np.concatenate([np.zeros(0, np.uint64), *stamps]), kind="stable")[::-1]
+
+    def ranges() -> Iterator[Batch]:
+        for at in range(0, order.size, range_blocks):
+            together = order[at : at + range_blocks]
+            for owner in np.unique(owners[together]).tolist():
+                table, some = tables[owner], blocks[together[owners[together] == owner]]
+                for part in batches(table.record.block_bytes, some.size):
+                    if table.closed or table.unverified is None:
+                        break
+                    unverified = some[part][table.unverified[some[part]]]
+                    if unverified.size:
+                        yield table, unverified
+
+    return ranges()
+
+
+async def scrub(
+    checksums: ChecksumClient,
+    report: ReportToCore,
+    tables: Callable[[], Sequence[BlockTable]],
+    rate: int,
+    *,
+    round_bytes: int = ROUND_BYTES,
+    counted_bytes: int = COUNTED_BYTES,
+    searched: int = LINES_PER_SEARCH,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
+    """Read all committed blocks repeatedly, until cancelled.
+
+    One batch is read at a time, when no checksum of a store or of the verification is requested.
+    Then follows a pause for the time that the batch takes at the configured rate.
+
+    tables: returns the current block tables. rate: bytes per second. round_bytes, counted_bytes,
+    searched: see ROUND_BYTES, COUNTED_BYTES and LINES_PER_SEARCH.
+    """
+    round_seconds = min(ROUND_SECONDS, round_bytes / rate)
+    while True:
+        began = time.monotonic()
+        for table in tables():
+            at = 0
+            most = max(1, min(int(rate * BATCH_SECONDS) // table.record.block_bytes, BATCH_BLOCKS))
+            while not table.closed and at < table.num_blocks:
+                end = min(at + searched, table.num_blocks)
+                blocks = table.committed_blocks(at, end)
+                if table.unverified is not None:
+                    blocks = blocks[~table.unverified[blocks]]
+                blocks = blocks[:most]
+                if not blocks.size:
+                    at = end
+                    await sleep(0.0)
+                    continue
+                at = int(blocks[-1]) + 1
+                await check_blocks(checksums, report, (table, blocks), Purpose.SCRUB)
+                await sleep(blocks.size * max(table.record.block_bytes, counted_bytes) / rate)
+        await sleep(max(0.0, round_seconds - (time.monotonic() - began)))
