@@ -32,6 +32,7 @@ from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.regions import MAX_REGIONS
 from kvferry.daemon.core.transfers import MAX_GPU_BLOCKS
+from kvferry.daemon.daemon_connection import can_lower_priority
 from kvferry.daemon.device.command_queue import Ping
 from kvferry.daemon.device.device_worker import DeviceWorker
 from kvferry.daemon.engine.base import CopyEngine
@@ -50,7 +51,6 @@ from kvferry.daemon.persistence.checksum_client import ChecksumClient
 from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
 from kvferry.daemon.persistence.recovery import RecoveredState, chunks_of, recover_pool
 from kvferry.daemon.persistence.region_store import RegionStore
-from kvferry.daemon.processes import can_lower_priority
 from kvferry.daemon.reload import Reload
 from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor

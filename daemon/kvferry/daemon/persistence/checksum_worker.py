@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import xxhash
 
-from kvferry.daemon.processes import lower_priority
+from kvferry.daemon.daemon_connection import lower_priority
 
 # Maximum size of a datagram.
 MAX_BYTES = 1 << 20

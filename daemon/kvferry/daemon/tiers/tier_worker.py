@@ -28,8 +28,8 @@ from typing import Any
 import msgspec
 import structlog
 
+from kvferry.daemon.daemon_connection import lower_priority
 from kvferry.daemon.memory.shared_memory import MappedFiles
-from kvferry.daemon.processes import lower_priority
 from kvferry.daemon.tiers.base import (
     Blocks,
     Result,
