@@ -22,7 +22,7 @@ async def make_pool() -> AsyncIterator[Callable[[], StoredPool]]:
 
     yield make
     for pool in pools:
-        pool.close()
+        await pool.close()
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from kvferry.daemon.persistence.checksum_client import ChecksumClient
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import Fingerprint
+from support.time_limits import TIMEOUT
 
 BLOCK, COUNT = 4096, 16
 FINGERPRINT = Fingerprint("llama", BLOCK, key_bytes=8)
@@ -75,8 +76,8 @@ class StoredPool:
     def damage(self, table: BlockTable, block: int) -> None:
         self.bytes[table.record.start + block * BLOCK + 100] ^= 1
 
-    def close(self) -> None:
-        self.checksums.close()
+    async def close(self) -> None:
+        await self.checksums._process.close(TIMEOUT)
         for table in self.tables:
             if not table.closed:
                 table.close()

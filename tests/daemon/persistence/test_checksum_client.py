@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-import select
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -20,17 +19,21 @@ from kvferry.daemon.memory.shared_memory import PAGE, MappedFiles
 from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.checksum_client import (
     BATCH_BLOCKS,
+    MAX_DEATHS,
     ChecksumClient,
     Purpose,
     batches,
     for_each_batch,
 )
+from kvferry.daemon.processes import ProcessTimes
 from kvferry.proto.errors import Code, Failed
+from kvferry.proto.keys import MAX_KEY_BYTES
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from support.background import in_background
 from support.eventually import eventually
 from support.refused_starts import refuse_starts
+from support.time_limits import TIMEOUT
 
 CHUNK, COUNT = 4 * PAGE, 16
 # Blocks cross pages and chunks.
@@ -38,6 +41,7 @@ BLOCK = 3 * 1024
 START = 512
 # A block that is hashed in several calls and crosses chunks.
 LARGE = 5 * CHUNK + 100
+SHORT = ProcessTimes(first_restart=0.01)
 
 
 @dataclass(frozen=True)
@@ -52,18 +56,23 @@ class BlockRequest:
 class ClientFixture:
     """A pool of random bytes, and a client of its checksum process."""
 
-    def __init__(self, **timeouts: float) -> None:
+    def __init__(self, chunk_bytes: int = CHUNK, **options: Any) -> None:
         self.pool = MappedFiles("kvferry-test", COUNT * CHUNK, CHUNK)
         self.bytes = (ctypes.c_ubyte * self.pool.nbytes).from_address(self.pool.address)
         rng = np.random.default_rng(1)
         self.bytes[:] = rng.integers(0, 256, self.pool.nbytes, np.uint8).tolist()
-        self.client = ChecksumClient(self.pool.descriptors, CHUNK, 2, **timeouts)
+        self.client = ChecksumClient(self.pool.descriptors, chunk_bytes, 2, **options)
         self.reads: list[asyncio.Task[Any]] = []
         self.tables: dict[int, BlockTable] = {}
 
     @property
-    def process(self) -> Any:
-        return self.client._process
+    def pid(self) -> int | None:
+        """Of the checksum process."""
+        return self.client._process.pid
+
+    def send_signal(self, number: signal.Signals) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, number)
 
     def read(self, request: BlockRequest, purpose: Purpose = Purpose.COMMIT) -> asyncio.Task[Any]:
         self.reads.append(
@@ -90,8 +99,10 @@ class ClientFixture:
     async def wait_for_sums(self) -> list[Any]:
         return list(await asyncio.gather(*self.reads))
 
-    def close(self) -> None:
-        self.client.close()
+    async def close(self) -> None:
+        for read in self.reads:
+            read.cancel()
+        await self.client._process.close(TIMEOUT)
         for table in self.tables.values():
             table.close()
         self.pool.close()
@@ -109,13 +120,10 @@ class ClientFixture:
 
 @pytest.fixture
 async def stopped(request: pytest.FixtureRequest) -> AsyncIterator[ClientFixture]:
-    """A ClientFixture that does not run. The parameter has the timeouts of the client."""
+    """A ClientFixture that does not run. The parameter has its arguments."""
     fixture = ClientFixture(**getattr(request, "param", {}))
     yield fixture
-    for read in fixture.reads:
-        read.cancel()
-    fixture.close()
-    assert fixture.process.returncode is not None
+    await fixture.close()
 
 
 @pytest.fixture
@@ -128,12 +136,6 @@ async def fixture(stopped: ClientFixture) -> AsyncIterator[ClientFixture]:
 def request_of(*numbers: int, keys: bool = False) -> BlockRequest:
     names = [number.to_bytes(8, "big") for number in numbers] if keys else []
     return BlockRequest(list(numbers), names)
-
-
-def long_request(count: int) -> BlockRequest:
-    """A request with the longest keys."""
-    numbers = [number % 64 for number in range(count)]
-    return BlockRequest(numbers, [bytes(56) + n.to_bytes(8, "big") for n in range(count)])
 
 
 @pytest.mark.parametrize(("block_bytes", "blocks"), [(2 << 20, 128), (4096, 1024), (1 << 30, 1)])
@@ -154,21 +156,25 @@ async def test_a_checksum_depends_on_the_bytes_and_the_key_or_number(
 
 
 async def test_commits_and_verification_alternate_and_the_scrub_waits_for_both(
-    fixture: ClientFixture,
+    stopped: ClientFixture,
 ) -> None:
     order: list[Purpose] = []
-    fixture.client.window = 1
+    stopped.client.window = 1
     scrub, commit, verify = Purpose.SCRUB, Purpose.COMMIT, Purpose.VERIFY
     for purpose in (scrub, scrub, *[verify] * 3, *[commit] * 2):
-        read = fixture.read(request_of(1), purpose)
+        read = stopped.read(request_of(1), purpose)
         read.add_done_callback(lambda _, purpose=purpose: order.append(purpose))  # type: ignore[misc]
-    await fixture.wait_for_sums()
-    await eventually(lambda: len(order) == 7)
-    assert order == [scrub, commit, verify, commit, verify, verify, scrub]
+    await asyncio.sleep(0)
+    async with in_background(stopped.client.run()):
+        await stopped.wait_for_sums()
+        await eventually(lambda: len(order) == 7)
+    assert order == [commit, verify, commit, verify, verify, scrub, scrub]
 
 
-async def test_many_requests_are_queued_for_the_process(fixture: ClientFixture) -> None:
-    request = long_request(BATCH_BLOCKS)
+async def test_the_largest_requests_are_queued_for_the_process(fixture: ClientFixture) -> None:
+    numbers = [number % 64 for number in range(BATCH_BLOCKS)]
+    keys = [bytes(MAX_KEY_BYTES - 8) + number.to_bytes(8, "big") for number in range(BATCH_BLOCKS)]
+    request = BlockRequest(numbers, keys)
     for _ in range(30):
         fixture.read(request)
     expected = fixture.expected(request)
@@ -181,110 +187,75 @@ async def test_a_process_that_dies_or_hangs_is_replaced_and_requests_are_repeate
     fixture: ClientFixture, number: signal.Signals
 ) -> None:
     await fixture.read(request_of(1))
-    before = fixture.process
-    os.kill(before.pid, number)
+    before = fixture.pid
+    fixture.send_signal(number)
     requests = [request_of(n, n + 1) for n in range(20)]
     for n, request in enumerate(requests):
         fixture.read(request, Purpose(n % 3))
     _, *sums = await fixture.wait_for_sums()
     assert [each.tolist() for each in sums] == list(map(fixture.expected, requests))
-    assert fixture.process is not before
-    assert before.returncode == -signal.SIGKILL
+    assert fixture.pid != before
 
 
-async def test_an_idle_process_has_the_full_reply_timeout(fixture: ClientFixture) -> None:
-    await fixture.read(request_of(1))
-    before = fixture.process
-    fixture.client._last_reply -= 100
-    read = fixture.read(request_of(2))
-    await asyncio.sleep(0)
-    assert fixture.client._watch is not None
-    fixture.client._watch.cancel()
-    fixture.client._check()
-    await read
-    assert fixture.process is before
-
-
-async def test_a_process_whose_reply_has_arrived_is_not_replaced(fixture: ClientFixture) -> None:
-    """Although the daemon reads it after the timeout, because its event loop was busy."""
-    before = fixture.process
-    read = fixture.read(request_of(1))
-    await asyncio.sleep(0)
-    select.select([fixture.client._socket], [], [])  # blocks the event loop
-    fixture.client._last_reply -= 100
-    assert fixture.client._watch is not None
-    fixture.client._watch.cancel()
-    fixture.client._check()
-    await read
-    assert fixture.process is before
-
-
-async def test_an_idle_process_that_dies_is_replaced(fixture: ClientFixture) -> None:
-    before = fixture.process
-    before.kill()
-    await eventually(lambda: fixture.process is not before)
-    await fixture.read(request_of(1))
-
-
-@pytest.mark.parametrize("stopped", [{"retry_after": 0.01}], indirect=True)
-async def test_a_failed_start_of_the_process_is_retried(
+@pytest.mark.parametrize("stopped", [{"times": SHORT}], indirect=True)
+async def test_a_reply_ends_the_count_of_deaths(
     fixture: ClientFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refusals = refuse_starts(monkeypatch, OSError("too many"), OSError("too many"))
-    fixture.process.kill()
-    await fixture.read(request_of(1))
-    assert not refusals
+    for _ in range(2):
+        refusals = refuse_starts(monkeypatch, *[OSError("too many")] * (MAX_DEATHS - 1))
+        fixture.send_signal(signal.SIGKILL)
+        await eventually(lambda: not refusals)  # noqa: B023
+        await fixture.read(request_of(1))
 
 
-@pytest.mark.parametrize("stopped", [{"retry_after": 0.01}], indirect=True)
+@pytest.mark.parametrize("stopped", [{"times": SHORT}], indirect=True)
 async def test_a_process_that_cannot_be_started_ends_the_client(
     stopped: ClientFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_starts(monkeypatch, *[OSError("none")] * 9)
-    stopped.process.kill()
-    with pytest.raises(
-        Failed, match="4 processes in a row ended, the last one: cannot start: none"
-    ):
+    stopped.send_signal(signal.SIGKILL)
+    last = "4 processes in a row ended, the last one: cannot start: none"
+    with pytest.RaisesGroup(pytest.RaisesExc(Failed, match=last)):
         await stopped.client.run()
     with pytest.raises(Failed, match="checksum process failed: none"):
         ChecksumClient(stopped.pool.descriptors, CHUNK, 2)
 
 
-async def test_a_process_that_always_dies_ends_the_client(stopped: ClientFixture) -> None:
-    stopped.client._arguments[1] = "0"  # chunks of 0 bytes: the process dies at the first read
-    stopped.process.kill()
+@pytest.mark.parametrize("stopped", [{"times": SHORT, "chunk_bytes": 0}], indirect=True)
+async def test_a_process_that_dies_at_each_request_ends_the_client(stopped: ClientFixture) -> None:
     stopped.read(request_of(1))
-    with pytest.raises(Failed, match="4 processes in a row ended") as failure:
+    last = "4 processes in a row ended, the last one: it has ended"
+    with pytest.RaisesGroup(pytest.RaisesExc(Failed, match=last)) as failure:
         await stopped.client.run()
-    assert failure.value.code == Code.COPY_FAILED
+    assert failure.value.exceptions[0].code == Code.COPY_FAILED
 
 
 async def test_the_process_ignores_signals_for_the_daemon(fixture: ClientFixture) -> None:
     """A terminal sends SIGINT and SIGHUP, and a service manager SIGTERM, to all processes."""
     await fixture.read(request_of(1))  # the process is running
-    before = fixture.process
+    before = fixture.pid
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(before.pid, number)
+        fixture.send_signal(number)
     await fixture.read(request_of(2))
-    assert fixture.process is before
+    assert fixture.pid == before
 
 
-async def test_the_process_ends_with_its_client(fixture: ClientFixture) -> None:
-    """This holds also if only the kernel closes the socket."""
+async def test_the_process_ends_when_the_daemon_disconnects(fixture: ClientFixture) -> None:
     await fixture.read(request_of(1))
-    process = fixture.process
-    fixture.client._loop.remove_reader(fixture.client._socket.fileno())
-    fixture.client._socket.close()
-    assert await asyncio.to_thread(process.wait, 30) == 0
+    process = fixture.client._process._process
+    assert process is not None
+    await fixture.client._process.close(TIMEOUT)
+    assert process.returncode == 0
 
 
 async def test_a_reply_to_a_cancelled_read_is_dropped(fixture: ClientFixture) -> None:
-    cancelled = fixture.read(long_request(BATCH_BLOCKS))
+    sent, waiting = fixture.read(request_of(1)), [fixture.read(request_of(2)) for _ in range(9)]
     await asyncio.sleep(0)
-    cancelled.cancel()
+    for read in (sent, *waiting):
+        read.cancel()
     request = request_of(1)
     assert (await fixture.read(request)).tolist() == fixture.expected(request)
-    assert cancelled.cancelled()
+    assert sent.cancelled()
 
 
 async def test_batches_are_read_a_few_at_a_time() -> None:

@@ -1,10 +1,10 @@
 """The checksum process: computes XXH3 checksums of host blocks for the daemon.
 
-    python -m kvferry.daemon.persistence.checksum_worker SOCKET THREADS CHUNK_BYTES DESCRIPTOR...
+    python -m kvferry.daemon.persistence.checksum_worker SOCKET DAEMON THREADS CHUNK DESCRIPTOR...
 
-It maps the chunks of the host pool read-only, so it cannot change a block. Its threads do not share
-the daemon's GIL. Each received datagram is a ChecksumRequest; each sent datagram is the number of
-the request followed by the checksums. The process ends when its socket is closed.
+It maps the chunks of the host pool, of CHUNK bytes each, read-only, so it cannot change a block.
+Its threads do not share the daemon's GIL. Each request is a ChecksumRequest; a reply has the
+checksums as uint64. The process ends when the daemon disconnects.
 """
 
 from __future__ import annotations
@@ -12,10 +12,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import signal
-import socket
-import struct
-import sys
 import traceback
 from array import array
 from collections.abc import Iterator, Sequence
@@ -24,12 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import xxhash
 
-from kvferry.daemon.daemon_connection import lower_priority
+from kvferry.daemon.daemon_connection import READY, connect_to_daemon
 
-# Maximum size of a datagram.
-MAX_BYTES = 1 << 20
-# A reply begins with the number of the request; uint64 checksums follow.
-NUMBER = struct.Struct("=Q")
 # Added to the daemon's nice value, because copies are more urgent than checksums.
 NICE_INCREMENT = 10
 # Up to this size one call is faster than a streaming hash (1.0 us and 1.8 us for 4 KiB). For larger
@@ -44,7 +36,6 @@ class ChecksumRequest(msgspec.Struct, frozen=True, array_like=True):
     number, so that a block in the wrong place does not match.
     """
 
-    number: int
     start: int
     block_bytes: int
     blocks: bytes
@@ -95,27 +86,26 @@ def _mapped(descriptor: int) -> memoryview:
     return memoryview(chunk)
 
 
-def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the daemon handles them
-        signal.signal(number, signal.SIG_IGN)
-    lower_priority(NICE_INCREMENT)
-    descriptor, threads, chunk_bytes, *descriptors = map(int, arguments)
-    pool, peer = PoolReader(descriptors, chunk_bytes), socket.socket(fileno=descriptor)
-    for each in descriptors:
-        os.close(each)
+def main() -> None:
+    daemon, arguments = connect_to_daemon(NICE_INCREMENT)
+    threads, chunk_bytes, *descriptors = map(int, arguments)
+    pool = PoolReader(descriptors, chunk_bytes)
+    for descriptor in descriptors:
+        os.close(descriptor)
 
-    def reply(request: ChecksumRequest) -> None:
+    def reply(number: int, request: ChecksumRequest) -> None:
         try:
-            peer.send(NUMBER.pack(request.number) + pool.checksums(request).tobytes())
+            daemon.send(number, pool.checksums(request).tobytes())
         except BaseException:
             traceback.print_exc()
             os._exit(1)
 
     executor = ThreadPoolExecutor(threads)
     decoder = msgspec.msgpack.Decoder(ChecksumRequest)
-    with contextlib.suppress(ConnectionResetError):  # closed before the daemon has read all replies
-        while data := peer.recv(MAX_BYTES):
-            executor.submit(reply, decoder.decode(data))
+    daemon.send(READY)
+    while (message := daemon.receive()) is not None:
+        number, payload = message
+        executor.submit(reply, number, decoder.decode(payload))
     os._exit(0)  # do not wait for the threads
 
 

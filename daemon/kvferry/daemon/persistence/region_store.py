@@ -156,13 +156,13 @@ class RegionStore:
         Raises Failed (COPY_FAILED) in an exception group if no checksum process can be started.
         """
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._checksums.run())
             tasks.create_task(self._writer.write_checksums())
             tasks.create_task(verify(self._checksums, self._report, self._unverified))
             if self._scrub_rate:
                 tasks.create_task(
                     scrub(self._checksums, self._report, self._all_tables, self._scrub_rate)
                 )
+            await self._checksums.run()
 
     def apply_change(self, change: RegionChange) -> None:
         """Create, update or drop the table of a region."""
@@ -224,8 +224,7 @@ class RegionStore:
         return entry[1].checksums(blocks), entry[1].has_checksum(blocks)
 
     def close(self) -> None:
-        """End the checksum process and close the tables; stored descriptors stay stored."""
-        self._checksums.close()
+        """Close the tables; stored descriptors stay stored."""
         for _, table in self._tables.values():
             table.close()
 
