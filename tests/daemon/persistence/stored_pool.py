@@ -71,7 +71,8 @@ class StoredPool:
             for at, seed in zip(starts, seeds, strict=True)
         ]
         versions = table.invalidate(block_ids)
-        table.commit(block_ids, versions, np.array(checksums, np.uint64), names, {})
+        table.store(block_ids, table.unchanged(block_ids, versions), names, {})
+        table.commit(block_ids, versions, np.array(checksums, np.uint64))
 
     def damage(self, table: BlockTable, block: int) -> None:
         self.bytes[table.record.start + block * BLOCK + 100] ^= 1

@@ -53,11 +53,22 @@ def blocks(*numbers: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 def store(
     table: BlockTable, numbers: list[int], keys: list[bytes], **parts: tuple[int, int]
 ) -> None:
-    versions = table.invalidate(blocks(*numbers))
+    part_of = {int(name[1:]): part for name, part in parts.items()}
+    commit(table, numbers, table.invalidate(blocks(*numbers)), keys, part_of)
+
+
+def commit(
+    table: BlockTable,
+    numbers: list[int],
+    versions: Any,
+    keys: list[bytes],
+    parts: dict[int, tuple[int, int]] | None = None,
+) -> list[int]:
+    """A store of blocks that had these versions completes. Returns the committed blocks."""
+    some = blocks(*numbers)
+    table.store(some, table.unchanged(some, versions), keys, parts or {})
     checksums = np.array([7 * n for n in numbers], dtype=np.uint64)
-    table.commit(
-        blocks(*numbers), versions, checksums, keys, {int(n[1:]): p for n, p in parts.items()}
-    )
+    return list(table.commit(some, versions, checksums).tolist())
 
 
 def test_blocks_that_were_never_stored_use_no_memory() -> None:
@@ -201,8 +212,24 @@ def test_a_store_of_a_block_that_is_marked_corrupt_is_not_committed() -> None:
     with new_table() as table:
         versions = table.invalidate(blocks(1, 2))
         table.mark_corrupt(blocks(1))
-        table.commit(blocks(1, 2), versions, np.zeros(2, "<u8"), [b"aaaaa", b"bbbbb"], {})
+        assert commit(table, [1, 2], versions, [b"aaaaa", b"bbbbb"]) == [2]
         assert read_residents(table) == (ResidentBlock(2, b"bbbbb"),)
+
+
+def test_a_block_is_stored_from_its_store_until_its_commit() -> None:
+    with new_table() as table:
+        versions = table.invalidate(blocks(1, 2, 3))
+        assert not table.stored.any()
+        table.store(blocks(1, 2, 3), np.array([True, True, False]), [b"aaaaa"] * 3, {})
+        assert np.flatnonzero(table.stored).tolist() == [1, 2]
+        assert read_residents(table) == ()
+        table.invalidate(blocks(1))
+        assert np.flatnonzero(table.stored).tolist() == [2]
+        table.commit(blocks(2), versions[1:2], np.zeros(1, np.uint64))
+        assert not table.stored.any()
+        table.store(blocks(3), np.array([True]), [b"bbbbb"], {})
+        table.clear_commits()
+        assert not table.stored.any()
 
 
 def test_the_more_recent_of_two_blocks_with_one_key_is_found() -> None:
@@ -257,9 +284,8 @@ def test_only_the_last_store_of_a_block_commits_it(steps: list[tuple[str, list[i
             elif step == "commit" and in_flight:
                 stored, versions = in_flight.pop(index % len(in_flight))
                 names = [next(keys) for _ in stored]
-                checksums = np.zeros(len(stored), dtype=np.uint64)
-                table.commit(blocks(*stored), versions, checksums, names, {})
                 current = [n for n in stored if last.get(n) is versions]
+                assert commit(table, stored, versions, names) == current
                 for number in current:
                     committed.pop(number, None)
                 committed.update(
@@ -296,7 +322,5 @@ def test_a_wipe_takes_no_memory_for_blocks_that_were_never_stored() -> None:
         versions = table.invalidate(blocks(1))
         table.clear_commits()
         assert os.fstat(table.descriptor).st_blocks * 512 < 64 << 10
-        assert not table.commit(
-            blocks(1), versions, np.zeros(1, dtype=np.uint64), [b"bbbbb"], {}
-        ).any()
+        assert commit(table, [1], versions, [b"bbbbb"]) == []
         assert read_residents(table) == ()

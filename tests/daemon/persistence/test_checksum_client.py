@@ -26,7 +26,7 @@ from kvferry.daemon.persistence.checksum_client import (
     for_each_batch,
 )
 from kvferry.daemon.processes import ProcessTimes
-from kvferry.proto.errors import Code, Failed
+from kvferry.proto.errors import Failed
 from kvferry.proto.keys import MAX_KEY_BYTES
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
@@ -225,9 +225,8 @@ async def test_a_process_that_cannot_be_started_ends_the_client(
 async def test_a_process_that_dies_at_each_request_ends_the_client(stopped: ClientFixture) -> None:
     stopped.read(request_of(1))
     last = "4 processes in a row ended, the last one: it has ended"
-    with pytest.RaisesGroup(pytest.RaisesExc(Failed, match=last)) as failure:
+    with pytest.RaisesGroup(pytest.RaisesExc(Failed, match=f"copy_failed.*{last}")):
         await stopped.client.run()
-    assert failure.value.exceptions[0].code == Code.COPY_FAILED
 
 
 async def test_the_process_ignores_signals_for_the_daemon(fixture: ClientFixture) -> None:
@@ -261,11 +260,12 @@ async def test_a_reply_to_a_cancelled_read_is_dropped(fixture: ClientFixture) ->
 async def test_batches_are_read_a_few_at_a_time() -> None:
     begun, ended = list[int](), list[int]()
 
-    async def read(batch: int) -> None:
+    async def read(batch: Any) -> None:
         begun.append(batch)
         assert len(begun) - len(ended) <= 2
         await asyncio.sleep(0)
         ended.append(batch)
 
-    await for_each_batch(iter(range(5)), 2, read)
+    some: Any = iter(range(5))
+    await for_each_batch(some, 2, read)
     assert begun == ended == list(range(5))

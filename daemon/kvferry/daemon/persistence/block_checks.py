@@ -18,10 +18,10 @@ import numpy as np
 import structlog
 
 from kvferry.daemon.core.actions import BlocksCorrupted, BlocksVerified, Report
-from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.checksum_client import (
     BATCH_BLOCKS,
+    Batch,
     ChecksumClient,
     Purpose,
     batches,
@@ -31,7 +31,7 @@ from kvferry.daemon.persistence.checksum_client import (
 # Unverified blocks in order of recency. Within such a range, the blocks of one region are read
 # together.
 RANGE_BLOCKS = 4 * BATCH_BLOCKS
-# Lines of a block table that the scrub searches for committed blocks without a break.
+# Lines of a block table that are searched without a break.
 LINES_PER_SEARCH = 1 << 16
 # A batch of the scrub has the bytes of this many seconds at the configured rate, but at least one
 # block.
@@ -45,8 +45,6 @@ ROUND_BYTES, ROUND_SECONDS = 4 << 30, 60.0
 
 # Passes reports to the core.
 ReportToCore: TypeAlias = Callable[[list[Report]], None]
-# Blocks of one table, at most as many as fit into one request.
-Batch: TypeAlias = tuple[BlockTable, Int64s]
 
 log = structlog.get_logger()
 

@@ -4,8 +4,8 @@ It is a memfd, so it outlives the daemon while another process has its descripto
 killed between any two instructions. The order of writes keeps the table consistent:
 
     invalidate   before a store may write a block: `committed` is cleared, the version grows
-    commit       after the store, once the checksum is computed: key, part and checksum are written
-                 first, the flag `committed` last
+    store        after the store: key and part are written
+    commit       once the checksum is computed: it is written first, the flag `committed` last
 
 So a committed block always matches its checksum. If the daemon ends, a block that was stored but
 not committed is a miss. The file has space for two records of the region, and a number that selects
@@ -98,6 +98,8 @@ class BlockTable:
         self._unverified_count = 0
         self._committed, self._versions = self._lines["committed"], self._lines["version"]
         self._stamps = self._lines["stamp"]
+        # Blocks whose store completed, and that are not committed yet.
+        self.stored: Bools = np.zeros(self.num_blocks, np.bool_)
         self.closed = False
         # No line from here on was ever used. Those of a blank table must not be read.
         self._end = 0
@@ -138,7 +140,7 @@ class BlockTable:
 
     def mark_corrupt(self, blocks: Int64s) -> None:
         """Mark blocks whose bytes are lost as uncommitted, until they are stored again."""
-        self._committed[blocks] = False
+        self._committed[blocks] = self.stored[blocks] = False
         self._versions[blocks] += _ONE
         self._clear_unverified(blocks)
 
@@ -164,40 +166,47 @@ class BlockTable:
         self.unverified, self._unverified_count = None, 0
         for at in range(0, self._end, CLEARED_LINES):
             end = min(at + CLEARED_LINES, self._end)
-            self._committed[at:end] = False
+            self._committed[at:end] = self.stored[at:end] = False
             self._versions[at:end] += _ONE
 
     def invalidate(self, blocks: Int64s) -> Versions:
-        """Mark blocks as uncommitted before a store writes them. Returns versions for `commit`."""
+        """Mark blocks as uncommitted before a store writes them. Returns their versions."""
         self._end = max(self._end, largest(blocks) + 1)
         self.mark_corrupt(blocks)
         self.touch(blocks)
         return self.versions(blocks)
 
-    def commit(
+    def store(
         self,
         blocks: Int64s,
-        versions: Versions,
-        checksums: Checksums,
+        valid: Bools,
         keys: Sequence[OffloadKey],
         parts: dict[int, tuple[int, int]],
-    ) -> Bools:
-        """Mark stored blocks as committed, except those that were invalidated meanwhile.
+    ) -> None:
+        """Mark blocks as stored, except those that were invalidated again.
 
-        blocks, versions, checksums: (n,). keys: n, or none. parts: the stored sub-blocks (from, to)
-        of blocks that were not stored whole. Returns which were committed, (n,).
+        blocks, valid: (n,). keys: n, or none. parts: the stored sub-blocks (from, to) of blocks
+        that were not stored whole.
         """
-        lines = self._lines
-        same = self.unchanged(blocks, versions)
+        lines, blocks = self._lines, blocks[valid]
         if keys:
             names = np.frombuffer(b"".join(keys), lines.dtype["key"])
-            lines["key"][blocks[same]] = names[same]
-        blocks = blocks[same]
+            lines["key"][blocks] = names[valid]
         places = [parts.get(block, (0, 0)) for block in blocks.tolist()] if parts else []
         lines["part"][blocks] = places or (0, 0)
-        lines["checksum"][blocks] = checksums[same]
-        lines["committed"][blocks] = True
-        return same
+        self.stored[blocks] = True
+
+    def commit(self, blocks: Int64s, versions: Versions, checksums: Checksums) -> Int64s:
+        """Commit stored blocks, except those that were invalidated after they had these versions.
+
+        blocks, versions, checksums: (n,). Returns the committed blocks.
+        """
+        same = self.unchanged(blocks, versions)
+        blocks = blocks[same]
+        self._lines["checksum"][blocks] = checksums[same]
+        self._committed[blocks] = True
+        self.stored[blocks] = False
+        return blocks
 
     def touch(self, blocks: Int64s) -> None:
         """Record a use of blocks; the first becomes the most recent."""
@@ -235,7 +244,7 @@ class BlockTable:
         return valid if self.unverified is None else valid & ~self.unverified[blocks]
 
     def keys(self, blocks: Int64s) -> tuple[OffloadKey, ...]:
-        """The keys of committed blocks; empty if blocks of this region have no keys."""
+        """The keys of stored or committed blocks; empty if blocks of this region have no keys."""
         if not self.record.key_bytes:
             return ()
         return tuple(self._lines["key"][blocks].tolist())

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -38,7 +38,8 @@ TIMES = ProcessTimes(start=30.0, first_restart=0.2, last_restart=1.0)
 # Consecutive processes that may end without a reply.
 MAX_DEATHS = 3
 
-_Batch = TypeVar("_Batch")
+# Blocks of one table, for one request.
+Batch: TypeAlias = tuple[BlockTable, Int64s]
 
 log = structlog.get_logger()
 
@@ -173,13 +174,15 @@ def _failure(why: str) -> Failed:
 
 
 async def for_each_batch(
-    some: Iterable[_Batch], limit: int, read: Callable[[_Batch], Awaitable[None]]
+    some: Iterator[Batch], limit: int, read: Callable[[Batch], Awaitable[None]]
 ) -> None:
-    """Await `read` for each batch, for at most `limit` at a time. `some` is read in step."""
-    iterator = iter(some)
+    """Await `read` for each batch, for at most `limit` at a time.
+
+    The next batch is taken from the iterator when it can be read.
+    """
 
     async def read_next() -> None:
-        for batch in iterator:
+        for batch in some:
             await read(batch)
 
     async with asyncio.TaskGroup() as readers:

@@ -26,17 +26,15 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.layout import Bools, Int64s
 from kvferry.daemon.core.records import RecoveredRegion, RegionOwner, RegionRecord
-from kvferry.daemon.core.tier_actions import BlocksCommitted
 from kvferry.daemon.persistence.block_checks import (
-    Batch,
     ReportToCore,
     scrub,
     unverified_batches,
     verify,
 )
 from kvferry.daemon.persistence.block_table import BlockTable, Checksums, UseClock, Versions
-from kvferry.daemon.persistence.checksum_client import ChecksumClient
-from kvferry.daemon.persistence.checksum_writer import ChecksumWriter, CompletedStore
+from kvferry.daemon.persistence.checksum_client import Batch, ChecksumClient
+from kvferry.daemon.persistence.checksum_writer import write_checksums
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import VerificationStatus
@@ -94,9 +92,8 @@ class RegionStore:
         self._clock = UseClock()
         self._tables: dict[RegionOwner, tuple[str, BlockTable]] = {}
         self._stores: dict[int, _InflightStore] = {}
-        self._writer = ChecksumWriter(
-            checksums, lambda each: report([BlocksCommitted(each.owner, each.blocks, each.keys)])
-        )
+        # Set when a store has completed.
+        self._stored = asyncio.Event()
         # Batches to be verified, and the bytes of all that an earlier daemon committed.
         self._unverified: Iterator[Batch] = iter(())
         self._restored_bytes = 0
@@ -105,7 +102,7 @@ class RegionStore:
     @property
     def busy(self) -> bool:
         """Whether a completed store is not committed yet."""
-        return self._writer.busy
+        return any(table.stored.any() for table in self._all_tables())
 
     @property
     def verification(self) -> VerificationStatus | None:
@@ -156,7 +153,9 @@ class RegionStore:
         Raises Failed (COPY_FAILED) in an exception group if no checksum process can be started.
         """
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._writer.write_checksums())
+            tasks.create_task(
+                write_checksums(self._checksums, self._report, self._all_tables, self._stored)
+            )
             tasks.create_task(verify(self._checksums, self._report, self._unverified))
             if self._scrub_rate:
                 tasks.create_task(
@@ -202,11 +201,11 @@ class RegionStore:
         store, block_set = self._stores.pop(commit.serial, None), commit.block_set
         if store is None or store.table.closed:
             return
-        versions = store.versions
-        if not np.array_equal(block_set.blocks, store.blocks):  # fewer blocks, or another order
-            order = np.argsort(store.blocks)
-            versions = versions[order[np.searchsorted(store.blocks[order], block_set.blocks)]]
-        self._writer.add_store(CompletedStore(store.table, block_set, versions))
+        valid = store.table.unchanged(store.blocks, store.versions)
+        if block_set.blocks is not store.blocks:  # there may be fewer, in another order
+            valid = np.isin(block_set.blocks, store.blocks[valid])
+        store.table.store(block_set.blocks, valid, block_set.keys, block_set.parts)
+        self._stored.set()
 
     def end_store(self, serial: int) -> None:
         """Forget a store that ended. If it was not committed, its blocks stay uncommitted."""
