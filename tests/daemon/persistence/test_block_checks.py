@@ -255,7 +255,7 @@ async def test_every_committed_block_is_read(pool: StoredPool, fixture: ScrubFix
         assert await fixture.read_next() == [7]
         assert await fixture.read_next() == [5]
         keyed.mark_unverified(numbers(1, 7))
-        keyed.mark_verified(numbers(7))
+        keyed.clear_unverified(numbers(7))
         assert await fixture.read_next() == [7]
         raw.close()
         assert await fixture.read_next() == [7]

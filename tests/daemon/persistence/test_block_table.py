@@ -196,14 +196,14 @@ def test_restored_blocks_are_unverified_until_compared_or_overwritten() -> None:
         table.mark_unverified(blocks(0, 1, 2))
         assert table.committed_blocks().tolist() == [0, 1, 2]  # other blocks are dropped
         assert table.unverified_bytes == 3 * 4096
-        assert table.mark_verified(blocks(2, 1, 4)).tolist() == [2, 1]
-        assert table.mark_verified(blocks(2)).tolist() == []
+        assert table.clear_unverified(blocks(2, 1, 4)).tolist() == [2, 1]
+        assert table.clear_unverified(blocks(2)).tolist() == []
         assert table.unverified_bytes == 4096
         table.invalidate(blocks(0))
         assert table.unverified_bytes == 0
         table.mark_unverified(blocks(1, 2))
         table.mark_corrupt(blocks(1))
-        table.mark_verified(blocks(2))
+        table.clear_unverified(blocks(2))
         assert table.unverified is None
         assert table.committed_blocks().tolist() == [2]
 

@@ -60,7 +60,7 @@ async def check_blocks(
         return
     owner, reports = table.record.owner, list[Report]()
     same, good = table.unchanged(blocks, versions), found == expected
-    if (verified := table.mark_verified(blocks[same & good])).size:
+    if (verified := table.clear_unverified(blocks[same & good])).size:
         reports.append(BlocksVerified(owner, verified, table.keys(verified)))
     if (bad := blocks[same & ~good]).size:
         reports.append(BlocksCorrupted(owner, bad, table.keys(bad)))

@@ -134,15 +134,22 @@ class BlockTable:
         self._committed &= unverified
         self.unverified, self._unverified_count = unverified if blocks.size else None, blocks.size
 
-    def mark_verified(self, blocks: Int64s) -> Int64s:
-        """Mark blocks that match their checksums. Returns those that were unverified."""
-        return self._clear_unverified(blocks)
+    def clear_unverified(self, blocks: Int64s) -> Int64s:
+        """Mark blocks as compared or lost. Returns those that were unverified."""
+        if self.unverified is None:
+            return blocks[:0]
+        decided = blocks[self.unverified[blocks]]
+        self.unverified[decided] = False
+        self._unverified_count -= decided.size
+        if not self._unverified_count:
+            self.unverified = None
+        return decided
 
     def mark_corrupt(self, blocks: Int64s) -> None:
         """Mark blocks whose bytes are lost as uncommitted, until they are stored again."""
         self._committed[blocks] = self.stored[blocks] = False
         self._versions[blocks] += _ONE
-        self._clear_unverified(blocks)
+        self.clear_unverified(blocks)
 
     def update(self, record: RegionRecord) -> None:
         """Replace the record. Number and size of the blocks, and the size of keys, must not change.
@@ -267,16 +274,6 @@ class BlockTable:
         del self._lines, self._committed, self._versions, self._stamps
         self._file.close()
         os.close(self.descriptor)
-
-    def _clear_unverified(self, blocks: Int64s) -> Int64s:
-        if self.unverified is None:
-            return blocks[:0]
-        decided = blocks[self.unverified[blocks]]
-        self.unverified[decided] = False
-        self._unverified_count -= decided.size
-        if not self._unverified_count:
-            self.unverified = None
-        return decided
 
     def _continue_stamps(self) -> None:
         most = int(self._stamps.max(initial=0))
