@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -224,24 +223,3 @@ def test_a_lock_file_with_the_pid_of_another_process(tmp_path: Path) -> None:
     (tmp_path / "cpu" / "lock").write_text(f"{os.getpid()}\n")
     with LocalDaemon(runtime_dir=tmp_path, pool_bytes=1 << 20) as daemon:
         assert (tmp_path / "cpu" / "lock").read_text() == f"{daemon.pid}\n"
-
-
-LOCKS = """
-import os, resource
-from kvferry.daemon.memory.pool import check_fits
-os.setgid(65534)
-os.setuid(65534)
-resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
-check_fits(1 << 20, locked=True)
-check_fits(2 << 20, locked=True)
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_little_memory_may_be_locked() -> None:
-    """A user with a limit of locked memory: a pool that fits is accepted, a larger one is not."""
-    command = [sys.executable, "-c", LOCKS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-    assert done.returncode == 1, done.stderr
-    assert "LimitMEMLOCK=infinity" in done.stderr
-    assert str(2 << 20) in done.stderr

@@ -95,7 +95,7 @@ def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
     with contextlib.closing(endpoint):
         try:
             with refuse_os_errors(config.directory):
-                pool, kept = make_pool(config, supervisor, locked=engine.info.kind != "cpu")
+                pool, kept = make_pool(config, supervisor)
         except KVFerryError as error:
             exit_with_error(supervisor, "refused to start", error, 2)
         try:
@@ -269,18 +269,13 @@ def log_denied_calls(numa_node: int | None) -> None:
         )
 
 
-def make_pool(
-    config: Config, supervisor: Supervisor, *, locked: bool
-) -> tuple[HostPool, RecoveredState]:
-    """The pool of an earlier daemon, or a new one (persistence/recovery.py). Raises Refused.
-
-    locked: whether the device locks the pool into memory.
-    """
+def make_pool(config: Config, supervisor: Supervisor) -> tuple[HostPool, RecoveredState]:
+    """The pool of an earlier daemon, or a new one (persistence/recovery.py). Raises Refused."""
     size, chunk = parse_bytes(config.pool.size), parse_bytes(config.pool.chunk)
 
     def check_new_pool(spare: int) -> None:
         if config.pool.check_memory:
-            check_fits(size, locked=locked, spare=spare)
+            check_fits(size, spare=spare)
         check_descriptors(size, chunk)
 
     unusable, chunks = "", chunks_of(supervisor.stored_fds)

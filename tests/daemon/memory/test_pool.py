@@ -1,10 +1,9 @@
-"""The host pool: limits of memory, locked memory and descriptors, and the pool before it."""
+"""The host pool: limits of memory and descriptors, and the pool before it."""
 
 from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,39 +22,11 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.sizes import parse_bytes
 from kvferry.shm.memfd import sealed_memfd
 
-LIMIT = 1 << 20
-
-
-@pytest.fixture
-def small_lock_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An unprivileged user who may lock one MiB."""
-    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, (LIMIT, before[1]))
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    yield
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
-
-
-@pytest.mark.usefixtures("small_lock_limit")
-def test_a_pool_above_the_lock_limit_is_refused() -> None:
-    check_fits(LIMIT, locked=True)
-    check_fits(2 * LIMIT, locked=False)
-    with pytest.raises(Refused, match="LimitMEMLOCK=infinity") as refused:
-        check_fits(LIMIT + 1, locked=True)
-    assert refused.value.code == Code.POOL_TOO_LARGE
-    assert str(LIMIT + 1) in refused.value.value
-
-
-@pytest.mark.usefixtures("small_lock_limit")
-def test_the_lock_limit_does_not_apply_to_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    check_fits(2 * LIMIT, locked=True)
-
 
 def test_a_pool_larger_than_memory_is_refused() -> None:
-    check_fits(available_bytes() // 2, locked=False)
+    check_fits(available_bytes() // 2)
     with pytest.raises(Refused, match=r"reduce pool\.size") as refused:
-        check_fits(1 << 50, locked=False)
+        check_fits(1 << 50)
     assert refused.value.code == Code.POOL_TOO_LARGE
 
 
@@ -78,11 +49,11 @@ def test_a_released_pool_makes_room_for_the_next_one(
     }
     spares: list[int] = []
 
-    def check(nbytes: int, *, locked: bool, spare: int) -> None:
+    def check(nbytes: int, *, spare: int) -> None:
         spares.append(spare)
 
     monkeypatch.setattr(app, "check_fits", check)
-    pool, kept = app.make_pool(Config(pool=config), supervisor, locked=False)
+    pool, kept = app.make_pool(Config(pool=config), supervisor)
     assert spares == [2 << 20]
     assert sum(os.fstat(descriptor).st_blocks for descriptor in old) == (2 << 20) // 512
     kept.store_new_pool()
@@ -95,9 +66,9 @@ def test_a_released_pool_makes_room_for_the_next_one(
 
 def test_memory_of_the_released_pool_counts_as_available() -> None:
     available = available_bytes()
-    check_fits(available + (1 << 29), locked=False, spare=1 << 30)
+    check_fits(available + (1 << 29), spare=1 << 30)
     with pytest.raises(Refused, match=r"reduce pool\.size"):
-        check_fits(available + (3 << 30), locked=False, spare=1 << 30)
+        check_fits(available + (3 << 30), spare=1 << 30)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import grp
 import os
 import pwd
-import re
 import socket
 import stat
 import sys
@@ -279,22 +278,10 @@ def pool(context: CheckContext) -> Iterator[Finding]:
         f"{progress if registering else ''}, {pool.reserved_bytes // mib} MiB reserved"
     )
     if registering and status.uptime_seconds > POOL_READY_SECONDS:
-        limit = _memlock(status.pid)
-        change = "ulimit -l unlimited for the daemon (LimitMEMLOCK=infinity), or a smaller pool"
-        locked = "" if limit is None else f"; its limit of locked memory: {limit}"
-        yield warn(
-            "pool", f"{found}, {status.uptime_seconds:.0f} s after its start{locked}", change
-        )
+        waiting = f"{found}, {status.uptime_seconds:.0f} s after its start"
+        yield warn("pool", waiting, "see the daemon's log, or set a smaller pool.size")
     else:
         yield ok("pool", found)
-
-
-def _memlock(pid: int) -> str | None:
-    with suppress(OSError):
-        limits = Path(f"/proc/{pid}/limits").read_text()
-        if line := re.search(r"^Max locked memory\s+(\S+)", limits, re.MULTILINE):
-            return line[1]
-    return None
 
 
 def round_trip(context: CheckContext) -> Iterator[Finding]:

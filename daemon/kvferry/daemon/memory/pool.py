@@ -10,7 +10,6 @@ touch and register it.
 from __future__ import annotations
 
 import os
-import resource
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -161,11 +160,11 @@ def used_bytes(chunk: int) -> int:
     return os.fstat(chunk).st_blocks * 512
 
 
-def check_fits(nbytes: int, *, locked: bool, spare: int = 0) -> None:
+def check_fits(nbytes: int, *, spare: int = 0) -> None:
     """Raise Refused (POOL_TOO_LARGE) if a pool of `nbytes` does not fit into this machine.
 
-    locked: whether it is locked into memory, so that the memlock limit counts (not for root).
-    spare: bytes that are in use now and will be freed before the pool takes memory.
+    spare: bytes that are in use now and will be freed before the pool takes memory. The limit of
+    locked memory does not count: NVIDIA's driver does not apply it to memory that it pins.
     """
     available = available_bytes(spare)
     if nbytes > available:
@@ -173,14 +172,6 @@ def check_fits(nbytes: int, *, locked: bool, spare: int = 0) -> None:
             Code.POOL_TOO_LARGE,
             f"the host pool does not fit into the {available} bytes of available memory; "
             "reduce pool.size",
-            nbytes,
-        )
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if locked and os.geteuid() != 0 and limit != resource.RLIM_INFINITY and nbytes > limit:
-        raise Refused(
-            Code.POOL_TOO_LARGE,
-            f"the host pool does not fit into the memlock limit of {limit} bytes; set "
-            "LimitMEMLOCK=infinity in the unit, or ulimit -l unlimited",
             nbytes,
         )
 

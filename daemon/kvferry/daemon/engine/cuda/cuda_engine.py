@@ -121,7 +121,7 @@ class CudaEngine:
             raise Failed(
                 Code.POOL_TOO_LARGE,
                 f"{nbytes} bytes of the host pool cannot be pinned ({error.value}); reduce "
-                "pool.size, or raise the memlock limit",
+                "pool.size",
                 nbytes,
             ) from error
 
