@@ -27,6 +27,7 @@ from support.time_limits import TIMEOUT
 BEGIN = """
 import asyncio, atexit, gc, logging, os, signal, sys, threading, time
 from kvferry.client import AsyncOffloadClient, Gone, OffloadClient
+from support.time_limits import TIMEOUT
 
 def connect():
     client = OffloadClient(sys.argv[1], engine="dropped")
@@ -40,7 +41,7 @@ before = threads()
 """
 END = """
 gc.collect()
-deadline = time.monotonic() + 30
+deadline = time.monotonic() + TIMEOUT
 while threads() > before:  # ZeroMQ's threads end with its contexts
     assert time.monotonic() < deadline, threads()
 """

@@ -44,6 +44,7 @@ from support.daemon_invariants import check_released
 from support.fuzz import USELESS, Attacker, HostileFrames, fuzz_fd_socket, strange_descriptors
 from support.process_usage import ProcessUsage
 from support.raw_client import RawClient, load, one_tensor, store
+from support.time_limits import PROMPTLY
 from support.traffic_processes import TrafficProcesses
 from support.traffic_statistics import TrafficOptions, TrafficStatistics, percentile
 
@@ -104,9 +105,11 @@ def beside(
     """
     daemon = start_daemon(log_level="warning")
     traffic = start_traffic(daemon.directory)
-    options = TrafficOptions("honest", 1, device=device, depth=4, step_pause=0.002, job_timeout=20)
+    options = TrafficOptions(
+        "honest", 1, device=device, depth=4, step_pause=0.002, job_timeout=PROMPTLY
+    )
     traffic.start(options)
-    until(lambda: traffic.report().counts["opened"] > 0, 60)  # before attackers use up the pool
+    until(lambda: traffic.report().counts["opened"] > 0)  # before attackers use up the pool
     time.sleep(10 if long else 0.5)
     print("alone:", latencies_of(traffic.report()))
     yield daemon

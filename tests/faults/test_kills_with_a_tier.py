@@ -16,6 +16,7 @@ from support.daemon_invariants import check_released
 from support.disk_tier_files import lose_hints
 from support.restarting_daemons import RestartingDaemons
 from support.tier_ledger import BATCH, TierLedger
+from support.time_limits import PROMPTLY
 from support.traffic_processes import TrafficProcesses, mixed_engines
 from support.traffic_statistics import summary
 
@@ -63,7 +64,7 @@ def test_daemons(
         reference_stall=0.002,
     ) as daemons:
         traffic = start_traffic(daemons.directory)
-        engines = mixed_engines(device, rng, job_timeout=20.0, prefetches=0.3, resets=0.0005)
+        engines = mixed_engines(device, rng, job_timeout=PROMPTLY, prefetches=0.3, resets=0.0005)
         traffic.start(*engines)
         for number in range(rounds):
             ledger.connect(daemons.directory)

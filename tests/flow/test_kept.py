@@ -255,6 +255,7 @@ def test_an_engine_registers_its_tensors_with_the_next_daemon(service: KeptTenso
 RELEASES_TENSORS = """
 import gc, os, sys, time, torch
 from kvferry.client import KVLayout, OffloadClient, TensorLayout, TensorRef
+from support.time_limits import TIMEOUT
 
 def open_files():
     paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
@@ -277,7 +278,7 @@ for turn in range(4):
         taken = torch.cuda.mem_get_info()[0]
     del view
     gc.collect()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + TIMEOUT
     while device != "cpu" and (freed := torch.cuda.mem_get_info()[0] - taken) < 200 << 20:
         assert time.monotonic() < deadline, (turn, freed)
 print("done")

@@ -37,7 +37,7 @@ from support.process_usage import ProcessUsage
 from support.raw_client import RawClient
 from support.restarting_daemons import RestartingDaemons
 from support.soak_tier import SoakDisk, SoakMooncake, SoakTier
-from support.time_limits import TIMEOUT
+from support.time_limits import PROMPTLY, TIMEOUT
 from support.traffic_processes import AnyOptions, TrafficProcesses, mixed_engines, vllm_engines
 from support.traffic_statistics import (
     TrafficOptions,
@@ -79,7 +79,7 @@ class SoakOptions:
     pool_bytes: int = POOL_BYTES
     device: str = "cpu"
     seed: int = 1
-    job_timeout: float = 20.0
+    job_timeout: float = PROMPTLY
 
 
 @dataclass

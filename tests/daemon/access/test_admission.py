@@ -36,6 +36,7 @@ from kvferry.proto.codec import decode_descriptor_reply, encode
 from kvferry.proto.fd_passing import SendFds
 from kvferry.proto.errors import KVFerryError
 from support.raw_client import RawClient
+from support.time_limits import TIMEOUT
 from kvferry.proto.messages import Hello, Welcome, Error
 
 directory, uid, gid = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -44,7 +45,7 @@ os.setgid(gid)
 os.setuid(uid)
 result = {}
 try:
-    with OffloadClient(directory, timeout=60) as client:
+    with OffloadClient(directory, timeout=TIMEOUT) as client:
         client.status()
     result["client"] = "connected"
 except KVFerryError as error:
@@ -64,12 +65,13 @@ import os, sys
 from pathlib import Path
 from kvferry.client import OffloadClient
 from kvferry.proto.errors import KVFerryError
+from support.time_limits import TIMEOUT
 
 os.setgroups([])
 os.setgid(int(sys.argv[3]))
 os.setuid(int(sys.argv[2]))
 try:
-    OffloadClient(Path(sys.argv[1]), engine="llama", timeout=60).close()
+    OffloadClient(Path(sys.argv[1]), engine="llama", timeout=TIMEOUT).close()
     print("connected")
 except KVFerryError as error:
     print(error.code)
@@ -293,7 +295,7 @@ def test_a_failed_reload_changes_nothing(reachable_dir: Path) -> None:
         assert connect_as(reachable_dir / "cpu", OTHER_USER, GROUP) == DENIED_BY_FILES
     finally:
         daemon.terminate()
-        assert daemon.wait(20) == 0, log.read_text()
+        assert daemon.wait(TIMEOUT) == 0, log.read_text()
 
 
 def test_an_unknown_group_is_refused(reachable_dir: Path) -> None:
