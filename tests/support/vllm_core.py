@@ -96,8 +96,7 @@ class EngineCore:
         self.worker.register_kv_caches({group: _layer(rows, group) for group in groups})
         self.runner = CheckedRunner(groups, rows, random.Random(1), overlaps and drafts > 0)
         self._early = config.use_v2_model_runner
-        wait_connected(kvferry_of(self.scheduler.connector).connector_scheduler.manager._manager)
-        wait_connected(kvferry_of(self.worker).connector_worker.worker._client)
+        self._wait_connected()
         self._drafts = drafts
         self._overlaps = overlaps
         # The scheduler's output and the model's output of steps that have run.
@@ -115,6 +114,10 @@ class EngineCore:
 
     def _set_up(self, config: VllmConfig, groups: tuple[str, ...]) -> None:
         """Called before the connectors are created."""
+
+    def _wait_connected(self) -> None:
+        wait_connected(kvferry_of(self.scheduler.connector).connector_scheduler.manager._manager)
+        wait_connected(kvferry_of(self.worker).connector_worker.worker._client)
 
     def add(self, prompt: list[int], tokens: int = 4, **transfer: Any) -> str:
         """Add a request for `tokens` tokens. transfer: its kv_transfer_params. Returns its name."""
@@ -172,7 +175,7 @@ class EngineCore:
         metadata, worker = output.kv_connector_metadata, self.worker
         for each in getattr(metadata, "metadata", (metadata,)):  # of each in a MultiConnector
             loads = getattr(each, "load_jobs", {}).values()
-            self.loaded += sum(len(job.src_spec.keys) for job in loads)
+            self.loaded += sum(self._count_chunks(job.src_spec) for job in loads)
         requests, tables = self.scheduler.requests, self.scheduler.kv_cache_manager.get_block_ids
         if self._early:
             self.runner.prepare(output, requests, tables)
@@ -219,6 +222,9 @@ class EngineCore:
             ]
             drafted = [[7] * self._drafts for _ in names]
             self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafted))
+
+    def _count_chunks(self, source: Any) -> int:
+        return len(source.keys)
 
     def close(self) -> None:
         self.scheduler.connector.shutdown()
@@ -336,12 +342,13 @@ def _set_cache_layout(config: VllmConfig, groups: tuple[str, ...]) -> None:
 def _layer(rows: torch.Tensor, group: str) -> Any:
     """A layer's KV cache in the form in which vLLM gives it to connectors."""
     if group.endswith("states"):
-        return rows if ONE_ALLOCATION else [rows]
+        return rows
     shape = (1, TOKENS, WIDTH) if ONE_ALLOCATION else (TOKENS, WIDTH)
     return rows.view(rows.shape[0], *shape)
 
 
 def _caches(groups: tuple[str, ...], blocks: int, drafts: int) -> KVCacheConfig:
+    drafting = groups[0] if drafts and len(groups) == 1 else "draft"
     if ONE_ALLOCATION:
         tensors = [KVCacheTensor(blocks * PAGE, [name], blocks * PAGE, PAGE) for name in groups]
     else:
@@ -350,7 +357,8 @@ def _caches(groups: tuple[str, ...], blocks: int, drafts: int) -> KVCacheConfig:
         num_blocks=blocks,
         kv_cache_tensors=tensors,
         kv_cache_groups=[
-            KVCacheGroupSpec([name], specs(drafts)[name], is_eagle_group=name == "draft")
+            # The layers that draft are in a group of their own, or in the only one.
+            KVCacheGroupSpec([name], specs(drafts)[name], is_eagle_group=name == drafting)
             for name in groups
         ],
     )

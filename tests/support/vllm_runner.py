@@ -78,7 +78,7 @@ class CheckedRunner:
         self._rows: NDArray[np.uint32] = rows.numpy().view(np.uint32)
         self._requests: dict[str, RunningRequest] = {}
         self.wrong: list[str] = []
-        self.compared = 0
+        self.reads = self.compared = 0
         self.weights = 1
 
     def prepare(self, output: Any, requests: dict[str, Any], tables: Tables) -> None:
@@ -200,6 +200,7 @@ class CheckedRunner:
         found: NDArray[np.uint32],
         wanted: Any,
     ) -> None:
+        self.reads += 1
         self.compared += len(set(blocks.tolist()))
         if not blocks.all() or not (found == wanted).all():
             self.wrong.append(f"{running.name} in {group}, at {running.computed} tokens: {blocks}")

@@ -30,11 +30,15 @@ RENEWS = 0.004
 
 
 def create_engine(directory: object, groups: tuple[str, ...], drafts: int, **options: Any) -> Any:
-    """An EngineCore. Its GPU has room for two requests, so that vLLM preempts and evicts."""
     from support.vllm_core import EngineCore
 
-    blocks = 1 + 2 * len(groups) * ((SHARED + OWN + OUTPUT) // 16 + 1 + drafts)
+    blocks = gpu_blocks(groups, drafts)
     return EngineCore(directory, groups, blocks=blocks, drafts=drafts, **options)
+
+
+def gpu_blocks(groups: tuple[str, ...], drafts: int) -> int:
+    """The GPU has room for two requests, so that vLLM preempts and evicts."""
+    return 1 + 2 * len(groups) * ((SHARED + OWN + OUTPUT) // 16 + 1 + drafts)
 
 
 class RandomRequests:

@@ -57,21 +57,11 @@ def test_an_older_version_is_refused(vllm: Any) -> None:
         compat.check_version("0.25.1")
 
 
-def test_what_would_corrupt_kv_is_refused(vllm: Any) -> None:
-
-    from kvferry.client.vllm.connector import check_supported
-
-    config, caches = vllm_config("engine", {}), vllm.kv_cache_config(8)
-    check_supported(config, caches)
-    caches.kv_cache_groups[0].host_resident = True
-    with pytest.raises(Refused, match="hisparse_config"):
-        check_supported(config, caches)
-
-
 @pytest.mark.parametrize("exported", [None, False, True])
 def test_sleep_mode_needs_exported_memory_and_notices(vllm: Any, exported: bool | None) -> None:
     from kvferry.client.vllm import compat
-    from kvferry.client.vllm.connector import KVFerryConnector, check_supported
+    from kvferry.client.vllm.connector import KVFerryConnector
+    from kvferry.client.vllm.kv_memory import check_sleep_mode
 
     config = vllm_config("engine", {} if exported is None else {"kvferry_exported_kv": exported})
     config.model_config.enable_sleep_mode = True
@@ -79,7 +69,7 @@ def test_sleep_mode_needs_exported_memory_and_notices(vllm: Any, exported: bool 
     assert KVFerryConnector.supports_sleep_mode(config.kv_transfer_config) is supported
     refusal = pytest.raises(Refused, match="without --enable-sleep-mode")
     with nullcontext() if supported else refusal:
-        check_supported(config, vllm.kv_cache_config(8))
+        check_sleep_mode(config)
 
 
 def test_a_vllm_without_the_hook_for_its_block_pool_is_refused(vllm: Any) -> None:
@@ -106,9 +96,9 @@ def test_with_mamba_layers_only_the_newer_model_runner_writes_blocks_early(vllm:
 
 
 def test_synchronous_loads_are_turned_off(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
-    from kvferry.client.vllm.connector import check_supported
+    from kvferry.client.vllm.connector import turn_synchronous_loads_off
 
     config = vllm_config("engine", {"sync_load_budget_bytes": 1 << 20})
-    check_supported(config, vllm.kv_cache_config(8))
+    turn_synchronous_loads_off(config)
     assert config.kv_transfer_config.kv_connector_extra_config["sync_load_budget_bytes"] == 0
     assert "sync_load_budget_bytes" in caplog.text

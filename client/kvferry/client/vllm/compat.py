@@ -9,11 +9,19 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+from dataclasses import fields
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config as offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as vllm_scheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheTensor,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.kv_offload import base
 
 from kvferry.client.vllm import NEWEST, OLDEST, SUPPORTED
@@ -53,6 +61,16 @@ except ImportError:
 
 # From 0.33 on vLLM notifies connectors before it sleeps and after it has woken up.
 CALLS_BEFORE_SLEEP = hasattr(connector_base.KVConnectorBase_V1, "unregister_kv_caches")
+
+# From 0.29 on, which has all layers in one allocation, Mamba states can be offloaded. In 0.26 the
+# scheduler takes the longest hit of any KV cache group for computed, with any connector, and only
+# NIXL's always loads the state there. In 0.27 and 0.28 a request may read another state after a
+# load, in the cache mode "all".
+OFFLOADS_MAMBA_STATES = "layers" in {field.name for field in fields(KVCacheTensor)}
+
+# In another module from 0.31 on.
+_WINDOW = "get_sliding_window_size_in_chunks"
+_window_size: Any = getattr(vllm_scheduler, _WINDOW, None) or getattr(offloading_config, _WINDOW)
 
 # From 0.33 on loads may be synchronous, if this key of kv_connector_extra_config is not 0.
 SYNC_LOADS = "sync_load_budget_bytes"
@@ -108,6 +126,28 @@ def block_tables(scheduler_output: Any) -> Any:
     """For each request its name, its block ids per group, and whether these are its whole table."""
     # Before 0.33 vLLM says False for new requests, which have no blocks before.
     return vllm_scheduler.yield_req_data(scheduler_output)
+
+
+def layer_specs(group_spec: Any) -> tuple[Any, ...]:
+    """The specs of a group's layers. Workers get all of them, the scheduler only one."""
+    if isinstance(group_spec, UniformTypeKVCacheSpecs):
+        return tuple(group_spec.kv_cache_specs.values())
+    return (group_spec,)
+
+
+def can_offload(spec: Any) -> bool:
+    """Whether vLLM's offloading connector knows which blocks of such a layer a load needs."""
+    try:
+        _window_size(spec, spec.block_size)
+    except AssertionError:
+        return False
+    return True
+
+
+def can_offload_local_attention() -> bool:
+    """Not in 0.26."""
+    shape: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.int8}
+    return can_offload(ChunkedLocalAttentionSpec(block_size=1, **shape, attention_chunk_size=1))
 
 
 def is_host_resident(kv_cache_config: Any) -> bool:

@@ -21,13 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from kvferry.client.vllm import compat
+from kvferry.client.vllm import compat, supported
 from kvferry.client.vllm.block_owners import BlockOwners
 from kvferry.client.vllm.engine_config import provide_config
 from kvferry.client.vllm.held_blocks import HeldBlocks
-from kvferry.client.vllm.kv_memory import KVMemory, check_sleep_mode, exports
+from kvferry.client.vllm.kv_memory import KVMemory, exports
 from kvferry.client.vllm.prefill_rate import PrefillRate
-from kvferry.proto.errors import Code, Refused
 from kvferry.proto.version import installed_version
 
 log = logging.getLogger("kvferry")
@@ -37,13 +36,18 @@ if NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - MultiConnector lo
     KVConnectorFactory.register_connector(NAME, "kvferry.client.vllm", NAME)
 
 compat.check_version(installed_version("vllm") or "")
+supported.check_before_weights(NAME)
 
 
 class KVFerryConnector(OffloadingConnector):
     """For --kv-transfer-config, with kv_connector_module_path "kvferry.client.vllm"."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        check_supported(vllm_config, kv_cache_config)
+        supported.check_config(vllm_config)
+        supported.check_kv_cache(kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            supported.log_excluded_groups(kv_cache_config)
+        turn_synchronous_loads_off(vllm_config)
         choose_spec(vllm_config)
         transfer = vllm_config.kv_transfer_config
         if transfer.kv_load_failure_policy != "recompute":
@@ -202,8 +206,7 @@ class FaultTolerantWorker(OffloadingConnectorWorker):
             super().register_kv_caches(kv_caches)
         else:
             first = next(iter(kv_caches.values()))
-            buffer = first[0] if isinstance(first, list) else first
-            self._init_worker(config.packed.canonical(buffer, config.factor))
+            self._init_worker(config.packed.canonical(first, config.factor))
 
     def suspend(self) -> None:
         """The KV caches lose their memory."""
@@ -266,15 +269,7 @@ class FaultTolerantWorker(OffloadingConnectorWorker):
         self.worker.submit_load(job_id, job.src_spec, job.dst_spec)
 
 
-def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise Refused (BAD_CONFIG) if an option would corrupt KV. Turn synchronous loads off."""
-    check_sleep_mode(vllm_config)
-    if compat.is_host_resident(kv_cache_config):
-        message = (
-            "kvferry does not support a KV cache that is partly in host memory; start vLLM without "
-            "hisparse_config in --attention-config"
-        )
-        raise Refused(Code.BAD_CONFIG, message, "host_resident")
+def turn_synchronous_loads_off(vllm_config: Any) -> None:
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     if extra.get(compat.SYNC_LOADS):
         log.warning(

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 
@@ -114,15 +114,10 @@ class KVFerrySpec(base.OffloadingSpec):
         )
         kinds = [group.kv_cache_spec for group in offloaded_groups(kv_cache_config)]
         full = all(
-            isinstance(layer, FullAttentionSpec) for kind in kinds for layer in _layer_specs(kind)
+            isinstance(layer, FullAttentionSpec)
+            for kind in kinds
+            for layer in compat.layer_specs(kind)
         )
         factor = chunk_factor(vllm_config, kv_cache_config, configured, full=full)
         self.blocks_per_chunk = factor
         return BlockSizes(configured.tokens, configured.hash_tokens, factor)
-
-
-def _layer_specs(kind: Any) -> tuple[Any, ...]:
-    """The specs of a group's layers. Workers get all of them, the scheduler only one."""
-    if isinstance(kind, UniformTypeKVCacheSpecs):
-        return tuple(kind.kv_cache_specs.values())
-    return (kind,)

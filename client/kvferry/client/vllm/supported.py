@@ -1,0 +1,139 @@
+"""What kvferry refuses, with what to change. Called when vLLM starts, in each of its processes.
+
+The configuration is checked before vLLM loads the weights, the KV cache groups when vLLM has
+planned them, which is after that. Needs vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import wraps
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
+
+from kvferry.client.vllm import compat
+from kvferry.client.vllm.fingerprint import offloaded_groups
+from kvferry.client.vllm.kv_memory import check_sleep_mode
+from kvferry.proto.errors import Code, Refused
+
+log = logging.getLogger("kvferry")
+
+
+def check_before_weights(connector: str) -> None:
+    """Let vLLM check the configuration of each engine that has this connector.
+
+    Called when the connector is imported. vLLM imports it while it completes its configuration,
+    and passes the configuration to no method of a connector before it has loaded the weights. Its
+    own check of connectors, which it does last, is a method of the configuration.
+    """
+    verify = VllmConfig._verify_kv_transfer_compat  # noqa: SLF001 - vLLM has no hook
+
+    @wraps(verify)
+    def verify_and_check(vllm_config: Any) -> None:
+        verify(vllm_config)
+        if connector in _connectors(vllm_config.kv_transfer_config):
+            check_config(vllm_config)
+
+    VllmConfig._verify_kv_transfer_compat = verify_and_check  # noqa: SLF001
+
+
+def check_config(vllm_config: Any) -> None:
+    """Raise Refused (BAD_CONFIG) if the bytes of this model's KV could not be right."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    check_sleep_mode(vllm_config)
+    attention = getattr(vllm_config, "attention_config", None)
+    if getattr(attention, "hisparse_config", None) is not None:
+        raise _host_resident()
+    caches_prefixes = bool(cache.enable_prefix_caching)
+    if not caches_prefixes and not getattr(model, "is_prefix_caching_supported", True):
+        message = (
+            "vLLM caches no prefixes of this model, so none can be offloaded; start vLLM without "
+            "--kv-transfer-config"
+        )
+        raise Refused(Code.BAD_CONFIG, message, model.model)
+    if getattr(model, "is_hybrid", False):
+        _check_hybrid(caches_prefixes)
+    is_local = getattr(model, "attention_chunk_size", None) is not None
+    scheduler = getattr(vllm_config, "scheduler_config", None)
+    one_group = getattr(scheduler, "disable_hybrid_kv_cache_manager", False)
+    if is_local and not one_group and not compat.can_offload_local_attention():
+        raise _local_attention()
+
+
+def check_kv_cache(kv_cache_config: Any) -> None:
+    """Raise Refused (BAD_CONFIG) for KV cache groups whose bytes could not be right."""
+    if compat.is_host_resident(kv_cache_config):
+        raise _host_resident()
+    for group in offloaded_groups(kv_cache_config):
+        for spec in compat.layer_specs(group.kv_cache_spec):
+            _check_layer(spec)
+
+
+def log_excluded_groups(kv_cache_config: Any) -> None:
+    """Say which KV cache groups are not offloaded: vLLM computes or replays what they hold."""
+    offloaded = offloaded_groups(kv_cache_config)
+    excluded = [
+        f"{type(group.kv_cache_spec).__name__} of {group.layer_names[0]}"
+        for group in kv_cache_config.kv_cache_groups
+        if all(group is not other for other in offloaded)
+    ]
+    if excluded:
+        log.info("kvferry: not offloaded, as vLLM does not cache them: %s", ", ".join(excluded))
+
+
+def _check_layer(spec: Any) -> None:
+    name = type(spec).__name__
+    if isinstance(spec, MambaSpec):
+        _check_hybrid(caches_prefixes=spec.mamba_cache_mode != "none")
+    elif not compat.can_offload(spec):
+        if isinstance(spec, ChunkedLocalAttentionSpec):
+            raise _local_attention()
+        message = f"vLLM cannot offload {name}; start it without --kv-transfer-config"
+        raise Refused(Code.BAD_CONFIG, message, name)
+    elif getattr(spec, "non_causal", False):
+        message = (
+            "tokens of this model attend to later ones, so their KV depends on more than their "
+            "prefix; start vLLM without --kv-transfer-config"
+        )
+        raise Refused(Code.BAD_CONFIG, message, name)
+
+
+def _check_hybrid(caches_prefixes: bool) -> None:
+    if not compat.OFFLOADS_MAMBA_STATES:
+        message = (
+            "models with Mamba layers may read wrong states with a connector of this vLLM; use "
+            "vLLM 0.29 to 0.33"
+        )
+        raise Refused(Code.BAD_CONFIG, message, "Mamba layers")
+    if not caches_prefixes:
+        message = (
+            "Mamba states are kept for offloading only with vLLM's prefix caching; start vLLM "
+            "with --enable-prefix-caching"
+        )
+        raise Refused(Code.BAD_CONFIG, message, "enable_prefix_caching")
+
+
+def _local_attention() -> Refused:
+    message = (
+        "this vLLM cannot offload groups of chunked local attention; use vLLM 0.28 to 0.33, or "
+        "start it with --disable-hybrid-kv-cache-manager"
+    )
+    return Refused(Code.BAD_CONFIG, message, "attention_chunk_size")
+
+
+def _host_resident() -> Refused:
+    message = (
+        "kvferry does not support a KV cache that is partly in host memory; start vLLM without "
+        "hisparse_config in --attention-config"
+    )
+    return Refused(Code.BAD_CONFIG, message, "host_resident")
+
+
+def _connectors(transfer: Any) -> list[str]:
+    """The names of the configured connector, or of those in a MultiConnector."""
+    if transfer is None:
+        return []
+    children = transfer.kv_connector_extra_config.get("connectors", ())
+    return [transfer.kv_connector, *(child.get("kv_connector") for child in children)]

@@ -1,0 +1,103 @@
+"""vLLM 0.33 with a model of each family in deploy/vllm.md, and no environment variable.
+
+The models' layers and their KV cache are those of vLLM; see tests/support/vllm_families.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.client import LocalDaemon
+from kvferry.proto.version import installed_version
+from support.family_configs import FAMILIES
+from support.time_limits import TIMEOUT
+
+TESTS = Path(__file__).parents[2]
+
+FULL, LATENT, MAMBA, WINDOW = "FullAttention", "MLAAttention", "Mamba", "SlidingWindow"
+HYBRID = [MAMBA, MAMBA, MAMBA, FULL]
+# The KV cache groups that vLLM makes.
+GROUPS = {
+    "llama": [FULL],
+    "qwen3": [FULL],
+    "fp8": [FULL],
+    "nvfp4": [FULL],
+    "turboquant": [FULL],
+    "gemma3": [WINDOW] * 5 + [FULL],
+    "gpt-oss": [WINDOW, FULL],
+    "llama4": ["ChunkedLocalAttention"] * 3 + [FULL],
+    "deepseek-v3": [LATENT],
+    "deepseek-v3.2": [LATENT],
+    "glm-5": [LATENT],
+    "deepseek-v4": [*["SlidingWindowMLA"] * 2, LATENT, *["SlidingWindowMLA"] * 2],
+    "qwen3-next": HYBRID,
+    "qwen3.5": HYBRID,
+    "kimi-linear": [MAMBA, MAMBA, MAMBA, LATENT],
+    "nemotron-h": [MAMBA, MAMBA, FULL],
+    "granite4": HYBRID,
+    "falcon-h1": [FULL, MAMBA],
+    "lfm2": HYBRID,
+    "eagle3": [FULL],
+    "mtp": [LATENT],
+    "mtp hybrid": [MAMBA, MAMBA, FULL],
+}
+WITH_DRAFT = "eagle3", "mtp", "mtp hybrid"
+REFUSED = "whisper", "bert"
+
+
+@pytest.fixture(scope="module")
+def started() -> dict[str, dict[str, Any]]:
+    """What starting each family printed."""
+    if not (installed_version("vllm") or "").startswith("0.33."):
+        pytest.skip("vLLM 0.33 is not installed")
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("VLLM_") and name != "PYTHONHASHSEED"
+    }
+    with LocalDaemon("cpu", pool_bytes=512 << 20) as daemon:
+        done = subprocess.run(
+            [sys.executable, "-m", "support.vllm_families", str(daemon.directory), *FAMILIES],
+            env={**environment, "PYTHONPATH": str(TESTS)},
+            capture_output=True,
+            text=True,
+            timeout=20 * TIMEOUT,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {result["family"]: result for result in results}
+
+
+def test_each_family_is_tested() -> None:
+    assert FAMILIES.keys() == GROUPS.keys() | set(REFUSED)
+
+
+@pytest.mark.parametrize("family", GROUPS)
+def test_the_groups_of_a_model_are_stored_and_loaded(
+    started: dict[str, dict[str, Any]], family: str
+) -> None:
+    result = started[family]
+    assert "groups" in result, result
+    groups = result["groups"]
+    assert [group["kinds"] for group in groups] == [[kind] for kind in GROUPS[family]]
+    assert all(group["offloaded"] for group in groups)
+    assert any(group["drafts"] for group in groups) == (family in WITH_DRAFT)
+    assert result["stored bytes"] > 0
+    assert result["runner"] == "v2"
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_models_without_prefixes_are_refused_before_their_weights_are_loaded(
+    started: dict[str, dict[str, Any]], family: str
+) -> None:
+    result = started[family]
+    assert result["code"] == "bad_config"
+    assert "start vLLM without --kv-transfer-config" in result["message"]

@@ -1,0 +1,147 @@
+"""What is refused, with what to change, before vLLM loads the weights if possible."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.client import Refused
+from support.vllm_stand_ins import vllm_config
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+SHAPE: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.int8}
+
+
+@pytest.fixture(scope="module")
+def core() -> Any:
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    from support import vllm_core
+
+    return vllm_core
+
+
+def refusal(check: Any, *arguments: Any) -> str:
+    """The message, or nothing if the check accepts."""
+    try:
+        check(*arguments)
+    except Refused as error:
+        return str(error)
+    return ""
+
+
+def of_model(**attributes: Any) -> str:
+    """Of a configuration whose model has these attributes."""
+    from kvferry.client.vllm.supported import check_config
+
+    config = vllm_config("engine", {})
+    config.scheduler_config = SimpleNamespace(disable_hybrid_kv_cache_manager=False)
+    for name, value in attributes.items():
+        target = config.cache_config if hasattr(config.cache_config, name) else config.model_config
+        setattr(target, name, value)
+    return refusal(check_config, config)
+
+
+def of_layer(spec: Any, **group: Any) -> str:
+    """Of KV cache groups with this spec."""
+    from kvferry.client.vllm.supported import check_kv_cache
+
+    planned = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"], **group)
+    caches = SimpleNamespace(kv_cache_groups=[planned], kv_cache_tensors=[])
+    return refusal(check_kv_cache, caches)
+
+
+def test_options_that_would_corrupt_kv_are_refused(core: Any) -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    assert not of_model()
+    full = FullAttentionSpec(block_size=16, **SHAPE)
+    assert not of_layer(full)
+    assert "hisparse_config" in of_layer(full, host_resident=True)
+
+
+def test_models_whose_prefixes_vllm_does_not_cache_are_refused(core: Any) -> None:
+    """Encoders, encoder-decoders, and models whose tokens attend to later ones."""
+    from vllm.v1 import kv_cache_interface as interface
+
+    remedy = "start vLLM without --kv-transfer-config"
+    assert remedy in of_model(is_prefix_caching_supported=False, enable_prefix_caching=False)
+    assert not of_model(is_prefix_caching_supported=False, enable_prefix_caching=True)
+    assert "CrossAttentionSpec" in of_layer(interface.CrossAttentionSpec(block_size=16, **SHAPE))
+    if "non_causal" in interface.FullAttentionSpec.__dataclass_fields__:  # not in 0.26
+        full = interface.FullAttentionSpec(block_size=16, **SHAPE, non_causal=True)
+        assert "attend to later ones" in of_layer(full)
+
+
+def test_mamba_layers_need_prefix_caching_and_a_newer_vllm(core: Any) -> None:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    from kvferry.client.vllm import compat
+
+    states: dict[str, Any] = {"block_size": 16, "shapes": ((1,),), "dtypes": (torch.int8,)}
+    aligned = MambaSpec(**states, mamba_cache_mode="align")
+    if not compat.OFFLOADS_MAMBA_STATES:
+        for message in (of_model(is_hybrid=True), of_layer(aligned)):
+            assert "use vLLM 0.29 to 0.33" in message
+        return
+    assert not of_model(is_hybrid=True)
+    assert not of_layer(aligned)
+    for message in (
+        of_model(is_hybrid=True, enable_prefix_caching=False),
+        of_layer(MambaSpec(**states, mamba_cache_mode="none")),
+    ):
+        assert "--enable-prefix-caching" in message
+
+
+def test_vllm_checks_the_configuration_before_it_loads_weights(
+    core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model with chunked local attention, which vLLM 0.26 and 0.27 cannot offload."""
+    from vllm.platforms import current_platform
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+    from kvferry.client.vllm import compat
+
+    local = ChunkedLocalAttentionSpec(block_size=16, **SHAPE, attention_chunk_size=32)
+    monkeypatch.setattr(type(current_platform), "support_hybrid_kv_cache", lambda _: True)
+    monkeypatch.setattr(core._model(None), "attention_chunk_size", 32)
+    options = {"kvferry_dirs": "nowhere", "cpu_bytes_to_use": 1 << 20}
+    configured = refusal(core._config, options)
+    if compat.can_offload_local_attention():
+        assert not configured
+        assert not of_layer(local)
+        return
+    for message in (configured, of_layer(local)):
+        assert message.startswith("[bad_config]")
+        assert "use vLLM 0.28 to 0.33" in message
+        assert "--disable-hybrid-kv-cache-manager" in message
+    other = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
+    assert not refusal(lambda: core._config(options, **other))
+
+
+def test_groups_that_vllm_does_not_cache_are_named_in_the_log(
+    core: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.v1 import kv_cache_interface as interface
+
+    from kvferry.client.vllm.supported import check_kv_cache, log_excluded_groups
+
+    if not hasattr(interface, "CircularBufferSpec"):
+        pytest.skip("this vLLM caches all groups")
+    ring = interface.CircularBufferSpec(block_size=4, **SHAPE)
+    full = interface.FullAttentionSpec(block_size=16, **SHAPE)
+    groups = [
+        interface.KVCacheGroupSpec(["keys"], ring),
+        interface.KVCacheGroupSpec(["attention"], full),
+    ]
+    caches = interface.KVCacheConfig(8, [], groups)
+    check_kv_cache(caches)
+    caplog.set_level("INFO", "kvferry")
+    log_excluded_groups(caches)
+    assert "CircularBufferSpec of keys" in caplog.text
+    assert "FullAttentionSpec" not in caplog.text
