@@ -175,6 +175,7 @@ def test_a_root_that_cannot_be_used_costs_only_the_tier(start: Start, enter: Ent
     engine = enter(start(tier_disk="/proc/none"))
     engine.store(range(4))
     assert engine.find(range(6)).prefix == 4
+    engine.promote(range(4))  # waits until the mirror has them
     engine.load(range(4))
     until(lambda: engine.tier().deaths > 1)
     tier = engine.tier()

@@ -9,7 +9,7 @@ from support.vllm_models import DEEPSEEK, NEMOTRON, QWEN, SMALL
 
 
 @dataclass(frozen=True)
-class Family:
+class PlannedFamily:
     """draft: the config.json of a model that drafts."""
 
     config: dict[str, Any]
@@ -143,28 +143,28 @@ def drafting(method: str, **options: Any) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "llama": Family(SMALL),
-    "qwen3": Family(QWEN3),
-    "gemma3": Family(GEMMA3),
-    "gpt-oss": Family(GPT_OSS),
-    "llama4": Family(LLAMA4),
-    "deepseek-v3": Family(DEEPSEEK),
-    "deepseek-v3.2": Family(DEEPSEEK_V32),
-    "glm-5": Family(GLM5),
-    "deepseek-v4": Family(DEEPSEEK_V4),
-    "qwen3-next": Family(QWEN),
-    "qwen3.5": Family(QWEN35),
-    "kimi-linear": Family(KIMI_LINEAR),
-    "nemotron-h": Family(NEMOTRON),
-    "granite4": Family(GRANITE),
-    "falcon-h1": Family(FALCON_H1),
-    "lfm2": Family(LFM2),
-    "eagle3": Family(SMALL, drafting("eagle3"), EAGLE),
-    "mtp": Family(DEEPSEEK | {"num_nextn_predict_layers": 1}, drafting("mtp")),
-    "mtp hybrid": Family(QWEN | {"num_nextn_predict_layers": 1}, drafting("mtp")),
-    "fp8": Family(SMALL, {"kv_cache_dtype": "fp8"}),
-    "nvfp4": Family(SMALL, {"kv_cache_dtype": "nvfp4"}),
-    "turboquant": Family(SMALL, {"kv_cache_dtype": "turboquant_4bit_nc"}),
-    "whisper": Family(WHISPER),
-    "bert": Family(BERT),
+    "llama": PlannedFamily(SMALL),
+    "qwen3": PlannedFamily(QWEN3),
+    "gemma3": PlannedFamily(GEMMA3),
+    "gpt-oss": PlannedFamily(GPT_OSS),
+    "llama4": PlannedFamily(LLAMA4),
+    "deepseek-v3": PlannedFamily(DEEPSEEK),
+    "deepseek-v3.2": PlannedFamily(DEEPSEEK_V32),
+    "glm-5": PlannedFamily(GLM5),
+    "deepseek-v4": PlannedFamily(DEEPSEEK_V4),
+    "qwen3-next": PlannedFamily(QWEN),
+    "qwen3.5": PlannedFamily(QWEN35),
+    "kimi-linear": PlannedFamily(KIMI_LINEAR),
+    "nemotron-h": PlannedFamily(NEMOTRON),
+    "granite4": PlannedFamily(GRANITE),
+    "falcon-h1": PlannedFamily(FALCON_H1),
+    "lfm2": PlannedFamily(LFM2),
+    "eagle3": PlannedFamily(SMALL, drafting("eagle3"), EAGLE),
+    "mtp": PlannedFamily(DEEPSEEK | {"num_nextn_predict_layers": 1}, drafting("mtp")),
+    "mtp hybrid": PlannedFamily(QWEN | {"num_nextn_predict_layers": 1}, drafting("mtp")),
+    "fp8": PlannedFamily(SMALL, {"kv_cache_dtype": "fp8"}),
+    "nvfp4": PlannedFamily(SMALL, {"kv_cache_dtype": "nvfp4"}),
+    "turboquant": PlannedFamily(SMALL, {"kv_cache_dtype": "turboquant_4bit_nc"}),
+    "whisper": PlannedFamily(WHISPER),
+    "bert": PlannedFamily(BERT),
 }

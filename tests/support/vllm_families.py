@@ -57,7 +57,7 @@ from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kern
 from kvferry.client import KVFerryError, shared_empty
 from kvferry.client.vllm.fingerprint import offloaded_groups
 from kvferry.client.vllm.scheduler_side import KeysSpec
-from support.family_configs import FAMILIES, Family
+from support.family_configs import FAMILIES, PlannedFamily
 from support.vllm_stand_ins import finished, wait_connected
 
 GPU_BLOCKS = 512
@@ -66,7 +66,7 @@ MAX_TOKENS = 512
 FLASHINFER_BUFFER = "vllm.v1.attention.backends.flashinfer._get_multi_ctas_kv_counter_buffer"
 
 
-def configure(family: Family, directory: str) -> Any:
+def configure(family: PlannedFamily, directory: str) -> Any:
     """The VllmConfig that `vllm serve` makes with the command of README.md."""
     folder = Path(tempfile.mkdtemp(prefix="kvferry-family-"))
     (folder / "config.json").write_text(json.dumps(family.config))
@@ -247,7 +247,7 @@ def blocks_of(groups: list[Any], chosen: Any, ids: list[int]) -> Any:
     )
 
 
-def start(family: Family, directory: str) -> dict[str, Any]:
+def start(family: PlannedFamily, directory: str) -> dict[str, Any]:
     """What is printed of a family."""
     try:
         config = configure(family, directory)
