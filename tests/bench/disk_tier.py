@@ -101,21 +101,19 @@ class Bench:
         """Bytes per second over all blocks, with AHEAD batches in flight."""
         batches = [self.batch(first) for first in range(0, self.blocks, BATCH)]
         sums = [self.checksums(each) for each in batches] if write else []
-        slots = asyncio.Semaphore(AHEAD)
+        numbers = iter(range(len(batches)))
         results: list[Result] = []
 
-        def released(_: object) -> None:
-            slots.release()
+        async def move_next() -> None:
+            for number in numbers:
+                each = batches[number]
+                call = client.put(each, sums[number]) if write else client.fetch(each, 60.0)
+                ended, released = await call
+                results.extend(ended)
+                await released
 
         begin = time.perf_counter()
-        for number, each in enumerate(batches):
-            await slots.acquire()
-            if write:
-                client.put(each, sums[number], results.extend, released)
-            else:
-                client.fetch(each, 60.0, results.extend, released)
-        for _ in range(AHEAD):
-            await slots.acquire()
+        await asyncio.gather(*(move_next() for _ in range(AHEAD)))
         seconds = time.perf_counter() - begin
         assert set(results) == {Result.OK}, set(results)
         return self.blocks * self.block_bytes / seconds
@@ -124,17 +122,17 @@ class Bench:
         """Bytes per second of first writes, of reads, and of writes into slots written before."""
         files = PoolFiles(self.pool.descriptors, CHUNK, self.pool.nbytes)
         client = TierClient(self.spec, files)
+        running = asyncio.create_task(client.run())
         while not client.is_on:
             await asyncio.sleep(0.01)
         first = await self.move(client, write=True)
         read = await self.move(client, write=False)
-        done = asyncio.Event()
         keys = [n.to_bytes(16, "big") for n in range(self.blocks)]
         for at in range(0, len(keys), 512):
-            client.drop("bench", keys[at : at + 512], done.set)
-        await done.wait()
+            await client.drop("bench", keys[at : at + 512])
         again = await self.move(client, write=True)
-        await client.close()
+        running.cancel()
+        await asyncio.wait({running})
         return first, read, again
 
 

@@ -126,31 +126,29 @@ class ThroughTier:
         """The seconds of puts and of gets. Each round has a namespace of its own."""
         namespace = f"{number:016x}"
         seconds = [await self._move(namespace, write=write) for write in (True, False)]
-        dropped = asyncio.Event()
-        self.client.drop(namespace, None, dropped.set)
-        await dropped.wait()
+        await self.client.drop(namespace)
         return seconds[0], seconds[1]
 
     async def _move(self, namespace: str, *, write: bool) -> float:
         count = max(1, REQUEST_BYTES // self.block_bytes)
-        slots = asyncio.Semaphore(AHEAD)
+        starts = iter(range(0, len(self.keys), count))
         results: list[Result] = []
 
-        def released(_: object) -> None:
-            slots.release()
+        async def move_next() -> None:
+            for first in starts:
+                keys = self.keys[first : first + count]
+                offsets = np.arange(first, first + len(keys)) * self.block_bytes
+                blocks = TierBlocks(namespace, keys, offsets, self.block_bytes)
+                if write:
+                    call = self.client.put(blocks, self.sums[first:][: len(keys)])
+                else:
+                    call = self.client.fetch(blocks, 60.0)
+                ended, released = await call
+                results.extend(ended)
+                await released
 
         begin = time.perf_counter()
-        for first in range(0, len(self.keys), count):
-            await slots.acquire()
-            keys = self.keys[first : first + count]
-            offsets = np.arange(first, first + len(keys)) * self.block_bytes
-            blocks = TierBlocks(namespace, keys, offsets, self.block_bytes)
-            if write:
-                self.client.put(blocks, self.sums[first:][: len(keys)], results.extend, released)
-            else:
-                self.client.fetch(blocks, 60.0, results.extend, released)
-        for _ in range(AHEAD):
-            await slots.acquire()
+        await asyncio.gather(*(move_next() for _ in range(AHEAD)))
         seconds = time.perf_counter() - begin
         assert set(results) == {Result.OK}, set(results)
         return seconds
@@ -164,6 +162,7 @@ async def compare(setup: Setup, rounds: int) -> list[list[float]]:
     bare.start()
     pool = setup.make_pool()
     tier = ThroughTier(setup, pool)
+    running = asyncio.create_task(tier.client.run())
     try:
         await asyncio.to_thread(peer.recv)
         while not tier.client.is_on:
@@ -185,7 +184,8 @@ async def compare(setup: Setup, rounds: int) -> list[list[float]]:
     finally:
         peer.send(None)
         bare.join(10)
-        await tier.client.close()
+        running.cancel()
+        await asyncio.wait({running})
         pool.close()
 
 

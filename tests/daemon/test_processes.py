@@ -51,8 +51,7 @@ class EchoWorker:
         return await asyncio.wait_for(self.ask(payload), TIMEOUT)
 
     async def close(self) -> None:
-        if not self.running.done():
-            await self.process.close(TIMEOUT)
+        self.running.cancel()
         with suppress(asyncio.CancelledError, ZeroDivisionError):
             await self.running
 
@@ -160,8 +159,10 @@ async def test_progress_postpones_a_deadline(worker: EchoWorker) -> None:
 
 async def test_a_process_that_is_not_ready_in_time_is_killed() -> None:
     worker = EchoWorker(ProcessTimes(start=0.05, first_restart=0.01), ("slow",))
+    request = worker.ask(b"1")
     await eventually(lambda: len(worker.losses) == 2)
     assert worker.losses == ["not ready within 0.05 s"] * 2
+    assert not request.done()  # it waits for a process that gets ready
     await worker.close()
 
 
@@ -224,31 +225,20 @@ async def test_an_error_of_a_hook_ends_the_run(worker: EchoWorker, hook: str) ->
 # The end
 
 
-async def test_a_closed_process_ends_by_itself(worker: EchoWorker) -> None:
+async def test_a_process_ends_by_itself_with_the_run(worker: EchoWorker) -> None:
     process = worker.process._process
     assert process is not None
-    await worker.process.close(TIMEOUT)
-    assert (process.returncode, worker.losses) == (0, [])
-    await worker.running
+    await worker.close()
+    assert (process.returncode, worker.process.pid, worker.losses) == (0, None, [])
 
 
-async def test_a_closed_process_that_does_not_end_is_killed() -> None:
-    worker = EchoWorker(arguments=("stay",))
+async def test_a_process_that_does_not_end_is_killed() -> None:
+    worker = EchoWorker(ProcessTimes(end=0.05), ("stay",))
     await worker.process.until_ready()
     process = worker.process._process
     assert process is not None
-    await worker.process.close(0.05)
+    await worker.close()
     assert process.returncode == -signal.SIGKILL
-    await worker.running
-
-
-async def test_a_cancelled_run_kills_the_process(worker: EchoWorker) -> None:
-    pid = worker.pid
-    worker.running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await worker.running
-    assert not is_alive(pid)
-    assert worker.losses == []
 
 
 # Starts a worker that it stops at once, and dies. Prints the pid of the worker.

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvferry.daemon.tiers.base import IN_TIER, Result
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
+    CallOutcome,
     PoolMemory,
     ProcessSubject,
     content_of,
@@ -111,21 +111,21 @@ class KilledTier:
 
     def _put(self, numbers: list[int], name: str) -> dict[int, Result]:
         """Put keys in 8 requests at once. Those that a kill ends are misses."""
-        tier, ended, released = self._tier, dict[int, Result](), list[object]()
+        tier, puts = self._tier, list[tuple[list[int], CallOutcome]]()
         for place, number in enumerate(numbers):
             tier.pool.block(place)[:] = content_of(number, BLOCK)
         for at in range(0, BATCH, 4):
             part = numbers[at : at + 4]
             keys = [key_of(number) for number in part]
             sums = [tier.pool.checksum(at + n, key) for n, key in enumerate(keys)]
-            tier.client.put(
-                tier.blocks(name, keys, range(at, at + 4)),
-                np.array(sums, np.uint64),
-                lambda results, part=part: ended.update(zip(part, results, strict=True)),  # type: ignore[misc]
-                released.append,
-            )
-        tier.wait_until(lambda: len(released) == BATCH // 4)
-        return ended
+            put = tier.begin_put(tier.blocks(name, keys, range(at, at + 4)), sums)
+            puts.append((part, put))
+        tier.wait_until(lambda: all(put.released is not None for _, put in puts))
+        return {
+            number: result
+            for part, put in puts
+            for number, result in zip(part, put.results or (), strict=True)
+        }
 
 
 @pytest.mark.parametrize("size", [ROOMY, SMALL], ids=["roomy", "small"])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -17,9 +18,11 @@ from kvferry.daemon.core.tier_actions import (
     FindKeys,
     KeysFound,
     WriteJob,
+    WrittenBlocks,
 )
-from kvferry.daemon.tiers.tiering import AttachedTier, Tiering
-from kvferry.daemon.tiers.write_out import WriteOptions, WriteOut
+from kvferry.daemon.core.writes import Writes
+from kvferry.daemon.tiers.tiering import AttachedTier, DropTimes, Tiering
+from kvferry.daemon.tiers.write_out import WriteOptions
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
     PoolMemory,
@@ -31,11 +34,16 @@ from support.time_limits import TIMEOUT
 
 BLOCK = 16 << 10
 OWNER = RegionOwner("namespace", "n")
+DROP_TIMES = DropTimes()
 R = TypeVar("R", bound=Report)
 
 
-class FakeWriteSource:
-    """Provides blocks to write, and records how each job ended."""
+async def _wait_forever() -> None:
+    await asyncio.Event().wait()
+
+
+class FakeWrites:
+    """As Core.writes: provides blocks to write, and records how each job ended."""
 
     def __init__(self) -> None:
         self.jobs: list[WriteJob] = []
@@ -46,10 +54,11 @@ class FakeWriteSource:
         self.asked.append((tier, limit, coldest))
         return [self.jobs.pop(0)] if self.jobs else []
 
-    def report(self, reports: list[Report]) -> None:
-        for each in reports:
-            assert isinstance(each, BlocksWritten)
-            self.ended[each.job] = list(each.done)
+    def next_written(self, tier: int, limit: int) -> WrittenBlocks | None:
+        return None
+
+    def namespaces(self) -> dict[str, str]:
+        return {}
 
 
 class TieringFixture:
@@ -59,29 +68,50 @@ class TieringFixture:
         self.pool, self.tiers = pool, tiers
         self.reports: list[Report] = []
         self.promoted: list[tuple[str, float]] = []
-        self.core = FakeWriteSource()
+        self.core = FakeWrites()
         self.no_checksum: set[int] = set()
-        self.rate = 0
-        self.markers = markers
+        self.running: asyncio.Task[None] | None = None
         self.attached = [
             AttachedTier(tier.client, markers / str(n)) for n, tier in enumerate(tiers)
         ]
 
-    def start(self, *options: WriteOptions, **seconds: float) -> None:
+    def start(self, *options: WriteOptions, times: DropTimes = DROP_TIMES) -> None:
+        for each in options:
+            self.attached[each.tier].write = each
+
         async def make() -> Tiering:
-            for each in options:
-                tier = self.attached[each.tier]
-                tier.write_out = WriteOut(
-                    self.core, self.checksums_of, tier.client, each, self.core.report
-                )
             return Tiering(
                 self.attached,
-                self.reports.extend,
+                cast(Writes, self.core),
+                self.checksums_of,
+                self._receive,
                 lambda *seen: self.promoted.append(seen),
-                **seconds,
+                times,
             )
 
+        for tier in self.tiers:
+            tier.client.run = _wait_forever  # type: ignore[method-assign]  # the ProcessSubject runs it
         self.tiering = self.tiers[0].runner.run(make())
+        self.running = self.tiers[0].start(self.tiering.run())
+
+    def close(self) -> None:
+        running, self.running = self.running, None
+        if running is None:
+            return
+
+        async def close() -> None:
+            await self.tiering.send_drops()
+            running.cancel()
+            await asyncio.wait({running})
+
+        self.tiers[0].runner.run(close())
+
+    def _receive(self, reports: list[Report]) -> None:
+        for each in reports:
+            if isinstance(each, BlocksWritten):
+                self.core.ended[each.job] = list(each.done)
+            else:
+                self.reports.append(each)
 
     def checksums_of(self, _: RegionOwner, blocks: Int64s) -> tuple[Any, Bools]:
         sums = [self.pool.checksum(block, key_of(block)) for block in blocks.tolist()]
@@ -107,11 +137,14 @@ class TieringFixture:
         return self.wait_for(KeysFound)
 
     def fetch(self, tier: int, *numbers: int, seconds: float = TIMEOUT) -> BlocksFetched:
+        self.begin_fetch(tier, *numbers, seconds=seconds)
+        return self.wait_for(BlocksFetched)
+
+    def begin_fetch(self, tier: int, *numbers: int, seconds: float = TIMEOUT) -> None:
         self.reports.clear()
         blocks = np.arange(32, 32 + len(numbers))
         keys, offsets = tuple(map(key_of, numbers)), blocks * BLOCK + self.pool.start
         self.perform(FetchBlocks(3, tier, NAMESPACE, keys, offsets, BLOCK, seconds, OWNER, blocks))
-        return self.wait_for(BlocksFetched)
 
     def write_job(self, number: int, *blocks: int) -> WriteJob:
         for block in blocks:

@@ -55,9 +55,10 @@ from kvferry.daemon.reload import Reload
 from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor
 from kvferry.daemon.tier_settings import tier_settings
-from kvferry.daemon.tiers.composition import compose_tiering, start_tiers
+from kvferry.daemon.tiers.composition import start_tiers
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
 from kvferry.daemon.tiers.tier_process import PoolFiles
+from kvferry.daemon.tiers.tiering import Tiering
 from kvferry.daemon.transport.accept_gate import max_client_fd
 from kvferry.daemon.transport.server import Server
 from kvferry.proto.codec import MAX_MESSAGE_BYTES
@@ -210,9 +211,8 @@ async def run(
             worker = DeviceWorker(engine, pool, server.device_reports, server.fail)
             scrub_rate = parse_bytes(config.integrity.scrub_rate)
             region_store = RegionStore(checksums, kept.fd_store, server.report_to_core, scrub_rate)
-            tiering = compose_tiering(
+            tiering = Tiering(
                 tiers,
-                settings,
                 core.writes,
                 region_store.checksums_of,
                 server.report_to_core,
@@ -243,11 +243,11 @@ async def run(
             signals.set_status(f"serving {engine.info.name} at {endpoint.directory}")
             if metrics_server:
                 metrics_server.start(server)
-        async with running_flows(server.fail, region_store.run):
+        async with running_flows(server.fail, region_store.run, tiering.run):
             await server.serve(
                 worker, region_store, kept_tensor_store, tiering, health, config.stop.drain_seconds
             )
-        await tiering.close()
+            await tiering.send_drops()
         await publisher.close()
         if metrics_server:
             await asyncio.to_thread(metrics_server.close)

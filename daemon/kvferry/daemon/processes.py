@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import math
 import os
 import signal
 import socket
@@ -29,9 +30,9 @@ import structlog
 
 from kvferry.daemon.daemon_connection import MAX_DATAGRAM, NOTICE, NUMBER, READY
 
-# Seconds for a killed process to end when `run` is cancelled. One that reads from a device that
-# hangs takes longer; the kernel ends it after the daemon.
-REAP_SECONDS = 1.0
+# Seconds for a killed process to end when the daemon stops. One that reads from a device that hangs
+# takes longer; the kernel ends it after the daemon.
+REAP_SECONDS = 10.0
 R = TypeVar("R")
 
 log = structlog.get_logger()
@@ -60,16 +61,24 @@ class ProcessTimes:
     """In seconds. start: until the process is ready; it is killed then.
 
     first_restart, last_restart: until a process that has ended is started again, at first and at
-    most; each time it takes twice as long, until `note_progress`.
+    most; each time it takes twice as long, until `note_progress`. end: for the process to end by
+    itself.
     """
 
     start: float = 60.0
+    end: float = 10.0
     first_restart: float = 0.2
     last_restart: float = 30.0
 
 
 def _ignore(*_: object) -> None:
     """A hook that does nothing."""
+
+
+def _seconds_from_now(seconds: float) -> Callable[[], float]:
+    """Returns a function that returns how many of them are left."""
+    end = time.monotonic() + seconds
+    return lambda: end - time.monotonic()
 
 
 class ChildProcess:
@@ -81,16 +90,14 @@ class ChildProcess:
     is reaped. So memory that a request names is safe when the request has ended. Its sender judges
     when it is late (`wait`), calls `kill`, and repeats it:
 
-    - A tier bounds each request, and kills the process some time after a deadline. A drop is
-      repeated until it is confirmed. `notice` gets the log and the usage; `lost` trips the breaker.
+    - A tier bounds each request, and kills the process some time after a deadline. Only drops are
+      repeated, until they are confirmed. `lost` trips the circuit breaker.
     - The checksum client calls `start` itself, so that an error refuses the start of the daemon. It
-      sends each request again after ProcessDied, and kills the process if `wait(reply, seconds,
-      progress)` is False while it is ready; progress: when the last reply arrived, which `receive`
-      records. `receive` also calls `note_progress` and resets the count of deaths that `lost` adds
-      to; if it grows too large, the client's flow raises, which ends the daemon.
+      repeats each request, and kills the process if no reply has arrived for some time. `lost`
+      counts deaths and raises after too many, which ends `run` and so the daemon.
 
     notice: called with the payloads of READY and of notices. lost: called with the reason when the
-    process is lost before `close`; also if none can be started, with `pid` None.
+    process is lost while `run` runs; also if none can be started, with `pid` None.
     """
 
     def __init__(
@@ -108,10 +115,10 @@ class ChildProcess:
         self._requests: dict[int, tuple[asyncio.Future[Any], Callable[[bytes], Any]]] = {}
         self._doomed: set[asyncio.Future[Any]] = set()
         self._outgoing: deque[bytes] = deque()
-        # None once reaped, and once lost.
+        # None once it is reaped; its socket is None once it is lost.
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._is_ready = self._is_closing = False
+        self._is_ready = self._is_ending = False
         self._restart_in = times.first_restart
         # An error of `notice` or of a `receive`, for `run`.
         self._error: Exception | None = None
@@ -135,41 +142,66 @@ class ChildProcess:
     def start(self) -> None:
         """Start the process. Raises OSError."""
         program = self._program
-        self._process, self._socket = start_worker(
-            program.module,
-            lambda number: [str(number), str(os.getpid()), *program.arguments],
-            program.descriptors,
-        )
-        self._loop.add_reader(self._socket.fileno(), self._receive)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        read_end, write_end = os.pipe()
+        command = [sys.executable, "-P", "-m", program.module, str(theirs.fileno())]
+        with theirs, os.fdopen(read_end, "rb", 0):
+            try:
+                self._process = subprocess.Popen(
+                    [*command, str(os.getpid()), *program.arguments],
+                    stdin=read_end,
+                    pass_fds=(theirs.fileno(), *program.descriptors),
+                )
+            except OSError:
+                os.close(write_end)
+                ours.close()
+                raise
+            weakref.finalize(self._process, os.close, write_end)
+            fcntl.fcntl(read_end, fcntl.F_SETOWN, self._process.pid)
+            fcntl.fcntl(read_end, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(read_end, fcntl.F_SETFL, os.O_ASYNC)
+        ours.setblocking(False)
+        self._socket = ours
+        self._loop.add_reader(ours.fileno(), self._receive)
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._pidfd, self._reap)
 
     async def run(self) -> None:
-        """Start the process if it is not started, and again whenever it has ended, until `close`.
+        """Start the process if it is not started, and again whenever it has ended, until cancelled.
 
-        Raises what a hook has raised. If it is cancelled, the process is killed.
+        Then the process ends as by `close`. Raises what a hook has raised.
         """
         try:
-            while not self._is_closing:
+            while True:
                 if self._process is None:
-                    self._try_start()
-                await self._until(lambda: self._is_ready or self._socket is None, self._times.start)
-                self._kill_unready()
-                await self._until(lambda: self._process is None)
-                await self._until(lambda: self._is_closing, self._restart_in)
+                    try:
+                        self.start()
+                    except OSError as error:
+                        self._call(self._lost, f"cannot start: {error}")
+                limit = self._times.start
+                if not await self._until(self._is_started, _seconds_from_now(limit)):
+                    self.kill(f"not ready within {limit} s")
+                await self._until(self._is_reaped)
+                await asyncio.sleep(self._restart_in)
                 self._restart_in = min(self._times.last_restart, 2 * self._restart_in)
         finally:
-            if self._process is not None:
-                self._is_closing = True
-                self.kill("the daemon is stopping")
-                self._error = None
-                await self._until(lambda: self._process is None, REAP_SECONDS)
+            await self.close()
+
+    async def close(self) -> None:
+        """Disconnect, after which the process ends by itself, or is killed."""
+        self._is_ending, self._error = True, None
+        self._disconnect()
+        if not await self._until(self._is_reaped, _seconds_from_now(self._times.end)):
+            log.warning("process killed", process=self._program.name, reason="it does not end")
+            assert self._process is not None
+            self._process.send_signal(signal.SIGKILL)
+            await self._until(self._is_reaped, _seconds_from_now(REAP_SECONDS))
 
     def send(self, payload: bytes, receive: Callable[[bytes], R]) -> asyncio.Future[R]:
         """Send a request, once a process is ready and its socket has room.
 
         receive: called with the payload of the reply when it arrives; the future gets what it
-        returns, or ProcessDied. The future of a request that is sent after `close` never ends.
+        returns, or ProcessDied. Without `run` it may never end.
         """
         number, future = next(self._numbers), self._loop.create_future()
         self._requests[number] = future, receive
@@ -189,19 +221,15 @@ class ChildProcess:
         from when the process is ready. A reply counts that has arrived and that the event loop was
         too busy to read. If the caller is cancelled, the request is not.
         """
-        begun: float | None = None
-        while not reply.done() and reply not in self._doomed:
-            left = None
+        begun = math.inf
+
+        def left() -> float:
+            nonlocal begun
             if self._is_ready:
-                now = time.monotonic()
-                begun = now if begun is None else begun
-                left = max(begun, progress()) + seconds - now
-                if left <= 0:
-                    if not self.read_arrived():
-                        break
-                    continue
-            ends = {reply, self._changed}
-            await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                begun = min(begun, time.monotonic())
+            return max(begun, progress()) + seconds - time.monotonic()
+
+        await self._until(lambda: reply.done() or reply in self._doomed, left, reply)
         return reply.done() and reply.exception() is None
 
     def is_late(self, reply: asyncio.Future[Any]) -> bool:
@@ -211,15 +239,13 @@ class ChildProcess:
     async def until_ready(self) -> None:
         await self._until(lambda: self._is_ready)
 
-    def read_arrived(self) -> int:
-        """Handle the replies that have arrived; return how many bytes these are."""
+    def read_arrived(self) -> None:
+        """Handle the messages that have arrived."""
         if self._socket is None:
-            return 0
-        (arrived,) = struct.unpack("i", fcntl.ioctl(self._socket, termios.FIONREAD, bytes(4)))
-        left = arrived
+            return
+        (left,) = struct.unpack("i", fcntl.ioctl(self._socket, termios.FIONREAD, bytes(4)))
         while left > 0 and self._socket is not None:
             left -= self._receive() or left
-        return int(arrived)
 
     def note_progress(self) -> None:
         """The process works: restart it soon if it ends."""
@@ -231,47 +257,40 @@ class ChildProcess:
             return
         self._process.send_signal(signal.SIGKILL)
         self._disconnect()
-        if not self._is_closing:
+        if not self._is_ending:
             self._call(self._lost, why)
 
-    async def close(self, seconds: float) -> None:
-        """Disconnect, after which the process ends by itself, or is killed after `seconds`."""
-        self._is_closing = True
-        self._disconnect()
-        if not await self._until(lambda: self._process is None, seconds):
-            log.warning("process killed", process=self._program.name, reason="it does not end")
-            assert self._process is not None
-            self._process.send_signal(signal.SIGKILL)
-            await self._until(lambda: self._process is None)
+    def _is_started(self) -> bool:
+        """Whether the process is ready, or will not get ready."""
+        return self._is_ready or self._socket is None
 
-    def _try_start(self) -> None:
-        try:
-            self.start()
-        except OSError as error:
-            name, reason = self._program.name, f"cannot start: {error}"
-            log.warning("process cannot be started", process=name, reason=str(error))
-            self._call(self._lost, reason)
+    def _is_reaped(self) -> bool:
+        return self._process is None
 
-    def _kill_unready(self) -> None:
-        if not self._is_ready:
-            self.read_arrived()
-        if not self._is_ready:
-            self.kill(f"not ready within {self._times.start} s")
+    async def _until(
+        self,
+        condition: Callable[[], bool],
+        left: Callable[[], float] = lambda: math.inf,
+        *futures: asyncio.Future[Any],
+    ) -> bool:
+        """Wait for a condition, which is judged after each change and when a future ends.
 
-    async def _until(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait until a change after which the condition holds; False after `seconds` without it.
-
-        Raises the error of a hook.
+        False: no seconds are left, although what has arrived is handled. Raises what a hook raised.
         """
-        deadline = None if seconds is None else time.monotonic() + seconds
-        while not condition():
+        while True:
             if self._error is not None:
                 raise self._error
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return False
-            await asyncio.wait({self._changed}, timeout=left)
-        return True
+            if condition():
+                return True
+            seconds = left()
+            if seconds > 0:
+                ends = {self._changed, *futures}
+                timeout = seconds if seconds < math.inf else None
+                await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                self.read_arrived()
+                if left() <= 0:
+                    return condition()
 
     def _note_change(self) -> None:
         changed, self._changed = self._changed, self._loop.create_future()
@@ -352,7 +371,7 @@ class ChildProcess:
         os.close(self._pidfd)
         self.kill("it has ended")
         status, self._process = self._process.wait(), None
-        if not self._is_closing:
+        if not self._is_ending:
             log.warning("process ended", process=self._program.name, status=status)
         doomed, self._doomed = self._doomed, set()
         for future in doomed:
@@ -360,34 +379,3 @@ class ChildProcess:
                 future.set_exception(ProcessDied(f"{self._program.name}: exit status {status}"))
                 future.exception()  # it may have no reader
         self._note_change()
-
-
-def start_worker(
-    module: str, arguments: Callable[[int], Sequence[str]], descriptors: Sequence[int]
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start `python -m module`. Returns the process and the daemon's end of its socket, which keeps
-    the bounds of messages and does not block. Raises OSError.
-
-    The process is killed when nothing refers to it any longer. arguments: called with the number of
-    the process's end of the socket. descriptors: further ones that the process inherits, under the
-    same numbers.
-    """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    read_end, write_end = os.pipe()
-    with theirs, os.fdopen(read_end, "rb", 0):
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, *arguments(theirs.fileno())],
-                stdin=read_end,
-                pass_fds=(theirs.fileno(), *descriptors),
-            )
-        except OSError:
-            os.close(write_end)
-            ours.close()
-            raise
-        weakref.finalize(process, os.close, write_end)
-        fcntl.fcntl(read_end, fcntl.F_SETOWN, process.pid)
-        fcntl.fcntl(read_end, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(read_end, fcntl.F_SETFL, os.O_ASYNC)
-    ours.setblocking(False)
-    return process, ours

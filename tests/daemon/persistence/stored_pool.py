@@ -18,7 +18,6 @@ from kvferry.daemon.persistence.checksum_client import ChecksumClient
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import Fingerprint
-from support.time_limits import TIMEOUT
 
 BLOCK, COUNT = 4096, 16
 FINGERPRINT = Fingerprint("llama", BLOCK, key_bytes=8)
@@ -78,7 +77,7 @@ class StoredPool:
         self.bytes[table.record.start + block * BLOCK + 100] ^= 1
 
     async def close(self) -> None:
-        await self.checksums._process.close(TIMEOUT)
+        await self.checksums._process.close()
         for table in self.tables:
             if not table.closed:
                 table.close()

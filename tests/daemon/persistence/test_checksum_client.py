@@ -33,7 +33,6 @@ from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from support.background import in_background
 from support.eventually import eventually
 from support.refused_starts import refuse_starts
-from support.time_limits import TIMEOUT
 
 CHUNK, COUNT = 4 * PAGE, 16
 # Blocks cross pages and chunks.
@@ -102,7 +101,7 @@ class ClientFixture:
     async def close(self) -> None:
         for read in self.reads:
             read.cancel()
-        await self.client._process.close(TIMEOUT)
+        await self.client._process.close()
         for table in self.tables.values():
             table.close()
         self.pool.close()
@@ -243,7 +242,7 @@ async def test_the_process_ends_when_the_daemon_disconnects(fixture: ClientFixtu
     await fixture.read(request_of(1))
     process = fixture.client._process._process
     assert process is not None
-    await fixture.client._process.close(TIMEOUT)
+    await fixture.client._process.close()
     assert process.returncode == 0
 
 

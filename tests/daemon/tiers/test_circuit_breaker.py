@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import pytest
 
 from kvferry.daemon.tiers.circuit_breaker import MAX_ERRORS, CircuitBreaker
+from support.time_limits import TIMEOUT
 
 
 class ClockedBreaker(CircuitBreaker):
@@ -13,7 +17,14 @@ class ClockedBreaker(CircuitBreaker):
     def __init__(self) -> None:
         self.seconds = 100.0
         self.opened_for: list[float] = []
-        super().__init__(lambda: self.seconds, self.opened_for.append, 1.0, 60.0)
+        super().__init__(lambda: self.seconds, 1.0, 60.0)
+
+    def trip(self) -> None:
+        before = self.openings
+        super().trip()
+        if self.openings > before:
+            assert self._until is not None
+            self.opened_for.append(self._until - self.seconds)
 
     def become_half_open(self) -> None:
         self.seconds += self.opened_for[-1] + 0.01
@@ -98,3 +109,17 @@ def test_a_death_during_a_probe_opens_it(breaker: ClockedBreaker) -> None:
     breaker.trip()
     breaker.end_probe(answered=True)  # too late
     assert (breaker.state, breaker.opened_for) == ("open", [1, 2])
+
+
+async def test_whoever_waits_for_a_probe_is_woken_once_it_is_half_open() -> None:
+    breaker = CircuitBreaker(time.monotonic, 0.05, 0.05)
+    for _ in range(2):
+        waiting = asyncio.create_task(breaker.until_half_open())
+        await asyncio.sleep(0.01)
+        assert not waiting.done()  # it is closed
+        breaker.trip()
+        tripped = time.monotonic()
+        await asyncio.wait_for(waiting, TIMEOUT)
+        assert time.monotonic() - tripped >= 0.05
+        assert breaker.begin_probe()
+        breaker.end_probe(answered=True)

@@ -297,24 +297,16 @@ def test_a_store_that_does_not_answer_costs_a_miss_within_the_deadline(
     for place in places:
         here.pool.block(place)[:] = 0
     begin = time.monotonic()
-    done: list[float] = []
     blocks = here.tier.blocks(NAMESPACE, [key_of(number) for number in numbers], places)
-    results: list[Result] = []
-
-    def end(found: Any) -> None:
-        results.extend(found)
-        done.append(time.monotonic())
-
-    released: list[float] = []
-    here.tier.client.fetch(blocks, 0.5, end, lambda _: released.append(time.monotonic()))
+    fetch = here.tier.begin_fetch(blocks, 0.5)
     if "transfer" in what:
         while time.monotonic() < begin + 0.3 and not here.pool.block(places[0]).any():
             pass
         pause()
-    here.tier.wait_until(lambda: done)
-    assert done[0] - begin < 1.5, "the call has passed its deadline"
-    assert set(results) <= {LATE, ERROR} or "transfer" in what
-    here.tier.wait_until(lambda: released)
+    here.tier.wait_until(lambda: fetch.results)
+    assert time.monotonic() - begin < 1.5, "the call has passed its deadline"
+    assert set(fetch.results or ()) <= {LATE, ERROR} or "transfer" in what
+    here.tier.wait_until(lambda: fetch.released is not None)
     assert what != "master" or "check that mooncake_master runs" in capsys.readouterr().out
     for place in places:
         here.pool.block(place)[:] = 7

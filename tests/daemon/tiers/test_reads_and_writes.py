@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from kvferry.daemon.tiers import tier_client
@@ -14,41 +13,36 @@ from .rude_fixtures import Rude
 
 def test_fetches_overtake_puts(rude: Rude) -> None:
     """With both threads busy with puts, and more puts queued, fetches are next."""
-    tier, order = rude.tier, list[str]()
+    tier = rude.tier
     tier.put([0])
     rude.on("slow")
     rude.on("slow reads")
-    for number in range(1, 6):
-        blocks = tier.blocks(NAMESPACE, [key_of(number)], [number])
-        checksums = np.zeros(1, np.uint64)
-        tier.client.put(blocks, checksums, lambda _: order.append("put"))
+    written = [tier.blocks(NAMESPACE, [key_of(number)], [number]) for number in range(1, 6)]
+    puts = [tier.begin_put(blocks) for blocks in written]
     tier.wait_until(lambda: len(list(rude.folder.glob("slow-*"))) == 2)
-    for _ in range(2):
-        blocks = tier.blocks(NAMESPACE, [key_of(0)], [32])
-        tier.client.fetch(blocks, 30.0, lambda _: order.append("fetch"))
-    answered = list[bool]()
-    tier.client.contains(NAMESPACE, [key_of(0)], 30.0, lambda _: answered.append(True))
-    tier.wait_until(lambda: answered)  # it has read them all
+    read = tier.blocks(NAMESPACE, [key_of(0)], [32])
+    fetches = [tier.begin_fetch(read) for _ in range(2)]
+    assert tier.contains([0]) == [True]  # it has read them all
     rude.off("slow")
-    tier.wait_until(lambda: len(order) == 2)
+    tier.wait_until(lambda: len([put for put in puts if put.results]) == 2)
+    assert not any(fetch.results for fetch in fetches)
     rude.off("slow reads")
-    tier.wait_until(lambda: len(order) == 7)
-    assert order.index("fetch") == 2
+    tier.wait_until(lambda: all(call.results for call in (*puts, *fetches)))
 
 
 def test_a_put_that_waits_for_reads_is_not_late(
     rude: Rude, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier_client, "PUT_SECONDS", 1.0)
-    tier, reads, written = rude.tier, list[Result](), list[Result]()
+    tier = rude.tier
     tier.put([0])
     rude.on("paced reads")
-    for _ in range(120):  # 3 seconds for two threads
-        blocks = tier.blocks(NAMESPACE, [key_of(0)], [32])
-        tier.client.fetch(blocks, 30.0, reads.extend)
-    blocks = tier.blocks(NAMESPACE, [key_of(1)], [1])
-    tier.client.put(blocks, np.zeros(1, np.uint64), written.extend)
-    tier.wait_until(lambda: written)
-    assert written == [Result.OK]
-    assert len(reads) > 110
+    read = tier.blocks(NAMESPACE, [key_of(0)], [32])
+    written = tier.blocks(NAMESPACE, [key_of(1)], [1])
+    # 3 seconds for two threads
+    reads = [tier.begin_fetch(read) for _ in range(120)]
+    put = tier.begin_put(written)
+    tier.wait_until(lambda: put.results)
+    assert put.results == [Result.OK]
+    assert len([fetch for fetch in reads if fetch.results]) > 110
     assert tier.client.counters.deaths == 0

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
-from kvferry.daemon.processes import start_worker
 from kvferry.daemon.tiers.base import Result
-from kvferry.daemon.tiers.messages import MAX_KEYS, TierArguments
+from kvferry.daemon.tiers.messages import (
+    MAX_KEYS,
+    ContainsRequest,
+    DropRequest,
+    UsageRequest,
+    decode_request,
+)
 from kvferry.daemon.tiers.tier_blocks import TierBlocks
-from kvferry.daemon.tiers.tier_process import WORKER, TierSpec, TierTimes
+from kvferry.daemon.tiers.tier_process import TierSpec, TierTimes
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
-    POOL_BYTES,
     PoolMemory,
     ProcessSubject,
     content_of,
@@ -54,18 +59,17 @@ def test_a_stopped_tier_is_killed_before_its_blocks_are_used_again(
     tier = rude.tier
     tier.put([1])
     rude.on("write")
-    events: list[Any] = []
     blocks = tier.blocks(NAMESPACE, [key_of(1)], [32])
-    tier.client.fetch(blocks, 1.0, events.extend, lambda _: events.append("released"))
+    fetch = tier.begin_fetch(blocks, 1.0)
     tier.wait_until((rude.folder / "writing").exists)
     pid = tier.client.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    tier.wait_until(lambda: events)
-    assert events == [LATE]
+    tier.wait_until(lambda: fetch.results)
+    assert (fetch.results, fetch.released) == ([LATE], None)
     assert not tier.client.is_prompt
-    tier.wait_until(lambda: len(events) == 2)
-    assert events == [LATE, "released"]
+    tier.wait_until(lambda: fetch.released is not None)
+    assert fetch.released == []
     pool.block(32)[:] = content_of(5, BLOCK)
     with pytest.raises(ProcessLookupError):  # it was killed and reaped
         os.kill(pid, signal.SIGCONT)
@@ -82,14 +86,12 @@ def test_a_killed_tier_ends_what_is_pending_and_comes_back(disk: ProcessSubject)
     before = disk.client.pid
     assert before is not None
     os.kill(before, signal.SIGSTOP)
-    events: list[Any] = []
     blocks = disk.blocks(NAMESPACE, [key_of(n) for n in numbers], range(32, 48))
-    disk.client.fetch(blocks, 30.0, events.extend, lambda _: events.append("released"))
-    checksums = np.zeros(16, np.uint64)
-    disk.client.put(blocks, checksums, events.extend, lambda _: events.append("released"))
+    fetch = disk.begin_fetch(blocks, 30.0)
+    put = disk.begin_put(blocks)
     os.kill(before, signal.SIGKILL)
-    disk.wait_until(lambda: events.count("released") == 2)
-    assert set(events) == {MISS, "released"}
+    disk.wait_until(lambda: (fetch.released, put.released) == ([], []))
+    assert fetch.results == put.results == [MISS] * 16
     assert disk.fetch(numbers) == [MISS] * 16  # it is off
     assert disk.contains(numbers) == [False] * 16
     disk.wait_until(lambda: is_back(disk, before))
@@ -104,28 +106,45 @@ def test_a_drop_reaches_a_tier_that_was_dead(disk: ProcessSubject) -> None:
     before = disk.client.pid
     assert before is not None
     os.kill(before, signal.SIGKILL)
-    dropped: list[bool] = []
     disk.wait_until(lambda: not disk.client.is_on)
-    disk.client.drop(NAMESPACE, None, lambda: dropped.append(True))
+    dropped = disk.start(disk.client.drop(NAMESPACE))
     disk.wait_until(lambda: is_back(disk, before))
     assert disk.contains([1, 2, 3]) == [False] * 3
-    assert dropped == [True]
+    assert dropped.done()
+
+
+def test_a_drop_is_the_first_request_of_the_next_process(rude: Rude) -> None:
+    tier, sent = rude.tier, list[type]()
+    send, before = tier.client._process.send, tier.client.pid
+
+    def record(payload: bytes, receive: Callable[[bytes], Any]) -> Any:
+        sent.append(type(decode_request(payload)))
+        return send(payload, receive)
+
+    assert before is not None
+    os.kill(before, signal.SIGSTOP)
+    dropped = tier.start(tier.client.drop(NAMESPACE))
+    tier.client._process.send = record  # type: ignore[method-assign]
+    os.kill(before, signal.SIGKILL)
+    tier.wait_until(lambda: is_back(tier, before))
+    assert dropped.done()
+    assert sent[0] is DropRequest
+    assert {ContainsRequest, UsageRequest} <= set(sent[1:])
 
 
 def test_a_drop_that_failed_is_logged_and_repeated(
     rude: Rude, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rude.on("drop")  # which ends the process
-    before, dropped = rude.tier.client.pid, list[bool]()
-    rude.tier.client.drop(NAMESPACE, None, lambda: dropped.append(True))
+    before, dropped = rude.tier.client.pid, rude.tier.start(rude.tier.client.drop(NAMESPACE))
     rude.tier.wait_until(lambda: rude.tier.client.pid not in (None, before))
-    assert not dropped
+    assert not dropped.done()
     output, errors = capfd.readouterr()
     assert "drop failed; it is repeated when the tier's process has restarted" in output
     assert "drop fails" in output
     assert "Traceback" not in output + errors
     rude.off("drop")
-    rude.tier.wait_until(lambda: dropped)
+    rude.tier.wait_until(dropped.done)
 
 
 def test_three_errors_turn_it_off_until_a_probe_is_answered(
@@ -156,32 +175,32 @@ def test_three_errors_turn_it_off_until_a_probe_is_answered(
 
 def test_a_late_answer_makes_others_miss_and_is_no_failure(start: Start, tmp_path: Path) -> None:
     rude = Rude(tmp_path, start, TierTimes(grace=30.0))
-    tier, answers, ended = rude.tier, list[Any](), list[Any]()
+    tier = rude.tier
     tier.put([1])
     rude.on("slow reads")
     blocks = tier.blocks(NAMESPACE, [key_of(1)], [32])
-    tier.client.fetch(blocks, 0.2, answers.extend, ended.extend)
-    tier.wait_until(lambda: answers)
-    assert (answers, ended) == ([LATE], [])
+    fetch = tier.begin_fetch(blocks, 0.2)
+    tier.wait_until(lambda: fetch.results)
+    assert (fetch.results, fetch.released) == ([LATE], None)
     assert (tier.fetch([1]), tier.contains([1])) == ([MISS], [False])
     assert tier.put([2]) == [OK]  # nobody waits for it
     rude.off("slow reads")
-    tier.wait_until(lambda: ended)
-    assert ended == [OK]
+    tier.wait_until(lambda: fetch.released)
+    assert fetch.released == [OK]
     assert (tier.fetch([1]), tier.contains([1])) == ([OK], [True])
     assert (tier.client.breaker.openings, tier.client.counters.deaths) == (0, 0)
 
 
 def test_a_stopped_tier_costs_one_lookup_and_no_probe(rude: Rude) -> None:
     """Others miss at once, also while it is probed; it is killed, and comes back by itself."""
-    tier, answers = rude.tier, list[Any]()
+    tier = rude.tier
     tier.put([1])
     pid = tier.client.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    tier.client.contains(NAMESPACE, [key_of(1)], 0.1, answers.extend)
-    tier.wait_until(lambda: answers)
-    assert answers == [LATE]
+    lookup = tier.begin_lookup([key_of(1)], 0.1)
+    tier.wait_until(lambda: lookup)
+    assert lookup == [LATE]
     while tier.client.pid == pid:
         assert tier.contains([1]) == [False]  # which waits for 30 s, if it is sent
         assert tier.fetch([1]) == [MISS]
@@ -192,19 +211,21 @@ def test_a_stopped_tier_costs_one_lookup_and_no_probe(rude: Rude) -> None:
     assert tier.client.counters.deaths == 1
 
 
-def send_lookups(rude: Rude, results: list[Any]) -> Path:
-    """Send four lookups with a short deadline. Returns a file that exists once the tier has sent
-    its answers."""
-    client, last = rude.tier.client, key_of(5)
+def send_lookups(rude: Rude) -> tuple[list[list[Result]], Path]:
+    """Send four lookups with a short deadline. Returns their results, and a file that exists once
+    the tier has sent its answers."""
     rude.on("note lookups")
+    found: list[list[Result]] = [[] for _ in range(5)]
 
-    async def send() -> None:
-        for number in range(1, 5):
-            client.contains(NAMESPACE, [key_of(number)], 0.05, results.extend)
-        client.contains(NAMESPACE, [last], 30.0, lambda _: None)  # they are answered in order
+    async def look_up(number: int, seconds: float) -> None:
+        keys = [key_of(number)]
+        found[number] += await rude.tier.client.contains(NAMESPACE, keys, seconds)
 
-    rude.tier.runner.run(send())
-    return rude.folder / f"lookup-{last.hex()}"
+    async def look_up_all() -> None:  # they are answered in order
+        await asyncio.gather(*(look_up(n, 0.05 if n < 4 else 30.0) for n in range(5)))
+
+    rude.tier.start(look_up_all())
+    return found[:4], rude.folder / f"lookup-{key_of(4).hex()}"
 
 
 def block_event_loop(rude: Rude, answered: Path, seconds: float) -> None:
@@ -220,27 +241,27 @@ def block_event_loop(rude: Rude, answered: Path, seconds: float) -> None:
 
 def test_an_answer_that_has_arrived_is_not_late(rude: Rude) -> None:
     """Although the daemon reads it after the deadline, because its event loop was busy."""
-    results = list[Any]()
-    rude.tier.put([1, 2, 3, 4])
-    block_event_loop(rude, send_lookups(rude, results), 0.1)
-    rude.tier.wait_until(lambda: len(results) == 4)
-    assert results == [OK] * 4
+    rude.tier.put(range(4))
+    lookups, answered = send_lookups(rude)
+    block_event_loop(rude, answered, 0.1)
+    rude.tier.wait_until(lambda: all(lookups))
+    assert lookups == [[OK]] * 4
     assert rude.tier.client.is_prompt
 
 
 def test_a_process_whose_answers_have_arrived_is_not_killed(start: Start, tmp_path: Path) -> None:
     rude = Rude(tmp_path, start, TierTimes(grace=1.0))
-    tier, results = rude.tier, list[Any]()
-    pid = tier.client.pid
+    tier, pid = rude.tier, rude.tier.client.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    answered = send_lookups(rude, results)
-    tier.wait_until(lambda: len(results) == 4)
-    assert results == [LATE] * 4
+    lookups, answered = send_lookups(rude)
+    tier.wait_until(lambda: all(lookups))
+    assert lookups == [[LATE]] * 4
     os.kill(pid, signal.SIGCONT)
     block_event_loop(rude, answered, 1.0)
     tier.wait_until(lambda: not tier.client.in_flight)
     assert (tier.client.pid, tier.client.counters.deaths) == (pid, 0)
+    assert tier.client.breaker.openings == 1  # because of late lookups in a row
 
 
 def test_what_was_read_in_time_counts(rude: Rude) -> None:
@@ -252,16 +273,15 @@ def test_what_was_read_in_time_counts(rude: Rude) -> None:
 
 def test_lookups_miss_while_a_namespace_is_dropped(rude: Rude) -> None:
     """A drop may take long, and lookups are answered behind it."""
-    tier, dropped = rude.tier, list[bool]()
+    tier = rude.tier
     tier.put([1], "other")
     rude.on("slow drop")
-    tier.client.drop(NAMESPACE, None, lambda: dropped.append(True))
-    answers: list[Any] = []
-    tier.client.contains("other", [key_of(1)], 0.1, answers.extend)
-    tier.wait_until(lambda: answers)
-    assert answers == [MISS]
+    dropped = tier.start(tier.client.drop(NAMESPACE))
+    lookup = tier.begin_lookup([key_of(1)], 0.1, "other")
+    tier.wait_until(lambda: lookup)
+    assert lookup == [MISS]
     rude.off("slow drop")
-    tier.wait_until(lambda: dropped)
+    tier.wait_until(dropped.done)
     assert tier.contains([1], "other") == [True]
 
 
@@ -340,7 +360,7 @@ def test_it_is_closed_cleanly_while_it_writes(disk: ProcessSubject) -> None:
     keys = [key_of(number) for number in range(32)]
     for at in range(0, 32, 4):
         blocks = disk.blocks(NAMESPACE, keys[at : at + 4], range(at, at + 4))
-        disk.client.put(blocks, np.zeros(4, np.uint64), lambda _: None)
+        disk.begin_put(blocks)
     disk.close()
     assert child.wait(30) == 0
 
@@ -353,12 +373,10 @@ def test_requests_are_bounded(disk: ProcessSubject, count: int) -> None:
 
 def test_the_largest_requests_fit(disk: ProcessSubject) -> None:
     keys = [bytes(60) + n.to_bytes(4, "big") for n in range(MAX_KEYS)]
-    answers: list[Any] = []
     blocks = TierBlocks(NAMESPACE, keys, np.zeros(MAX_KEYS, np.int64), BLOCK)
-    for _ in range(8):
-        disk.client.fetch(blocks, 30.0, answers.append)
-    disk.wait_until(lambda: len(answers) == 8)
-    assert set(answers[-1]) == {MISS}
+    fetches = [disk.begin_fetch(blocks, 30.0) for _ in range(8)]
+    disk.wait_until(lambda: all(fetch.results for fetch in fetches))
+    assert all(fetch.results == [MISS] * MAX_KEYS for fetch in fetches)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a tmpfs")
@@ -379,21 +397,6 @@ def test_a_full_file_system_stops_writes_but_not_reads(start: Start, tmp_path: P
         tier.close()
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
-
-
-def test_it_ends_if_the_daemon_died_while_it_started(pool: PoolMemory, tmp_path: Path) -> None:
-    """The kernel ends it only with a daemon that dies later; a tier that hangs would stay."""
-    chunks = tuple(pool.files.descriptors)
-
-    def arguments(number: int) -> list[str]:
-        options = {"path": str(tmp_path / "tier"), "size": 4 << 20}
-        given = TierArguments(1, number, chunks, POOL_BYTES // 2, POOL_BYTES, DISK, options)
-        return [msgspec.json.encode(given).decode()]
-
-    child, ours = start_worker(WORKER, arguments, chunks)
-    with child, ours:
-        assert child.wait(TIMEOUT) == 2
-        assert not (tmp_path / "tier").exists()
 
 
 def test_another_generation_of_a_namespace_that_was_never_searched_is_noticed(rude: Rude) -> None:

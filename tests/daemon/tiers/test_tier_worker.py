@@ -64,8 +64,8 @@ def test_what_a_process_sent_before_its_end_is_read(
     """Also if the daemon is busy until the process has ended: it says why."""
     client, before = tier.client, tier.client.pid
     (tmp_path / "drop").touch()
-    client.refresh_usage()
-    client.drop(NAMESPACE)
+    tier.start(client.refresh_usage())
+    tier.start(client.drop(NAMESPACE))
     deadline = time.monotonic() + TIMEOUT
     while ") Z " not in Path(f"/proc/{before}/stat").read_text():
         assert time.monotonic() < deadline

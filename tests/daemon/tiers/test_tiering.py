@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ from kvferry.daemon.core.tier_actions import (
     WriteJob,
 )
 from kvferry.daemon.tiers import drop_queue, tier_client, write_out
+from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.drop_markers import add_marker, marked_stores
 from kvferry.daemon.tiers.messages import MAX_KEYS
 from kvferry.daemon.tiers.tier_process import TierSpec
+from kvferry.daemon.tiers.tiering import DropTimes
 from kvferry.daemon.tiers.write_out import WriteOptions
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
@@ -37,6 +39,7 @@ from kvferry.testing.tier_subjects import (
 from support.tiering_fixture import BLOCK, OWNER, TieringFixture
 from support.time_limits import TIMEOUT
 
+from .rude_fixtures import Rude
 from .setups import MEMORY, disk_setup, memory_setup
 
 
@@ -45,7 +48,8 @@ def memory(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
     """Over one memory tier."""
     with open_subject(memory_setup(4 << 20), pool) as tier:
         assert isinstance(tier, ProcessSubject)
-        yield TieringFixture(pool, [tier], tmp_path)
+        with closing(TieringFixture(pool, [tier], tmp_path)) as fixture:
+            yield fixture
 
 
 @pytest.fixture
@@ -54,17 +58,10 @@ def two(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
     with ExitStack() as stack:
         fast = stack.enter_context(open_subject(memory_setup(4 << 20), pool))
         assert isinstance(fast, ProcessSubject)
-        slow = ProcessSubject.__new__(ProcessSubject)
-        slow.pool, slow.runner, slow.closed = pool, fast.runner, True
-
-        async def start() -> Any:
-            files = fast.client._process._pool
-            return tier_client.TierClient(TierSpec("slow", MEMORY, {"size": 4 << 20}), files)
-
-        slow.client = fast.runner.run(start())
-        stack.callback(lambda: fast.runner.run(slow.client.close()))
+        spec = TierSpec("slow", MEMORY, {"size": 4 << 20})
+        slow = stack.enter_context(closing(ProcessSubject(pool, spec, fast.runner)))
         slow.wait_until(lambda: slow.client.is_on)
-        yield TieringFixture(pool, [fast, slow], tmp_path)
+        yield stack.enter_context(closing(TieringFixture(pool, [fast, slow], tmp_path)))
 
 
 @pytest.fixture
@@ -72,7 +69,8 @@ def disk(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
     """Over one disk tier."""
     with open_subject(disk_setup(tmp_path / "tier", 16 << 20), pool) as tier:
         assert isinstance(tier, ProcessSubject)
-        yield TieringFixture(pool, [tier], tmp_path)
+        with closing(TieringFixture(pool, [tier], tmp_path)) as fixture:
+            yield fixture
 
 
 # Searches and fetches
@@ -111,6 +109,48 @@ def test_fetched_blocks_are_reported_and_then_released(memory: TieringFixture) -
     assert (status.name, status.state, status.promoted, status.skipped) == ("tested", "on", 2, 5)
     assert status.promotion_seconds == seconds
     assert (status.read_bytes, status.queue_seconds) == (2 * BLOCK, 0.0)
+
+
+@pytest.fixture
+def slow(rude: Rude, tmp_path: Path) -> Iterator[TieringFixture]:
+    """Over one tier with faults."""
+    with closing(TieringFixture(rude.tier.pool, [rude.tier], tmp_path / "markers")) as fixture:
+        yield fixture
+
+
+def test_blocks_of_a_late_fetch_are_not_released(slow: TieringFixture, rude: Rude) -> None:
+    """Until the tier can no longer write into them: here, when it has answered."""
+    slow.start()
+    rude.tier.put([1])
+    rude.on("slow reads")
+    assert slow.fetch(0, 1, seconds=0.1) == BlocksFetched(3, (False,))
+    pause(slow)
+    assert [type(each) for each in slow.reports] == [BlocksFetched]
+    rude.off("slow reads")
+    slow.wait_for(FetchReleased)
+
+
+def test_blocks_of_a_late_put_are_not_released(
+    slow: TieringFixture, rude: Rude, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the tier no longer reads them: here, when it is dead."""
+    monkeypatch.setattr(tier_client, "PUT_SECONDS", 0.1)
+    slow.start(WriteOptions(0, 1.0))
+    pid, results = rude.tier.client.pid, rude.tier.client.counters.results["put"]
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    slow.write(slow.write_job(1, 0))
+    rude.tier.wait_until(lambda: results[Result.LATE])
+    assert (slow.core.ended, rude.tier.client.pid) == ({}, pid)
+    rude.tier.wait_until(lambda: slow.core.ended)
+    assert slow.core.ended == {1: [False]}
+    assert rude.tier.client.pid != pid
+
+
+def pause(fixture: TieringFixture) -> None:
+    """Let the event loop run for a moment, in which nothing should happen."""
+    until = time.monotonic() + 0.1
+    fixture.tiers[0].wait_until(lambda: time.monotonic() > until)
 
 
 def test_a_tier_that_is_dead_finds_nothing_and_fetches_nothing(memory: TieringFixture) -> None:
@@ -155,7 +195,7 @@ def test_a_drop_by_another_daemon_is_reported_and_done_in_the_other_tiers(
 
 def test_a_drop_is_reported_also_if_the_tier_does_not_answer(disk: TieringFixture) -> None:
     """The tier drops the keys before it finds anything again."""
-    disk.start(drop_report_seconds=0.2)
+    disk.start(times=DropTimes(report=0.2))
     disk.tiers[0].put([1])
     client = disk.tiers[0].client
     assert client.pid is not None
@@ -168,23 +208,29 @@ def test_a_drop_is_reported_also_if_the_tier_does_not_answer(disk: TieringFixtur
     assert disk.find(1).tier_of == (-1,)
 
 
+def delay_markers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let no marker be written until the event is set."""
+    marked = threading.Event()
+
+    def add_slowly(*arguments: Any) -> Path:
+        marked.wait(TIMEOUT)
+        return add_marker(*arguments)
+
+    monkeypatch.setattr(drop_queue, "add_marker", add_slowly)
+    return marked
+
+
 def test_a_drop_does_not_wait_for_a_marker_that_takes_long(
     disk: TieringFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a disk that is slow; no key may be found once the drop is reported."""
-    written = threading.Event()
-
-    def add_slowly(*arguments: Any) -> Path:
-        written.wait(TIMEOUT)
-        return add_marker(*arguments)
-
-    monkeypatch.setattr(drop_queue, "add_marker", add_slowly)
-    disk.start(drop_report_seconds=0.5, marker_seconds=0.05)
+    marked = delay_markers(monkeypatch)
+    disk.start(times=DropTimes(report=0.5, marker=0.05))
     disk.tiers[0].put([1])
     disk.perform(DropStore(4, NAMESPACE))
     disk.wait_for(StoreDropped)
     assert disk.find(1).tier_of == (-1,)
-    written.set()
+    marked.set()
     markers = disk.attached[0].markers
     disk.tiers[0].wait_until(lambda: markers.is_dir() and not list(marked_stores(markers)))
 
@@ -211,6 +257,18 @@ def test_drops_of_one_namespace_are_done_together(disk: TieringFixture) -> None:
     disk.tiers[0].wait_until(lambda: dropped() == set(range(100)))
     assert disk.find(1).tier_of == (-1,)
     disk.tiers[0].wait_until(lambda: not list(marked_stores(markers)))
+
+
+def test_a_drop_is_sent_before_the_tier_ends(disk: TieringFixture) -> None:
+    """Also one that is requested just before the daemon stops."""
+    disk.start()
+    disk.tiers[0].put([1])
+    disk.perform(DropStore(4, NAMESPACE))
+    disk.close()
+    disk.tiers[0].close()
+    with closing(ProcessSubject(disk.pool, disk.tiers[0].client.spec)) as tier:
+        tier.wait_until(lambda: tier.client.is_on)
+        assert tier.contains([1]) == [False]
 
 
 def test_a_marked_drop_is_done_at_the_next_start(memory: TieringFixture) -> None:
@@ -283,6 +341,22 @@ def test_a_block_that_the_tier_has_is_not_counted_as_written(disk: TieringFixtur
     assert (status.written, status.written_bytes) == (3, 3 * BLOCK)
 
 
+def test_writes_in_flight_are_bounded(
+    disk: TieringFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_out, "IN_FLIGHT_BYTES", 2 * BLOCK)
+    disk.start(WriteOptions(0, 1.0))
+    pid = disk.tiers[0].client.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    disk.write(*(disk.write_job(number, number) for number in range(5)))
+    disk.tiers[0].wait_until(lambda: len(disk.core.jobs) == 3)
+    pause(disk)
+    assert len(disk.core.jobs) == 3
+    os.kill(pid, signal.SIGCONT)
+    disk.tiers[0].wait_until(lambda: len(disk.core.ended) == 5)
+
+
 def test_writes_keep_their_rate(disk: TieringFixture) -> None:
     disk.start(WriteOptions(0, 1.0, rate=10 * BLOCK))
     begun = time.monotonic()
@@ -291,12 +365,18 @@ def test_writes_keep_their_rate(disk: TieringFixture) -> None:
     assert time.monotonic() - begun > 0.55  # the first job takes nothing, the others 0.2 s each
 
 
-def test_a_store_that_is_being_dropped_is_not_written(disk: TieringFixture) -> None:
+def test_a_store_that_is_being_dropped_is_not_written(
+    disk: TieringFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise the drop would delete blocks that were stored after the reset."""
+    marked = delay_markers(monkeypatch)
     disk.start(WriteOptions(0, 1.0))
     disk.tiers[0].put([9])
     disk.perform(DropStore(4, NAMESPACE))
     disk.write(disk.write_job(1, 0))
+    disk.tiers[0].wait_until(lambda: disk.core.ended)
+    assert disk.core.ended == {1: [False]}
+    marked.set()
     disk.wait_for(StoreDropped)
     disk.core.jobs.append(disk.write_job(2, 0))
     disk.tiers[0].wait_until(lambda: [True] in disk.core.ended.values())
@@ -315,3 +395,34 @@ def test_a_tier_that_takes_nothing_is_left_alone_for_a_while(memory: TieringFixt
     memory.write(memory.write_job(2, 0))
     memory.tiers[0].wait_until(lambda: len(memory.core.ended) == 2)
     assert time.monotonic() - ended > 0.9
+
+
+# The end
+
+
+def test_nothing_is_reported_or_written_once_it_is_stopped(memory: TieringFixture) -> None:
+    memory.start(WriteOptions(0, 1.0))
+    memory.tiers[0].put([1])
+    memory.tiering.stop()
+    memory.begin_fetch(0, 1)
+    memory.write(memory.write_job(1, 0))
+    memory.tiers[0].wait_until(lambda: memory.promoted)
+    pause(memory)
+    assert (memory.reports, memory.core.asked) == ([], [])
+
+
+def test_an_error_in_a_flow_ends_all_of_them(memory: TieringFixture) -> None:
+    """Which ends the daemon (flows.py). Later actions are dropped."""
+    memory.start(WriteOptions(0, 1.0))
+    memory.tiers[0].put([1])
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    memory.tiering._promoted = fail
+    memory.begin_fetch(0, 1)
+    with pytest.raises(ExceptionGroup) as caught:
+        memory.tiers[0].wait_until(lambda: False)
+    assert caught.group_contains(ZeroDivisionError)
+    memory.begin_fetch(0, 1)
+    assert memory.reports == []

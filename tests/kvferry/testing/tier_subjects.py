@@ -6,7 +6,7 @@ import asyncio
 import ctypes
 import importlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.daemon.memory.shared_memory import MappedFiles
+from kvferry.daemon.processes import ProcessDied
 from kvferry.daemon.tiers.base import Blocks, Result, Tier, TierUsage, block_checksum
 from kvferry.daemon.tiers.block_memory import view_memory
 from kvferry.daemon.tiers.tier_blocks import TierBlocks
@@ -155,51 +156,120 @@ class DirectSubject(Subject):
         return results
 
 
-class ProcessSubject(Subject):
-    """A tier in its process, through its client."""
+@dataclass(eq=False, slots=True)
+class CallOutcome:
+    """What became of a fetch or put; None: it is not known yet. released: nothing if the process
+    has not answered."""
 
-    def __init__(self, pool: PoolMemory, spec: TierSpec) -> None:
+    results: list[Result] | None = None
+    released: list[Result] | None = None
+
+
+class ProcessSubject(Subject):
+    """A tier in its process, through its client, in an event loop that runs during each call."""
+
+    def __init__(
+        self, pool: PoolMemory, spec: TierSpec, runner: asyncio.Runner | None = None
+    ) -> None:
         super().__init__(pool)
-        self.runner = asyncio.Runner()
+        self.runner, self._owns_runner = runner or asyncio.Runner(), runner is None
+        self.closed = False
+        self._flows: set[asyncio.Task[None]] = set()
         files = PoolFiles(pool.files.descriptors, POOL_BYTES // 2, POOL_BYTES)
 
         async def start() -> TierClient:
             return TierClient(spec, files)
 
-        self.closed = False
         self.client = self.runner.run(start())
+        self._running = self.start(self.client.run())
+
+    def start(self, flow: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a coroutine, up to where it waits first."""
+
+        async def start() -> asyncio.Task[None]:
+            task = asyncio.create_task(flow)
+            await asyncio.sleep(0)
+            return task
+
+        task = self.runner.run(start())
+        self._flows.add(task)
+        return task
+
+    def begin_fetch(self, blocks: TierBlocks, seconds: float = 30.0) -> CallOutcome:
+        """Send a fetch, and go on without waiting for its end."""
+        return self._begin(self.client.fetch(blocks, seconds))
+
+    def begin_put(self, blocks: TierBlocks, checksums: Sequence[int] | None = None) -> CallOutcome:
+        """Send a put. checksums: all 0 if not given."""
+        sums = np.array(checksums or [0] * len(blocks.keys), np.uint64)
+        return self._begin(self.client.put(blocks, sums))
+
+    def begin_lookup(
+        self, keys: Sequence[bytes], seconds: float = 30.0, namespace: str = NAMESPACE
+    ) -> list[Result]:
+        """Send a lookup. Returns a list that gets the results."""
+        found: list[Result] = []
+
+        async def look_up() -> None:
+            found.extend(await self.client.contains(namespace, keys, seconds))
+
+        self.start(look_up())
+        return found
+
+    def _begin(
+        self, call: Coroutine[Any, Any, tuple[Sequence[Result], asyncio.Future[Sequence[Result]]]]
+    ) -> CallOutcome:
+        outcome = CallOutcome()
+
+        async def follow() -> None:
+            results, released = await call
+            outcome.results = list(results)
+            try:
+                outcome.released = list(await released)
+            except ProcessDied:
+                outcome.released = []
+
+        self.start(follow())
+        return outcome
 
     def wait_until(self, condition: Callable[[], object]) -> None:
+        """Let the event loop run until then. Raises the error of a coroutine that was started."""
+
         async def wait() -> None:
             async with asyncio.timeout(60):
                 while not condition():
                     await asyncio.sleep(0.001)
+                    for flow in [flow for flow in self._flows if flow.done()]:
+                        self._flows.discard(flow)
+                        flow.result()
 
         self.runner.run(wait())
 
     def contains(self, numbers: Sequence[int], namespace: str = NAMESPACE) -> list[bool]:
-        reply: list[Sequence[Result]] = []
         keys = [key_of(number) for number in numbers]
-        self.client.contains(namespace, keys, 30.0, reply.append)
-        self.wait_until(lambda: reply)
-        return [result is Result.OK for result in reply[0]]
+        found = self.begin_lookup(keys, namespace=namespace)
+        self.wait_until(lambda: found)
+        return [result is Result.OK for result in found]
 
     def drop(self, numbers: Sequence[int] | None = None, namespace: str = NAMESPACE) -> None:
-        reply: list[bool] = []
         keys = None if numbers is None else [key_of(number) for number in numbers]
-        self.client.drop(namespace, keys, lambda: reply.append(True))
-        self.wait_until(lambda: reply)
+        self.wait_until(self.start(self.client.drop(namespace, keys)).done)
 
     def usage(self) -> TierUsage:
-        self.client.refresh_usage()
-        before = self.client.usage
-        self.wait_until(lambda: self.client.usage is not before)
+        self.wait_until(self.start(self.client.refresh_usage()).done)
         return self.client.usage
 
     def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self.runner.run(self.client.close())
+        if self.closed:
+            return
+        self.closed = True
+
+        async def close() -> None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
+
+        self.runner.run(close())
+        if self._owns_runner:
             self.runner.close()
 
     def blocks(self, namespace: str, keys: list[bytes], block_numbers: Sequence[int]) -> TierBlocks:
@@ -211,28 +281,19 @@ class ProcessSubject(Subject):
     def _put(
         self, namespace: str, keys: list[bytes], block_numbers: Sequence[int], checksums: list[int]
     ) -> list[Result]:
-        reply: list[Any] = []
-        self.client.put(
-            self.blocks(namespace, keys, block_numbers),
-            np.array(checksums, np.uint64),
-            reply.extend,
-            lambda _: reply.append("released"),
-        )
-        self.wait_until(lambda: reply and reply[-1] == "released")
-        return reply[:-1]
+        blocks = self.blocks(namespace, keys, block_numbers)
+        return self._results(self.begin_put(blocks, checksums))
 
     def _fetch(
         self, namespace: str, keys: list[bytes], block_numbers: Sequence[int], seconds: float
     ) -> list[Result]:
-        reply: list[Any] = []
-        self.client.fetch(
-            self.blocks(namespace, keys, block_numbers),
-            seconds,
-            reply.extend,
-            lambda _: reply.append("released"),
-        )
-        self.wait_until(lambda: reply and reply[-1] == "released")
-        return reply[:-1]
+        blocks = self.blocks(namespace, keys, block_numbers)
+        return self._results(self.begin_fetch(blocks, seconds))
+
+    def _results(self, outcome: CallOutcome) -> list[Result]:
+        self.wait_until(lambda: outcome.released is not None)
+        assert outcome.results is not None
+        return outcome.results
 
 
 @dataclass(frozen=True, slots=True)

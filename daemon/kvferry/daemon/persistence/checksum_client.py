@@ -34,7 +34,7 @@ REQUESTS_PER_THREAD = 2
 # Seconds until a reply must arrive. Reading a batch takes tens of milliseconds.
 REPLY_SECONDS = 10.0
 # Stores are not committed while the process is replaced.
-TIMES = ProcessTimes(start=30.0, first_restart=0.2, last_restart=1.0)
+TIMES = ProcessTimes(start=30.0, first_restart=0.2, last_restart=1.0, end=1.0)
 # Consecutive processes that may end without a reply.
 MAX_DEATHS = 3
 

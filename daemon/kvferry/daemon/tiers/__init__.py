@@ -3,7 +3,7 @@
     event loop                         process of a tier (one for each tier)
     TierClient --socket pair-->        TierWorker: main thread   contains, drop, usage
       deadlines, circuit breaker                   I/O threads   fetch (first), put
-      TierProcess: start, kill, reap               Tier          the blocking code: disk/, ...
+      ChildProcess: start, kill, reap              Tier          the blocking code: disk/, ...
 
 The interface is `Tier` in base.py: `contains`, `fetch`, `put`, `drop`, `usage`, `maintain` and
 `close`. Its methods are batched, block, and get addresses in the host pool, which the process maps.
@@ -25,11 +25,11 @@ called once per second with the names of those that engines have open.
 Who owns a host block, and until when:
 
     fetch   The core reserves the block. From the request until `released` the tier may write into
-            it, and nobody else may use it. After `done` with OK the bytes are those that were put:
+            it, and nobody else may use it. If its result is OK, the bytes are those that were put:
             the worker has compared their checksum.
     put     The core pins the block. From the request until `released` the tier may read it. If it
             is overwritten meanwhile, the checksum does not match later, which is a miss.
-    released comes with the answer of the process, or once the process was killed and reaped. So
+    released ends with the answer of the process, or once the process was killed and reaped. So
             nothing that a tier began can write into a block that has another owner.
 
 Rules for an implementation:

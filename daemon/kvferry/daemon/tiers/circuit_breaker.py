@@ -9,30 +9,26 @@ closed after a probe: one error opens it again, for twice as long. A block that 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 MAX_ERRORS = 3
 
 
 class CircuitBreaker:
-    """now: returns the time in seconds. opened: called with the seconds for which it is open.
-    first_off, longest_off: these seconds at first and at most.
+    """now: returns the time in seconds. first_off, longest_off: seconds for which it is open, at
+    first and at most.
     """
 
-    def __init__(
-        self,
-        now: Callable[[], float],
-        opened: Callable[[float], None],
-        first_off: float,
-        longest_off: float,
-    ) -> None:
-        self._now, self._opened = now, opened
+    def __init__(self, now: Callable[[], float], first_off: float, longest_off: float) -> None:
+        self._now = now
         self._first_off, self._longest_off = first_off, longest_off
         # Errors in a row, and lookups in a row that were late.
         self._errors = self._late = 0
         self._off_for = first_off
         # Until when it is open; None if it is closed.
         self._until: float | None = None
+        self._opened = asyncio.Event()
         self._probing = False
         # How often it opened.
         self.openings = 0
@@ -43,6 +39,15 @@ class CircuitBreaker:
         if self._until is None:
             return "closed"
         return "open" if self._now() < self._until else "half_open"
+
+    async def until_half_open(self) -> None:
+        """Return when a probe can begin. Without an opening no timer runs."""
+        while self.state != "half_open":
+            if self._until is None:
+                self._opened.clear()
+                await self._opened.wait()
+            else:
+                await asyncio.sleep(self._until - self._now())
 
     def begin_probe(self) -> bool:
         """Whether to send the probe now. If so, `end_probe` or `trip` follows."""
@@ -84,7 +89,7 @@ class CircuitBreaker:
         self._off_for = min(self._longest_off, 2 * seconds)
         self._errors, self._late, self._probing = 0, 0, False
         self.openings += 1
-        self._opened(seconds)
+        self._opened.set()
 
     def _judge(self) -> None:
         if self._until is None and self._errors + self._late >= MAX_ERRORS:

@@ -1,30 +1,20 @@
-"""Starts the configured tiers and puts their parts together. Called by app.py on the event loop."""
+"""Starts the configured tiers. Called by app.py on the event loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from kvferry.daemon.core.actions import Report
 from kvferry.daemon.core.tier_actions import TierDescription
 from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles, TierSpec
-from kvferry.daemon.tiers.tiering import AttachedTier, Tiering
-from kvferry.daemon.tiers.write_check import WriteCheck, WrittenSource
-from kvferry.daemon.tiers.write_out import ChecksumsOf, WriteOptions, WriteOut, WriteSource
+from kvferry.daemon.tiers.tiering import AttachedTier
+from kvferry.daemon.tiers.write_out import WriteOptions
 
 WRITE_THROUGH = "write_through"
 # The part of each namespace's blocks that a write policy keeps written.
 COLDEST = {"clean_ahead": 0.25, WRITE_THROUGH: 1.0}
-
-
-class Source(WriteSource, WrittenSource, Protocol):
-    """Core.writes."""
-
-    def namespaces(self) -> dict[str, str]:
-        """All namespaces; of one in use the name of its store, else an empty one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +40,10 @@ class TierSettings:
 
 
 def start_tiers(settings: Sequence[TierSettings], pool: PoolFiles) -> list[AttachedTier]:
-    """Start the process of each tier."""
-    return [AttachedTier(TierClient(tier.spec, pool), tier.markers) for tier in settings]
-
-
-def compose_tiering(
-    tiers: Sequence[AttachedTier],
-    settings: Sequence[TierSettings],
-    source: Source,
-    checksums_of: ChecksumsOf,
-    report: Callable[[list[Report]], None],
-    promoted: Callable[[str, float], None],
-) -> Tiering:
-    """tiers: started with these settings; fastest first. source, checksums_of: see write_out.py,
-    write_check.py. report, promoted: see tiering.py."""
-    for number, (tier, its) in enumerate(zip(tiers, settings, strict=True)):
-        tier.client.namespaces = source.namespaces
-        if its.write in COLDEST:
-            options = WriteOptions(number, COLDEST[its.write], its.rate)
-            tier.write_out = WriteOut(source, checksums_of, tier.client, options, report)
-            wake_up = tier.write_out.wake_up
-            tier.write_check = WriteCheck(source, tier.client, number, wake_up)
-    return Tiering(tiers, report, promoted)
+    """Start the process of each tier. settings: fastest first."""
+    attached = []
+    for number, its in enumerate(settings):
+        coldest = COLDEST.get(its.write)
+        write = None if coldest is None else WriteOptions(number, coldest, its.rate)
+        attached.append(AttachedTier(TierClient(its.spec, pool), its.markers, write))
+    return attached

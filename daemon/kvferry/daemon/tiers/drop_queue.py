@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from pathlib import Path
 from time import time_ns
+from typing import Any
 
 import structlog
 
@@ -27,76 +28,79 @@ log = structlog.get_logger()
 
 @dataclass(eq=False, slots=True)
 class _StoreDrop:
-    """current: called when the tier has confirmed it. following: when it has confirmed the one
-    after it. marker: its path, once it is written."""
+    """A namespace that is being dropped. requested: those that the next drop does. sent: set once
+    the first one is sent."""
 
-    marker: asyncio.Future[Path]
-    current: list[Callable[[], None]] = field(default_factory=list)
-    following: list[Callable[[], None]] = field(default_factory=list)
-    sent: bool = False
+    requested: list[asyncio.Future[None]] = field(default_factory=list)
+    sent: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class DropQueue:
-    """markers: directory; its drops, of an earlier daemon, are repeated. marker_seconds: for the
-    marker of a drop. After that it is sent without: no search may overtake it, so it must be sent
-    before it counts as done."""
+    """markers: directory. start: starts a flow. marker_seconds: for the marker of a drop. After
+    that it is sent without: no search may overtake it, so it must be sent before it counts as
+    done."""
 
-    def __init__(self, client: TierClient, markers: Path, marker_seconds: float) -> None:
-        self._client, self._directory, self._seconds = client, markers, marker_seconds
+    def __init__(
+        self,
+        client: TierClient,
+        markers: Path,
+        start: Callable[[Coroutine[Any, Any, None]], None],
+        marker_seconds: float,
+    ) -> None:
+        self._client, self._directory, self._start = client, markers, start
+        self._seconds = marker_seconds
         self._loop = asyncio.get_running_loop()
         self._numbers = count(time_ns())
         self._drops: dict[str, _StoreDrop] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+
+    def repeat_marked(self) -> None:
+        """Drop the namespaces that an earlier daemon has marked."""
         found = defaultdict[str, list[Path]](list)
-        for marker, store in marked_stores(markers):
+        for marker, store in marked_stores(self._directory):
             found[store].append(marker)
-        for store, paths in found.items():
-            client.drop(store, done=partial(self._remove_markers, paths))
+        for store, markers in found.items():
+            self._start(self._repeat_drop(store, markers))
 
-    def drop(self, store: str, done: Callable[[], None]) -> None:
-        """Drop a namespace. done: called when the tier has confirmed it."""
+    def drop(self, store: str) -> asyncio.Future[None]:
+        """Drop a namespace. The future ends when the tier has confirmed it."""
         drop = self._drops.get(store)
-        if drop is not None:
-            (drop.following if drop.sent else drop.current).append(done)
-            return
-        number, directory = next(self._numbers), self._directory
-        adding = self._loop.run_in_executor(None, add_marker, directory, store, number)
-        drop = self._drops[store] = _StoreDrop(adding, [done])
-        task = self._loop.create_task(self._send_marked(store, drop))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        if drop is None:
+            drop = self._drops[store] = _StoreDrop()
+            self._start(self._drop_marked(store, drop))
+        confirmed = self._loop.create_future()
+        drop.requested.append(confirmed)
+        return confirmed
 
-    async def close(self) -> None:
+    async def wait_until_sent(self) -> None:
         """Wait until all drops are sent."""
-        await asyncio.gather(*self._tasks)
+        for drop in tuple(self._drops.values()):
+            await drop.sent.wait()
 
-    async def _send_marked(self, store: str, drop: _StoreDrop) -> None:
+    async def _drop_marked(self, store: str, drop: _StoreDrop) -> None:
+        """Mark a namespace and drop it, again if that was requested since, and remove the mark."""
+        number = next(self._numbers)
+        adding = self._loop.run_in_executor(None, add_marker, self._directory, store, number)
         try:
-            await asyncio.wait_for(asyncio.shield(drop.marker), self._seconds)
+            await asyncio.wait_for(asyncio.shield(adding), self._seconds)
         except OSError as error:
             # The drop itself is durable, too; only a crash before it could bring keys back.
             reason = str(error) or f"not written within {self._seconds} s"
             log.warning("drop not marked", tier=self._client.spec.name, reason=reason)
-        drop.sent = True
-        self._send(store, drop)
+        while drop.requested:
+            requested, drop.requested = drop.requested, []
+            drop.sent.set()
+            await self._client.drop(store)  # at once if it is another one: no search may overtake
+            for confirmed in requested:
+                if not confirmed.done():
+                    confirmed.set_result(None)
+        del self._drops[store]
+        with suppress(OSError):
+            await self._remove([await adding])
 
-    def _send(self, store: str, drop: _StoreDrop) -> None:
-        self._client.drop(store, done=partial(self._confirm, store, drop))
+    async def _repeat_drop(self, store: str, markers: list[Path]) -> None:
+        await self._client.drop(store)
+        await self._remove(markers)
 
-    def _confirm(self, store: str, drop: _StoreDrop) -> None:
-        confirmed, drop.current, drop.following = drop.current, drop.following, []
-        if drop.current:  # first: no search may overtake it
-            self._send(store, drop)
-        else:
-            del self._drops[store]
-            drop.marker.add_done_callback(self._remove_added)
-        for done in confirmed:
-            done()
-
-    def _remove_added(self, added: asyncio.Future[Path]) -> None:
-        if added.exception() is None:
-            self._remove_markers([added.result()])
-
-    def _remove_markers(self, paths: list[Path]) -> None:
-        for path in paths:
-            self._loop.run_in_executor(None, remove_marker, path)
+    async def _remove(self, markers: list[Path]) -> None:
+        for marker in markers:
+            await self._loop.run_in_executor(None, remove_marker, marker)

@@ -1,4 +1,4 @@
-"""What the daemon and the process of a tier send each other: one datagram per message.
+"""What the daemon and the process of a tier send each other, as payloads of daemon_connection.py.
 
 Requests are answered in any order. Lists of numbers travel as the bytes of an array.
 """
@@ -12,8 +12,7 @@ import msgspec
 
 from kvferry.daemon.tiers.base import TierUsage
 
-# Bytes of a datagram, and keys in a request: they fit the default buffer of a socket.
-MAX_BYTES = 192 << 10
+# Keys in a request: with the longest ones it fits a datagram.
 MAX_KEYS = 1024
 # In the answer to a lookup that failed.
 FAILED = 2
@@ -23,11 +22,9 @@ class TierArguments(msgspec.Struct, frozen=True):
     """What the process gets on its command line, as JSON.
 
     module: has a function `open_tier(options, memory)`. chunks: descriptors of the pool's chunks,
-    all but the last of `chunk_bytes`; together they have `pool_bytes`. daemon: its pid.
+    all but the last of `chunk_bytes`; together they have `pool_bytes`.
     """
 
-    daemon: int
-    socket: int
     chunks: tuple[int, ...]
     chunk_bytes: int
     pool_bytes: int
@@ -35,20 +32,21 @@ class TierArguments(msgspec.Struct, frozen=True):
     options: dict[str, Any]
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """number: of the request, which its answer repeats."""
+class _Tagged(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A message that begins with the name of its class."""
 
 
-class ContainsRequest(_Message, frozen=True):
-    number: int
+# Requests
+
+
+class ContainsRequest(_Tagged, frozen=True):
     namespace: str
     keys: Sequence[bytes]
 
 
-class FetchRequest(_Message, frozen=True):
+class FetchRequest(_Tagged, frozen=True):
     """offsets: int64, of each block in the pool. deadline: time.monotonic() in seconds."""
 
-    number: int
     namespace: str
     keys: Sequence[bytes]
     offsets: bytes
@@ -56,13 +54,12 @@ class FetchRequest(_Message, frozen=True):
     deadline: float
 
 
-class PutRequest(_Message, frozen=True):
+class PutRequest(_Tagged, frozen=True):
     """offsets: int64, of each block in the pool. checksums: uint64.
 
     generation, model: see Blocks.
     """
 
-    number: int
     namespace: str
     keys: Sequence[bytes]
     offsets: bytes
@@ -72,45 +69,50 @@ class PutRequest(_Message, frozen=True):
     model: str = ""
 
 
-class DropRequest(_Message, frozen=True):
+class DropRequest(_Tagged, frozen=True):
     """keys: None for the whole namespace."""
 
-    number: int
     namespace: str
     keys: Sequence[bytes] | None
 
 
-class UsageRequest(_Message, frozen=True):
-    """namespaces: those in the pool; of one in use the name of its store, else an empty one."""
+class UsageRequest(_Tagged, frozen=True):
+    """namespaces: those in the pool; of one in use the name of its store, else an empty one.
 
-    number: int
+    The reply is a UsageAnswer; those to other requests are an Answer.
+    """
+
     namespaces: dict[str, str]
 
 
-class Answer(_Message, frozen=True):
+# Replies
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
     """results: a byte for each key, a Result; of `contains`, 0, 1 or FAILED. generation: of the
     namespace after a `contains` or a drop; -1: not known."""
 
-    number: int
     results: bytes
     generation: int = -1
 
 
-class UsageAnswer(_Message, frozen=True):
+class UsageAnswer(msgspec.Struct, frozen=True, array_like=True):
     """generations: as in Answer, of the namespaces in the request."""
 
-    number: int
     usage: TierUsage
     generations: dict[str, int] = {}
 
 
-class Started(_Message, frozen=True):
-    """The tier is open."""
+# Notices
+
+
+class Started(_Tagged, frozen=True):
+    """The tier is open. Sent as READY."""
 
     usage: TierUsage
 
 
-class LogLine(_Message, frozen=True):
+class LogLine(_Tagged, frozen=True):
     """For the daemon's log. The tier could not be opened if `fatal`."""
 
     level: str
@@ -120,8 +122,9 @@ class LogLine(_Message, frozen=True):
 
 
 TierRequest: TypeAlias = ContainsRequest | FetchRequest | PutRequest | DropRequest | UsageRequest
-TierReply: TypeAlias = Answer | UsageAnswer | Started | LogLine
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(TierRequest).decode
-decode_reply = msgspec.msgpack.Decoder(TierReply).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_usage = msgspec.msgpack.Decoder(UsageAnswer).decode
+decode_notice = msgspec.msgpack.Decoder(Started | LogLine).decode

@@ -5,7 +5,7 @@ lookups and fetches are misses at once. A process that has not answered some tim
 deadline has failed: it is killed, reaped and started again. A circuit breaker turns a tier off that
 fails; no request waits for its probes. Host blocks that were handed to the process are released
 when it has answered, or when it was killed and reaped: until then it might write into them. Event
-loop only; callbacks run there, too.
+loop only.
 """
 
 from __future__ import annotations
@@ -13,30 +13,33 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import structlog
 
+from kvferry.daemon.processes import ChildProcess, ProcessDied
 from kvferry.daemon.tiers.base import Result, TierUsage, without_part
 from kvferry.daemon.tiers.circuit_breaker import CircuitBreaker
 from kvferry.daemon.tiers.messages import (
     FAILED,
-    Answer,
     ContainsRequest,
     DropRequest,
     FetchRequest,
     LogLine,
     PutRequest,
     Started,
-    TierReply,
-    TierRequest,
-    UsageAnswer,
     UsageRequest,
+    decode_answer,
+    decode_notice,
+    decode_usage,
+    encode,
 )
 from kvferry.daemon.tiers.tier_blocks import Checksums, TierBlocks, check_count
-from kvferry.daemon.tiers.tier_process import PoolFiles, TierProcess, TierSpec
+from kvferry.daemon.tiers.tier_process import PoolFiles, TierSpec, tier_program
 
 # Seconds for a put and a drop: nobody waits for them, but one that takes longer shows a dead tier.
 # Those of a put count from the last fetch or put that was answered: fetches overtake it.
@@ -50,15 +53,12 @@ BEGIN_WITHIN = 0.75
 USAGE_EVERY = 1.0
 # Of a lookup, by what the process answers: FAILED is the last.
 LOOKUP_RESULTS = Result.MISS, Result.OK, Result.ERROR
-Done = Callable[[Sequence[Result]], None]
-# Called with what became of the blocks; empty if the process did not answer.
-Released = Callable[[Sequence[Result]], None]
+Results: TypeAlias = Sequence[Result]
+# Ends with what became of the blocks, or with nothing if they were not sent; or with ProcessDied,
+# once the process is reaped. One who awaits it and is cancelled does not learn that it ended.
+Released: TypeAlias = asyncio.Future[Results]
 
 log = structlog.get_logger()
-
-
-def nothing(*_: object) -> None:
-    """A callback that does nothing."""
 
 
 @dataclass(slots=True)
@@ -72,19 +72,14 @@ class TierCounters:
     written_bytes: int = 0
     deaths: int = 0
 
-
-@dataclass(eq=False, slots=True)
-class _Pending:
-    """A request without an answer. done: None once it has ended for the caller. probe: whether it
-    is one of the breaker. late: whether its deadline has passed."""
-
-    request: TierRequest
-    keys: int
-    done: Done | None
-    released: Released = nothing
-    probe: bool = False
-    timer: asyncio.TimerHandle | None = None
-    late: bool = False
+    def count_moved(self, kind: str, results: Results, block_bytes: int) -> None:
+        for result in results:
+            self.results[kind][result] += 1
+        moved = block_bytes * sum(result is Result.OK for result in results)
+        if kind == "fetch":
+            self.read_bytes += moved
+        else:
+            self.written_bytes += moved
 
 
 class TierClient:
@@ -96,47 +91,41 @@ class TierClient:
         self.counters = TierCounters()
         # Why the process has ended; empty once it has started again.
         self.failure = ""
-        self._loop = asyncio.get_running_loop()
         times = spec.times
-        self.breaker = CircuitBreaker(
-            time.monotonic, self._probe_after, times.first_off, times.longest_off
-        )
-        self._numbers = count(1)
-        self._pending: dict[int, _Pending] = {}
-        # Requests in `_pending` that are late.
-        self._late = 0
-        # When a fetch or put was answered last.
-        self._moved = 0.0
-        # Drops that the process has not confirmed; repeated first thing after a restart.
-        self._drops: dict[int, _Pending] = {}
+        self.breaker = CircuitBreaker(time.monotonic, times.first_off, times.longest_off)
         # Returns the namespaces in the pool, see UsageRequest.
         self.namespaces: Callable[[], dict[str, str]] = dict
+        # Called with the name of a namespace that another daemon has dropped.
+        self.dropped_elsewhere: Callable[[str], None] = lambda _: None
         # Of each namespace its generation, as far as known; see tiers/__init__.py.
         self._generations: dict[str, int] = {}
-        # Called with the name of a namespace that another daemon has dropped.
-        self.dropped_elsewhere: Callable[[str], None] = nothing
         # The last lookup: a probe repeats it.
-        self._last_lookup: tuple[str, Sequence[bytes]] | None = None
-        self._started = self._closed = False
-        self._usage_timer: asyncio.TimerHandle | None = None
-        self._probe_timer: asyncio.TimerHandle | None = None
-        self._process = TierProcess(spec, pool, self._handle, self._lose, self._release_all)
-        self._process.start()
+        self._last_lookup: tuple[str, Sequence[bytes]] = "", ()
+        # Requests that were late, when a fetch or put was answered last, and drops that the
+        # process has not confirmed.
+        self._late: set[Released] = set()
+        self._moved = 0.0
+        self._drops = 0
+        self._process = ChildProcess(
+            tier_program(spec, pool), times, self._handle_notice, self._note_death
+        )
+        with suppress(OSError):  # `run` tries again
+            self._process.start()
 
     @property
     def is_started(self) -> bool:
-        return self._started
+        return self._process.is_ready
 
     @property
     def is_on(self) -> bool:
         """Whether the tier is in use."""
-        return self._started and not self._closed and self.breaker.state == "closed"
+        return self._process.is_ready and self.breaker.state == "closed"
 
     @property
     def is_prompt(self) -> bool:
         """Whether a request can be answered now: the tier is in use, and neither late nor busy with
         a drop."""
-        return self.is_on and not self._late and not self._drops
+        return self.is_on and not self._drops and all(reply.done() for reply in self._late)
 
     @property
     def pid(self) -> int | None:
@@ -145,215 +134,158 @@ class TierClient:
     @property
     def in_flight(self) -> int:
         """Requests that the process has not answered."""
-        return len(self._pending)
+        return self._process.in_flight
 
-    def contains(self, namespace: str, keys: Sequence[bytes], seconds: float, done: Done) -> None:
+    async def run(self) -> None:
+        """Keep the process running, probe the tier while it is off, and ask for its usage.
+
+        When it is cancelled, the process writes everything back and ends.
+        """
+        async with asyncio.TaskGroup() as flows:
+            flows.create_task(self._process.run())
+            flows.create_task(self._probe_when_off())
+            flows.create_task(self._refresh_regularly())
+
+    # Requests
+
+    async def contains(self, namespace: str, keys: Sequence[bytes], seconds: float) -> Results:
         """Find out which keys the tier has: OK, MISS or ERROR, or LATE after `seconds`."""
         check_count(keys)
         self._last_lookup = namespace, keys
         if not self.is_prompt:
-            self._loop.call_soon(done, [Result.MISS] * len(keys))
-            return
-        request = ContainsRequest(next(self._numbers), namespace, keys)
-        self._submit(request, _Pending(request, len(keys), done), seconds)
+            return [Result.MISS] * len(keys)
+        reply = self._look_up(namespace, keys, self.breaker.record_error)
+        ended = await self._wait(reply, seconds)
+        if ended is Result.MISS:
+            return [ended] * len(keys)
+        results = [ended] * len(keys) if ended else reply.result()
+        if Result.ERROR not in results:
+            self.breaker.record_lookup(in_time=ended is None)
+        return results
 
-    def fetch(
-        self, blocks: TierBlocks, seconds: float, done: Done, released: Released = nothing
-    ) -> None:
+    async def fetch(self, blocks: TierBlocks, seconds: float) -> tuple[Results, Released]:
         """Read blocks into the pool within `seconds`. OK means that the checksum was compared.
 
-        released: called once the tier cannot write into the blocks any more; never before `done`.
+        Returns the results, and a future that ends once the tier can no longer write into the
+        blocks: see Released.
         """
         if not self.is_prompt:
-            self._refuse(blocks, Result.MISS, done, released)
-            return
+            return self._refuse(blocks, Result.MISS)
         begin_before = time.monotonic() + BEGIN_WITHIN * seconds
-        request = FetchRequest(next(self._numbers), *blocks.fields(), begin_before)
-        self._submit(request, _Pending(request, len(blocks.keys), done, released), seconds)
+        request = FetchRequest(*blocks.fields(), begin_before)
+        return await self._move("fetch", blocks, request, seconds)
 
-    def put(
-        self,
-        blocks: TierBlocks,
-        checksums: Checksums,
-        done: Done,
-        released: Released = nothing,
-    ) -> None:
-        """Write blocks of the pool. released: called once the tier cannot read them any more."""
+    async def put(self, blocks: TierBlocks, checksums: Checksums) -> tuple[Results, Released]:
+        """Write blocks of the pool. Returns the results, and when the tier no longer reads them."""
         if not self.is_on:
-            self._refuse(blocks, Result.FULL, done, released)
-            return
+            return self._refuse(blocks, Result.FULL)
         sums = checksums.astype(np.uint64).tobytes()
         generation = self._generations.get(without_part(blocks.namespace), -1)
-        request = PutRequest(next(self._numbers), *blocks.fields(), sums, generation, blocks.model)
-        self._submit(request, _Pending(request, len(blocks.keys), done, released), PUT_SECONDS)
+        request = PutRequest(*blocks.fields(), sums, generation, blocks.model)
+        return await self._move("put", blocks, request, PUT_SECONDS, lambda: self._moved)
 
-    def drop(
-        self,
-        namespace: str,
-        keys: Sequence[bytes] | None = None,
-        done: Callable[[], None] = nothing,
-    ) -> None:
-        """Drop keys, or all keys of a namespace, also if the tier is off.
+    async def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
+        """Drop keys, or all keys of a namespace, also if the tier is off: until it has confirmed.
 
-        done: called when the tier has confirmed it. No request that follows finds these keys.
+        No request that follows finds these keys: until then lookups and fetches are misses, and a
+        process that is started again gets the drop before any other request.
         """
-        request = DropRequest(next(self._numbers), namespace, keys)
-        pending = _Pending(request, 0, lambda _: done())
-        self._drops[request.number] = pending
-        if self._started:
-            self._submit(request, pending, DROP_SECONDS)
+        request = encode(DropRequest(namespace, keys))
+        self._drops += 1
+        try:
+            while True:
+                reply = self._process.send(request, partial(self._receive_dropped, namespace))
+                await self._wait(reply, DROP_SECONDS)
+                with suppress(ProcessDied):
+                    await reply
+                    return
+        finally:
+            self._drops -= 1
 
-    def refresh_usage(self) -> None:
-        """Ask for the usage; `usage` is replaced when the answer arrives."""
-        if self._started and not self._closed:
-            request = UsageRequest(next(self._numbers), self.namespaces())
-            self._submit(request, _Pending(request, 0, nothing), DROP_SECONDS)
+    async def refresh_usage(self) -> None:
+        """Ask for the usage, and replace `usage` by the answer."""
+        request = encode(UsageRequest(self.namespaces()))
+        await self._wait(self._process.send(request, self._receive_usage), DROP_SECONDS)
 
-    async def close(self) -> None:
-        """End the process once it has written everything back."""
-        self._closed = True
-        if self._probe_timer is not None:
-            self._probe_timer.cancel()
-        self._lose("the daemon is stopping")
-        await self._process.close()
+    def _refuse(self, blocks: TierBlocks, result: Result) -> tuple[Results, Released]:
+        released: Released = asyncio.get_running_loop().create_future()
+        released.set_result(())
+        return [result] * len(blocks.keys), released
 
-    # Requests
+    async def _move(
+        self,
+        kind: str,
+        blocks: TierBlocks,
+        request: FetchRequest | PutRequest,
+        seconds: float,
+        progress: Callable[[], float] = lambda: 0.0,
+    ) -> tuple[Results, Released]:
+        released = self._process.send(encode(request), self._receive_moved)
+        ended = await self._wait(released, seconds, progress)
+        results = released.result() if ended is None else [ended] * len(blocks.keys)
+        self.counters.count_moved(kind, results, blocks.nbytes)
+        return results, released
 
-    def _refuse(self, blocks: TierBlocks, result: Result, done: Done, released: Released) -> None:
-        self._loop.call_soon(done, [result] * len(blocks.keys))
-        self._loop.call_soon(released, ())
+    def _look_up(
+        self, namespace: str, keys: Sequence[bytes], failed: Callable[[], None]
+    ) -> Released:
+        receive = partial(self._receive_found, namespace, failed)
+        return self._process.send(encode(ContainsRequest(namespace, keys)), receive)
 
-    def _submit(self, request: TierRequest, pending: _Pending, seconds: float) -> None:
-        self._pending[request.number] = pending
-        pending.timer = self._loop.call_later(seconds, self._miss_deadline, request.number)
-        self._process.send(request)
+    async def _wait(
+        self,
+        reply: Released,
+        seconds: float,
+        progress: Callable[[], float] = lambda: 0.0,
+    ) -> Result | None:
+        """Wait for a reply; see ChildProcess.wait. None: it has arrived. LATE, or MISS if the
+        process is lost. If it is late, the process is killed after the grace time."""
+        if await self._process.wait(reply, seconds, progress):
+            return None
+        if not self._process.is_late(reply):
+            return Result.MISS
+        self._late = {each for each in self._late if not each.done()} | {reply}
+        loop = asyncio.get_running_loop()
+        loop.call_later(self.spec.times.grace, self._kill_silent, reply)
+        return Result.LATE
 
-    def _miss_deadline(self, number: int) -> None:
-        pending = self._pending[number]
+    def _kill_silent(self, reply: Released) -> None:
         self._process.read_arrived()
-        if not self._is_unanswered(pending):
-            return
-        left = self._moved + PUT_SECONDS - time.monotonic()
-        if isinstance(pending.request, PutRequest) and left > 0:
-            pending.timer = self._loop.call_later(left, self._miss_deadline, number)
-            return
-        pending.late = True
-        self._late += 1
-        pending.timer = self._loop.call_later(self.spec.times.grace, self._kill_silent, pending)
-        if number not in self._drops:
-            self._finish(pending, [Result.LATE] * pending.keys)
-        if pending.probe:
-            self.breaker.end_probe(answered=False)
-        elif isinstance(pending.request, ContainsRequest):
-            self.breaker.record_lookup(in_time=False)
+        if self._process.is_late(reply):
+            log.warning("tier does not answer", tier=self.spec.name)
+            self._process.kill(f"no answer within {self.spec.times.grace} s after a deadline")
 
-    def _is_unanswered(self, pending: _Pending) -> bool:
-        """Whether the process may still answer this request."""
-        return self._started and self._pending.get(pending.request.number) is pending
+    # Answers: what they change at once, before anything counts as late
 
-    def _kill_silent(self, pending: _Pending) -> None:
-        self._process.read_arrived()
-        if not self._is_unanswered(pending):
-            return
-        kind = type(pending.request).__name__
-        log.warning("tier does not answer", tier=self.spec.name, request=kind)
-        self._process.kill(f"no answer within {self.spec.times.grace} s after a deadline")
+    def _receive_found(self, namespace: str, failed: Callable[[], None], payload: bytes) -> Results:
+        answer = decode_answer(payload)
+        if errors := answer.results.count(FAILED):
+            self.counters.results["fetch"][Result.ERROR] += errors
+            failed()
+        if self._note_generation(namespace, answer.generation):
+            return [Result.MISS] * len(answer.results)
+        return [LOOKUP_RESULTS[each] for each in answer.results]
 
-    def _lose(self, why: str) -> None:
-        """The process is lost, or is about to end. Everything pending is a miss."""
-        self._started, self._late = False, 0
-        if self._usage_timer is not None:
-            self._usage_timer.cancel()
-        for number, pending in tuple(self._pending.items()):
-            if pending.timer is not None:
-                pending.timer.cancel()
-            if number not in self._drops:
-                self._finish(pending, [Result.MISS] * pending.keys)
-        if not self._closed:
-            log.warning("tier process lost", tier=self.spec.name, reason=why)
-            self.counters.deaths += 1
-            self.failure = self.failure or why
-            self.breaker.trip()
+    def _receive_moved(self, payload: bytes) -> Results:
+        results = [Result(each) for each in decode_answer(payload).results]
+        self._moved = time.monotonic()
+        self._process.note_progress()
+        for _ in range(results.count(Result.ERROR)):
+            self.breaker.record_error()
+        if Result.OK in results and Result.ERROR not in results:
+            self.breaker.record_success()
+        return results
 
-    def _release_all(self) -> None:
-        """The process is dead: nothing that it began can write into the pool any more."""
-        pending, self._pending = self._pending, {}
-        for each in pending.values():
-            each.released(())
+    def _receive_dropped(self, namespace: str, payload: bytes) -> Results:
+        self._note_generation(namespace, decode_answer(payload).generation, own=True)
+        return ()
 
-    def _finish(self, pending: _Pending, results: Sequence[Result]) -> None:
-        done, pending.done = pending.done, None
-        if done is None:
-            return
-        request = pending.request
-        if isinstance(request, FetchRequest | PutRequest):
-            kind = "fetch" if isinstance(request, FetchRequest) else "put"
-            counted = self.counters.results[kind]
-            for result in results:
-                counted[result] += 1
-            moved = request.block_bytes * sum(result is Result.OK for result in results)
-            if kind == "fetch":
-                self.counters.read_bytes += moved
-            else:
-                self.counters.written_bytes += moved
-        done(results)
-
-    # Answers
-
-    def _handle(self, reply: TierReply) -> None:
-        match reply:
-            case Answer(number, results, generation):
-                self._end_request(number, results, generation)
-            case UsageAnswer(number, usage, generations):
-                self.usage = usage
-                for name, generation in generations.items():
-                    self._note_generation(name, generation)
-                self._end_request(number, b"", -1)
-            case Started(usage):
-                self.usage, self._started, self.failure = usage, True, ""
-                self._process.note_started()
-                log.info("tier started", tier=self.spec.name, keys=usage.keys)
-                for number, pending in tuple(self._drops.items()):
-                    if number not in self._pending:
-                        self._submit(pending.request, pending, DROP_SECONDS)
-                self._probe()
-                self._refresh_regularly()
-            case LogLine(level, event, fields, fatal):
-                getattr(log, level, log.info)(event, tier=self.spec.name, **fields)
-                if fatal:
-                    self.failure = str(fields.get("reason", event))
-                    self.breaker.trip()
-
-    def _end_request(self, number: int, results: bytes, generation: int) -> None:
-        pending = self._pending.pop(number)
-        self._drops.pop(number, None)
-        if pending.timer is not None:
-            pending.timer.cancel()
-        self._late -= pending.late
-        request, answer = pending.request, [Result(each) for each in results]
-        if isinstance(request, ContainsRequest):
-            answer = [LOOKUP_RESULTS[each] for each in results]
-            failed = results.count(FAILED)
-            self.counters.results["fetch"][Result.ERROR] += failed
-            if pending.probe:
-                self.breaker.end_probe(answered=not failed)
-            elif failed:
-                self.breaker.record_error()
-            elif not pending.late:
-                self.breaker.record_lookup(in_time=True)
-            if self._note_generation(request.namespace, generation):
-                answer = [Result.MISS] * len(answer)
-        elif isinstance(request, DropRequest):
-            self._note_generation(request.namespace, generation, own=True)
-        elif isinstance(request, FetchRequest | PutRequest):
-            self._moved = time.monotonic()
-            self._process.note_progress()
-            for _ in range(results.count(Result.ERROR)):
-                self.breaker.record_error()
-            if Result.OK in answer and Result.ERROR not in answer:
-                self.breaker.record_success()
-        self._finish(pending, answer)
-        pending.released(answer)
+    def _receive_usage(self, payload: bytes) -> Results:
+        answer = decode_usage(payload)
+        self.usage = answer.usage
+        for name, generation in answer.generations.items():
+            self._note_generation(name, generation)
+        return ()
 
     def _note_generation(self, namespace: str, generation: int, *, own: bool = False) -> bool:
         """Returns whether it has changed. own: by a drop of this daemon."""
@@ -366,28 +298,41 @@ class TierClient:
             self.dropped_elsewhere(name)
         return generation != known
 
-    # Probes
+    # The process
 
-    def _probe_after(self, seconds: float) -> None:
-        """The breaker has opened."""
-        self._probe_timer = self._loop.call_later(seconds, self._probe_soon)
+    def _handle_notice(self, payload: bytes) -> None:
+        match decode_notice(payload):
+            case Started(usage):
+                self.usage, self.failure = usage, ""
+                log.info("tier started", tier=self.spec.name, keys=usage.keys)
+            case LogLine(level, event, fields, fatal):
+                getattr(log, level, log.info)(event, tier=self.spec.name, **fields)
+                if fatal:
+                    self.failure = str(fields.get("reason", event))
+                    self.breaker.trip()
 
-    def _probe_soon(self) -> None:
-        """Probe once the breaker is half open: the timer may be early by some milliseconds."""
-        if self.breaker.state == "open":
-            self._probe_after(0.01)
-        else:
-            self._probe()
-
-    def _probe(self) -> None:
-        """Repeat the last lookup, if the breaker is half open. A process that is restarted is
-        probed once it has started."""
-        if self._closed or not self._started or not self.breaker.begin_probe():
+    def _note_death(self, why: str) -> None:
+        log.warning("tier process lost", tier=self.spec.name, reason=why)
+        if self._process.pid is None:  # it cannot be started, which says nothing about the tier
             return
-        namespace, keys = self._last_lookup or ("", ())
-        request = ContainsRequest(next(self._numbers), namespace, keys)
-        self._submit(request, _Pending(request, len(keys), nothing, probe=True), PROBE_SECONDS)
+        self.counters.deaths += 1
+        self.failure = self.failure or why
+        self.breaker.trip()
 
-    def _refresh_regularly(self) -> None:
-        self.refresh_usage()
-        self._usage_timer = self._loop.call_later(USAGE_EVERY, self._refresh_regularly)
+    async def _probe_when_off(self) -> None:
+        """Each time the breaker is half open, repeat the last lookup, once the process is ready."""
+        while True:
+            await self.breaker.until_half_open()
+            await self._process.until_ready()
+            if not self.breaker.begin_probe():
+                continue
+            reply = self._look_up(*self._last_lookup, lambda: None)
+            ended = await self._wait(reply, PROBE_SECONDS)
+            answered = ended is None and Result.ERROR not in reply.result()
+            self.breaker.end_probe(answered)
+
+    async def _refresh_regularly(self) -> None:
+        while True:
+            await self._process.until_ready()
+            await self.refresh_usage()
+            await asyncio.sleep(USAGE_EVERY)

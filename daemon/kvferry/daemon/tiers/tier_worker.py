@@ -1,7 +1,5 @@
 """The process of a tier: runs its blocking code beside the daemon.
 
-    python -m kvferry.daemon.tiers.tier_worker ARGUMENTS
-
 It maps the host pool and serves the daemon's requests (messages.py). The main thread answers
 lookups and drops, in order; I/O threads fetch and put, in order of arrival, fetches first. What is
 fetched is compared with its checksum here. The process ends when its socket is closed or the daemon
@@ -12,23 +10,24 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
-import socket
-import sys
 import threading
 import time
 import traceback
 from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import structlog
 
-from kvferry.daemon.daemon_connection import lower_priority
+from kvferry.daemon.daemon_connection import (
+    NOTICE,
+    READY,
+    DaemonConnection,
+    connect_to_daemon,
+)
 from kvferry.daemon.memory.shared_memory import MappedFiles
 from kvferry.daemon.tiers.base import (
     Blocks,
@@ -41,7 +40,6 @@ from kvferry.daemon.tiers.base import (
 from kvferry.daemon.tiers.block_memory import view_memory
 from kvferry.daemon.tiers.messages import (
     FAILED,
-    MAX_BYTES,
     Answer,
     ContainsRequest,
     DropRequest,
@@ -50,7 +48,6 @@ from kvferry.daemon.tiers.messages import (
     PutRequest,
     Started,
     TierArguments,
-    TierReply,
     TierRequest,
     UsageAnswer,
     UsageRequest,
@@ -72,8 +69,9 @@ log = structlog.get_logger()
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A fetch or a put that is not answered yet."""
+    """A fetch or a put that is not answered yet. number: of the request."""
 
+    number: int
     request: FetchRequest | PutRequest
     offsets: array[int]
     checksums: array[int]
@@ -140,8 +138,8 @@ class _Queue:
 class TierWorker:
     """Serves requests about one tier. address: of the host pool in this process."""
 
-    def __init__(self, tier: Tier, address: int, peer: socket.socket) -> None:
-        self._tier, self._address, self._peer = tier, address, peer
+    def __init__(self, tier: Tier, address: int, daemon: DaemonConnection) -> None:
+        self._tier, self._address, self._daemon = tier, address, daemon
         self._queue = _Queue()
         self._jobs = threading.Lock()
         self._ending = threading.Event()
@@ -152,29 +150,29 @@ class TierWorker:
         self._maintainer = threading.Thread(target=self._maintain, daemon=True)
 
     def run(self) -> None:
-        """Serve until the socket is closed."""
-        self._send(Started(self._refresh_usage()))
+        """Serve until the daemon disconnects."""
+        self._daemon.send(READY, encode(Started(self._refresh_usage())))
         for thread in (*self._threads, self._maintainer):
             thread.start()
-        with suppress(ConnectionResetError):  # closed before the daemon has read all replies
-            while data := self._peer.recv(MAX_BYTES):
-                self._handle(decode_request(data))
+        while (request := self._daemon.receive()) is not None:
+            self._handle(request[0], decode_request(request[1]))
         self._ending.set()
         self._queue.close()
         for thread in (*self._threads, self._maintainer):
             thread.join()
         self._tier.close()
 
-    def _handle(self, request: TierRequest) -> None:
+    def _handle(self, number: int, request: TierRequest) -> None:
         match request:
             case FetchRequest() | PutRequest():
-                self._start(request)
-            case UsageRequest(number, namespaces):
+                self._start(number, request)
+            case UsageRequest(namespaces):
                 generations = {name: self._generation_of(name) for name in namespaces}
                 if note_used := getattr(self._tier, "note_used", None):
                     note_used(frozenset(filter(None, namespaces.values())))
-                self._send(UsageAnswer(number, self._refresh_usage(), generations))
-            case ContainsRequest(number, namespace, keys):
+                answer = UsageAnswer(self._refresh_usage(), generations)
+                self._daemon.send(number, encode(answer))
+            case ContainsRequest(namespace, keys):
                 try:
                     present = self._tier.contains(namespace, keys)
                     _check_results("contains", present, keys)
@@ -182,8 +180,8 @@ class TierWorker:
                 except Exception as error:
                     self._report_exception("contains", error)
                     found, generation = bytes([FAILED]) * len(keys), -1
-                self._send(Answer(number, found, generation))
-            case DropRequest(number, namespace, keys):
+                self._daemon.send(number, encode(Answer(found, generation)))
+            case DropRequest(namespace, keys):
                 if keys is None:
                     for job, part in self._queue.remove_namespace(namespace):
                         self._end_part(job, part, [Result.MISS] * (part.stop - part.start))
@@ -192,7 +190,8 @@ class TierWorker:
                 except Exception as error:
                     self._end_after_drop(namespace, error)
                 else:
-                    self._send(Answer(number, b"", self._generation_of(namespace)))
+                    dropped = Answer(b"", self._generation_of(namespace))
+                    self._daemon.send(number, encode(dropped))
 
     def _generation_of(self, namespace: str) -> int:
         ask = getattr(self._tier, "generation", None)
@@ -215,14 +214,14 @@ class TierWorker:
             namespace=namespace,
             reason=_reason_of(error),
         )
-        self._peer.shutdown(socket.SHUT_RDWR)
+        self._daemon.close()
 
-    def _start(self, request: FetchRequest | PutRequest) -> None:
+    def _start(self, number: int, request: FetchRequest | PutRequest) -> None:
         count = len(request.keys)
         offsets, checksums = array("q", request.offsets), array("Q")
         if isinstance(request, PutRequest):
             checksums.frombytes(request.checksums)
-        job = _Job(request, offsets, checksums, bytearray(count), count)
+        job = _Job(number, request, offsets, checksums, bytearray(count), count)
         step = max(1, self._call_bytes // request.block_bytes)
         parts = [slice(at, min(at + step, count)) for at in range(0, count, step)]
         self._queue.add(job, parts)
@@ -272,7 +271,7 @@ class TierWorker:
             job.left -= len(results)
             complete = job.left == 0
         if complete:
-            self._send(Answer(job.request.number, bytes(job.results)))
+            self._daemon.send(job.number, encode(Answer(bytes(job.results))))
 
     def _maintain(self) -> None:
         while True:
@@ -286,33 +285,23 @@ class TierWorker:
     def _report_exception(self, what: str, error: Exception) -> None:
         log.error("tier failed", operation=what, error=_reason_of(error))
 
-    def _send(self, reply: TierReply) -> None:
-        with suppress(OSError):  # the daemon has closed the socket, which `run` sees, too
-            self._peer.send(encode(reply))
 
-
-def log_to(peer: socket.socket) -> None:
+def log_to(daemon: DaemonConnection) -> None:
     """Send this process's log to the daemon."""
 
     def send(_: Any, level: str, fields: Any) -> Any:
         event = str(fields.pop("event"))
         text = {key: str(value)[:2000] for key, value in fields.items()}
-        with suppress(OSError):
-            peer.send(encode(LogLine(level, event, text)))
+        daemon.send(NOTICE, encode(LogLine(level, event, text)))
         raise structlog.DropEvent
 
     structlog.configure(processors=[send])
 
 
-def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the daemon handles them
-        signal.signal(number, signal.SIG_IGN)
-    lower_priority(NICER)
+def main() -> None:
+    daemon, arguments = connect_to_daemon(NICER)
     given = msgspec.json.decode(arguments[0], type=TierArguments)
-    if os.getppid() != given.daemon:  # it died before `start_worker` returned
-        os._exit(2)
-    peer = socket.socket(fileno=given.socket)
-    log_to(peer)
+    log_to(daemon)
     lock_pool(given.chunks[0])
     pool = MappedFiles("", given.pool_bytes, given.chunk_bytes, given.chunks)
     for descriptor in given.chunks:
@@ -321,10 +310,9 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
         tier: Tier = importlib.import_module(given.module).open_tier(given.options, pool)
     except Exception as error:  # a module may be anybody's
         fields = {"reason": _reason_of(error), "module": given.module}
-        with suppress(OSError):  # the daemon may have ended
-            peer.send(encode(LogLine("error", "tier cannot be opened", fields, fatal=True)))
+        daemon.send(NOTICE, encode(LogLine("error", "tier cannot be opened", fields, fatal=True)))
         os._exit(2)
-    TierWorker(tier, pool.address, peer).run()
+    TierWorker(tier, pool.address, daemon).run()
     os._exit(0)
 
 

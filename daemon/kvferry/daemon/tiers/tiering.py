@@ -1,6 +1,8 @@
 """Carries out what the core wants of the tiers, and reports what became of it.
 
-The server passes it the core's actions; reports go back to the core. Event loop only.
+Each action of the core is a flow, a coroutine that reads from top to bottom: `_search`, `_promote`,
+`_drop`. Writing out (write_out.py) and its check (write_check.py) are flows that last. The server
+passes the actions; reports go back to the core. Event loop only.
 """
 
 from __future__ import annotations
@@ -8,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import structlog
 
@@ -27,38 +30,43 @@ from kvferry.daemon.core.tier_actions import (
     StoreDropped,
     StoreDroppedElsewhere,
 )
+from kvferry.daemon.core.writes import Writes
+from kvferry.daemon.processes import ProcessDied
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.drop_queue import DropQueue
 from kvferry.daemon.tiers.read_rate import ReadRate
 from kvferry.daemon.tiers.tier_blocks import TierBlocks
-from kvferry.daemon.tiers.tier_client import TierClient, nothing
+from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.write_check import WriteCheck
-from kvferry.daemon.tiers.write_out import WriteOut
+from kvferry.daemon.tiers.write_out import ChecksumsOf, WriteOptions, WriteOut
 from kvferry.proto.status import TierStatus
 
 # Seconds for a lookup. It takes milliseconds; this is what a request loses if a tier stops
 # answering, and a pause of a busy machine that is mostly shorter.
 FIND_SECONDS = 0.1
-# Seconds until a drop counts as done. A tier that has not confirmed it by then gets it first thing
-# when it answers again.
-DROP_REPORT_SECONDS = 5.0
-# Seconds for the marker of a drop; see drop_queue.py.
-MARKER_SECONDS = 3.0
 
 TierAction: TypeAlias = FindKeys | FetchBlocks | DropStore
 
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True, slots=True)
+class DropTimes:
+    """In seconds. report: until a drop counts as done. A tier that has not confirmed it by then
+    gets it first thing when it answers again. marker: see drop_queue.py."""
+
+    report: float = 5.0
+    marker: float = 3.0
+
+
 @dataclass(eq=False, slots=True)
 class AttachedTier:
-    """A tier that is in use. markers: directory for the markers of drops. write_out, write_check:
-    None if nothing is written into it."""
+    """A tier that is in use. markers: directory for the markers of drops. write: None if nothing is
+    written into it."""
 
     client: TierClient
     markers: Path
-    write_out: WriteOut | None = None
-    write_check: WriteCheck | None = None
+    write: WriteOptions | None = None
     rate: ReadRate = field(default_factory=lambda: ReadRate(time.monotonic))
     # Starts of the fetches that have not ended, by number, the oldest first.
     fetches: dict[int, float] = field(default_factory=dict)
@@ -73,6 +81,7 @@ class AttachedTier:
 class _Search:
     """tier_of: of each key the fastest tier that has it so far. left: tiers without an answer."""
 
+    action: FindKeys
     tier_of: list[int]
     left: int
 
@@ -81,148 +90,162 @@ class Tiering:
     """The tiers below the host pool, fastest first. Marked drops of an earlier daemon are repeated.
 
     report: called with reports for the core. promoted: called with the name of a tier and the
-    seconds of a fetch in which at least one key was read. drop_report_seconds, marker_seconds: see
-    DROP_REPORT_SECONDS and MARKER_SECONDS.
+    seconds of a fetch in which at least one key was read. checksums_of: see write_out.py.
     """
 
     def __init__(
         self,
         tiers: Sequence[AttachedTier],
+        writes: Writes,
+        checksums_of: ChecksumsOf,
         report: Callable[[list[Report]], None],
         promoted: Callable[[str, float], None],
-        *,
-        drop_report_seconds: float = DROP_REPORT_SECONDS,
-        marker_seconds: float = MARKER_SECONDS,
+        times: DropTimes = DropTimes(),
     ) -> None:
-        self._drop_report_seconds = drop_report_seconds
-        self._tiers = tuple(tiers)
-        self._write_outs = [tier.write_out for tier in tiers if tier.write_out is not None]
-        self._report, self._promoted = report, promoted
-        self._loop = asyncio.get_running_loop()
-        self._drops = [DropQueue(each.client, each.markers, marker_seconds) for each in tiers]
+        self._tiers, self._writes = tuple(tiers), writes
+        self._report_to_core, self._promoted, self._times = report, promoted, times
+        # The task group of `run`; flows that begin before it; and those that `stop` ends.
+        self._flows: asyncio.TaskGroup | None = None
+        self._early: list[Coroutine[Any, Any, None]] = []
+        self._writers: list[asyncio.Task[None]] = []
+        self._is_stopped = False
+        self._drops = [
+            DropQueue(each.client, each.markers, self._start, times.marker) for each in tiers
+        ]
+        self._write_outs = {
+            each.write.tier: WriteOut(writes, checksums_of, each.client, each.write, self._report)
+            for each in tiers
+            if each.write is not None
+        }
         for place, tier in enumerate(tiers):
             tier.client.dropped_elsewhere = partial(self._report_elsewhere, place)
+            tier.client.namespaces = writes.namespaces
+
+    async def run(self) -> None:
+        """Run all flows until cancelled. Raises their errors, in an exception group."""
+        async with asyncio.TaskGroup() as self._flows:
+            for drops in self._drops:
+                drops.repeat_marked()  # first: nothing may overtake them
+            for flow in self._early:
+                self._start(flow)
+            for tier in self._tiers:
+                self._start(tier.client.run())
+            for place, write_out in self._write_outs.items():
+                check = WriteCheck(
+                    self._writes, self._tiers[place].client, place, write_out.wake_up
+                )
+                self._writers += map(self._flows.create_task, (write_out.run(), check.run()))
 
     def perform(self, action: TierAction) -> None:
         match action:
             case FindKeys():
-                self._find_keys(action)
+                search = _Search(action, [-1] * len(action.keys), len(self._tiers))
+                for place in range(len(self._tiers)):
+                    self._start(self._search(search, place))
             case FetchBlocks():
-                self._fetch_blocks(action)
-            case DropStore(number, store, dropped_by):
-                self._drop_store(number, store, dropped_by)
+                self._start(self._promote(action))
+            case DropStore():
+                self._start(self._drop(action))
 
     def wake_up(self) -> None:
         """Blocks of the pool have changed: there may be some to write."""
-        for write_out in self._write_outs:
+        for write_out in self._write_outs.values():
             write_out.wake_up()
 
     def status(self, counted: Mapping[str, Mapping[str, float]]) -> tuple[TierStatus, ...]:
         """The state of each tier. counted: fields of TierStatus that the core counts, by tier."""
-        return tuple(self._status_of(tier, counted) for tier in self._tiers)
+        return tuple(
+            self._status_of(place, tier, counted) for place, tier in enumerate(self._tiers)
+        )
 
     def stop(self) -> None:
         """Stop writing and reporting. The server closes the core's sessions next."""
-        self._report = nothing
-        for tier in self._tiers:
-            for writer in (tier.write_out, tier.write_check):
-                if writer is not None:
-                    writer.close()
+        self._is_stopped = True
+        for writer in self._writers:
+            writer.cancel()
 
-    async def close(self) -> None:
-        """End the tiers, once they have written everything back."""
-        self.stop()
-        await asyncio.gather(*(drops.close() for drops in self._drops))
-        await asyncio.gather(*(tier.client.close() for tier in self._tiers))
+    async def send_drops(self) -> None:
+        """Wait until all drops are sent. The tiers end, and write everything back, with `run`."""
+        await asyncio.gather(*(drops.wait_until_sent() for drops in self._drops))
 
-    # Searches
+    def _start(self, flow: Coroutine[Any, Any, None]) -> None:
+        if self._flows is None:
+            self._early.append(flow)
+            return
+        try:
+            self._flows.create_task(flow)
+        except RuntimeError:  # another flow has failed, which ends the daemon
+            flow.close()
 
-    def _find_keys(self, action: FindKeys) -> None:
-        search = _Search([-1] * len(action.keys), len(self._tiers))
-
-        def receive(results: Sequence[Result], tier: int) -> None:
-            hits = results.count(Result.OK)
-            self._tiers[tier].counts["hits"] += hits
-            self._tiers[tier].counts["misses"] += len(results) - hits
-            for place, result in enumerate(results):
-                if result is Result.OK and not 0 <= search.tier_of[place] < tier:
-                    search.tier_of[place] = tier
-            search.left -= 1
-            if not search.left:
-                self._report_found(action.search, search)
-
-        for number, tier in enumerate(self._tiers):
-            done = partial(receive, tier=number)
-            tier.client.contains(action.store, action.keys, FIND_SECONDS, done)
-
-    def _report_found(self, number: int, search: _Search) -> None:
-        rates = tuple(tier.rate.bytes_per_second for tier in self._tiers)
-        queues = tuple(tier.rate.queue_seconds for tier in self._tiers)
-        known = tuple(tier.rate.is_known for tier in self._tiers)
-        self._report([KeysFound(number, tuple(search.tier_of), rates, queues, known)])
-
-    # Fetches
-
-    def _fetch_blocks(self, action: FetchBlocks) -> None:
-        tier, number = self._tiers[action.tier], action.fetch
-        nbytes = len(action.keys) * action.block_bytes
-        tier.fetches[number] = begun = time.monotonic()
-        counted_from = tier.rate.begin(nbytes)
-
-        def done(results: Sequence[Result]) -> None:
-            del tier.fetches[number]
-            ok = tuple(result is Result.OK for result in results)
-            if any(ok):
-                seconds = time.monotonic() - begun
-                tier.promotions += 1
-                tier.promotion_seconds += seconds
-                self._promoted(tier.client.spec.name, seconds)
-            self._report([BlocksFetched(number, ok)])
-
-        def released(results: Sequence[Result]) -> None:
-            if results:
-                tier.rate.end(counted_from, nbytes, results.count(Result.OK) * action.block_bytes)
-            else:
-                tier.rate.abandon(nbytes)
-            self._report([FetchReleased(number)])
-
-        blocks = TierBlocks(action.store, action.keys, action.offsets, action.block_bytes)
-        tier.client.fetch(blocks, action.seconds, done, released)
-
-    # Drops
+    def _report(self, report: Report) -> None:
+        if not self._is_stopped:
+            self._report_to_core([report])
 
     def _report_elsewhere(self, tier: int, store: str) -> None:
         log.info("namespace dropped elsewhere", namespace=store)
-        self._report([StoreDroppedElsewhere(tier, store)])
+        self._report(StoreDroppedElsewhere(tier, store))
 
-    def _drop_store(self, number: int, store: str, dropped_by: int) -> None:
-        unconfirmed = set(range(len(self._tiers))) - {dropped_by}
-        reported = False
+    # Flows
 
-        def report() -> None:
-            nonlocal reported
-            if not reported:
-                reported = True
-                timer.cancel()
-                for write_out in self._write_outs:
-                    write_out.resume_store(store)
-                self._report([StoreDropped(number)])
+    async def _search(self, search: _Search, place: int) -> None:
+        """Ask one tier. The last one to answer reports the fastest tier that has each key."""
+        tier, action = self._tiers[place], search.action
+        results = await tier.client.contains(action.store, action.keys, FIND_SECONDS)
+        hits = results.count(Result.OK)
+        tier.counts["hits"] += hits
+        tier.counts["misses"] += len(results) - hits
+        for key, result in enumerate(results):
+            if result is Result.OK and not 0 <= search.tier_of[key] < place:
+                search.tier_of[key] = place
+        search.left -= 1
+        if search.left:
+            return
+        rates = [tier.rate for tier in self._tiers]
+        speeds = tuple(rate.bytes_per_second for rate in rates)
+        queues = tuple(rate.queue_seconds for rate in rates)
+        known = tuple(rate.is_known for rate in rates)
+        self._report(KeysFound(action.search, tuple(search.tier_of), speeds, queues, known))
 
-        def confirm(tier: int) -> None:
-            unconfirmed.discard(tier)
-            if not unconfirmed:
-                report()
+    async def _promote(self, action: FetchBlocks) -> None:
+        """Read blocks into the pool, and release them when nothing can write into them."""
+        tier, number = self._tiers[action.tier], action.fetch
+        nbytes = len(action.keys) * action.block_bytes
+        blocks = TierBlocks(action.store, action.keys, action.offsets, action.block_bytes)
+        tier.fetches[number] = begun = time.monotonic()
+        counted_from = tier.rate.begin(nbytes)
+        results, released = await tier.client.fetch(blocks, action.seconds)
+        ok = tuple(result is Result.OK for result in results)
+        del tier.fetches[number]
+        if any(ok):
+            seconds = time.monotonic() - begun
+            tier.promotions += 1
+            tier.promotion_seconds += seconds
+            self._promoted(tier.client.spec.name, seconds)
+        self._report(BlocksFetched(number, ok))
+        answer: Sequence[Result] = ()
+        with suppress(ProcessDied):
+            answer = await released
+        if answer:
+            tier.rate.end(counted_from, nbytes, answer.count(Result.OK) * action.block_bytes)
+        else:
+            tier.rate.abandon(nbytes)
+        self._report(FetchReleased(number))
 
-        timer = self._loop.call_later(self._drop_report_seconds, report)
-        for write_out in self._write_outs:
-            write_out.hold_store(store)
-        if not unconfirmed:
-            self._loop.call_soon(report)
-        for place in sorted(unconfirmed):
-            self._drops[place].drop(store, partial(confirm, place))
+    async def _drop(self, action: DropStore) -> None:
+        """Drop a namespace in all tiers, or all others, and report it when that is confirmed, or
+        after `DropTimes.report`. Meanwhile nothing of it is written."""
+        for write_out in self._write_outs.values():
+            write_out.hold_store(action.namespace)
+        others = [drops for place, drops in enumerate(self._drops) if place != action.dropped_by]
+        if others:
+            confirmed = [drops.drop(action.namespace) for drops in others]
+            await asyncio.wait(confirmed, timeout=self._times.report)
+        for write_out in self._write_outs.values():
+            write_out.resume_store(action.namespace)
+        self._report(StoreDropped(action.drop))
 
     def _status_of(
-        self, tier: AttachedTier, counted: Mapping[str, Mapping[str, float]]
+        self, place: int, tier: AttachedTier, counted: Mapping[str, Mapping[str, float]]
     ) -> TierStatus:
         client = tier.client
         usage, counters, breaker = client.usage, client.counters, client.breaker
@@ -234,8 +257,9 @@ class Tiering:
             state = "on" if breaker.state == "closed" else "probing"
         fetched, put = counters.results["fetch"], counters.results["put"]
         oldest = [next(iter(tier.fetches.values()))] if tier.fetches else []
-        if tier.write_out is not None and (write := tier.write_out.oldest) is not None:
-            oldest.append(write)
+        write_out = self._write_outs.get(place)
+        if write_out is not None and write_out.oldest is not None:
+            oldest.append(write_out.oldest)
         values: dict[str, float] = {
             **tier.counts,
             "promoted": fetched[Result.OK],
