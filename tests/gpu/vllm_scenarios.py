@@ -373,9 +373,8 @@ def containers(daemon: GpuDaemon) -> None:
 def exported(daemon: GpuDaemon) -> None:
     """Milliseconds to the first token of a host hit, with engines that are asked in turn."""
     variants: dict[str, dict[str, Any]] = {
-        "CUDA IPC": {"extra": {"kvferry_exported_kv": False}},
-        "exported": {},
-        "exported, isolated": {"isolated": True},
+        "CUDA IPC, shared namespaces": {"extra": {"kvferry_exported_kv": False}},
+        "exported, own namespaces": {"isolated": True},
     }
     prompts = make_prompts(31, 13, 7000)
     times: dict[str, list[float]] = {what: [] for what in variants}
