@@ -376,7 +376,7 @@ def exported(daemon: GpuDaemon) -> None:
         "CUDA IPC, shared namespaces": {"extra": {"kvferry_exported_kv": False}},
         "exported, own namespaces": {"isolated": True},
     }
-    prompts = make_prompts(31, 13, 7000)
+    prompts = make_prompts(8, 13, 7000)
     times: dict[str, list[float]] = {what: [] for what in variants}
     with ExitStack() as stack:
         engines = {
@@ -386,7 +386,7 @@ def exported(daemon: GpuDaemon) -> None:
         for engine in engines.values():
             engine.generate(prompts)
             engine.settle()
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(prompts * 5):
             for what, engine in engines.items():
                 engine.forget()
                 seconds, cached = engine.timed([prompt])
