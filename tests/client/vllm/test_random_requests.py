@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import pytest
 
+from kvferry.proto.version import installed_version
 from kvferry.testing.plugin import StartKvferryd
 from support.vllm_traffic import RandomRequests, create_engine, gpu_blocks
 
@@ -69,6 +70,14 @@ def has_model(core: Any, groups: tuple[str, ...]) -> bool:
     return all(has.get(group, True) for group in groups)
 
 
+def start(core: Any, daemon: Any, groups: tuple[str, ...], drafts: int, **options: Any) -> Any:
+    """With one block per chunk: of larger ones, prompts with drafting layers would load none."""
+    extra = core.kvferry_options(daemon.directory, HOST_BYTES) | {"blocks_per_chunk": 1}
+    return create_engine(
+        daemon.directory, groups, drafts, kv_connector_extra_config=extra, **options
+    )
+
+
 def wanted_chunks(core: Any, config: pytest.Config) -> int:
     models = sum(has_model(core, groups) for groups, _ in MODELS)
     return LONG_CHUNKS // (2 * models) if config.option.long else 1
@@ -93,11 +102,7 @@ def test_nothing_wrong_is_read(
 ) -> None:
     if not has_model(core, groups):
         pytest.skip("this vLLM has no such model, or kvferry refuses it")
-    directory = start_kvferryd().directory
-    extra = core.kvferry_options(directory, HOST_BYTES) | {"blocks_per_chunk": 1}
-    engine = create_engine(
-        directory, groups, drafts, overlaps=overlaps, kv_connector_extra_config=extra
-    )
+    engine = start(core, start_kvferryd(), groups, drafts, overlaps=overlaps)
     requests = RandomRequests(engine, random.Random(pytestconfig.option.seed))
     wanted = wanted_chunks(core, pytestconfig)
     while not requests.resets or (engine.loaded < wanted and not engine.wrong):
@@ -114,7 +119,7 @@ def test_without_holding_blocks_other_bytes_are_read(
     """So these tests can see that a block changed before it was stored."""
     if not core.ONE_ALLOCATION:
         pytest.skip("this vLLM lets a connector wait for stores before it writes blocks")
-    engine = create_engine(start_kvferryd().directory, groups, drafts, host_bytes=HOST_BYTES)
+    engine = start(core, start_kvferryd(), groups, drafts)
     assert engine.scheduler.connector._held is not None
     engine.scheduler.connector._held = None
     requests = RandomRequests(engine, random.Random(0))
@@ -136,19 +141,20 @@ def test_what_vllms_own_connector_reads(
     overlaps: bool,
 ) -> None:
     """It stores blocks that vLLM has set to zero, although this worker copies at once."""
-    if not core.ONE_ALLOCATION or not has_model(core, groups):
-        pytest.skip("this vLLM has no such model, or its connector cannot offload it")
+    if not (installed_version("vllm") or "").startswith("0.33.") or not has_model(core, groups):
+        pytest.skip("vLLM 0.33 is not installed, or has no such model")
     if groups != ("full", "narrow") and not pytestconfig.option.long:
         pytest.skip("only with --long")
     from support.vllm_own import OwnEngineCore
 
-    blocks = gpu_blocks(groups, drafts)
-    engine: Any = OwnEngineCore(groups, 4096, blocks=blocks, drafts=drafts, overlaps=overlaps)
+    engine: Any = OwnEngineCore(
+        groups, 4096, blocks=gpu_blocks(groups, drafts), drafts=drafts, overlaps=overlaps
+    )
     requests = RandomRequests(engine, random.Random(pytestconfig.option.seed))
     while engine.loaded < wanted_chunks(core, pytestconfig):
         run(requests, 1500)
     print(
         f"{engine.loaded} chunks loaded; {len(engine.wrong)} of {engine.runner.reads} reads wrong"
     )
-    assert engine.wrong or (groups, drafts) not in EARLY
+    assert engine.wrong or groups != ("full", "narrow")
     engine.close()

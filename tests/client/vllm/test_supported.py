@@ -109,7 +109,7 @@ def test_vllm_checks_the_configuration_before_it_loads_weights(
 
     local = ChunkedLocalAttentionSpec(block_size=16, **SHAPE, attention_chunk_size=32)
     monkeypatch.setattr(type(current_platform), "support_hybrid_kv_cache", lambda _: True)
-    monkeypatch.setattr(core._model(None), "attention_chunk_size", 32)
+    monkeypatch.setattr(core._model(), "attention_chunk_size", 32)
     options = {"kvferry_dirs": "nowhere", "cpu_bytes_to_use": 1 << 20}
     configured = refusal(core._config, options)
     if compat.can_offload_local_attention():
@@ -131,8 +131,8 @@ def test_groups_that_vllm_does_not_cache_are_named_in_the_log(
 
     from kvferry.client.vllm.supported import check_kv_cache, log_excluded_groups
 
-    if not hasattr(interface, "CircularBufferSpec"):
-        pytest.skip("this vLLM caches all groups")
+    if not hasattr(interface.KVCacheConfig, "prefix_cacheable_group_ids"):
+        pytest.skip("this vLLM offloads all groups")
     ring = interface.CircularBufferSpec(block_size=4, **SHAPE)
     full = interface.FullAttentionSpec(block_size=16, **SHAPE)
     groups = [
