@@ -179,9 +179,9 @@ class ChildProcess:
                     except OSError as error:
                         self._call(self._lost, f"cannot start: {error}")
                 limit = self._times.start
-                if not await self._until(self._is_started, _seconds_from_now(limit)):
+                if not await self._run_until(self._is_started, _seconds_from_now(limit)):
                     self.kill(f"not ready within {limit} s")
-                await self._until(self._is_reaped)
+                await self._run_until(self._is_reaped)
                 await asyncio.sleep(self._restart_in)
                 self._restart_in = min(self._times.last_restart, 2 * self._restart_in)
         finally:
@@ -189,7 +189,7 @@ class ChildProcess:
 
     async def close(self) -> None:
         """Disconnect, after which the process ends by itself, or is killed."""
-        self._is_ending, self._error = True, None
+        self._is_ending = True
         self._disconnect()
         if not await self._until(self._is_reaped, _seconds_from_now(self._times.end)):
             log.warning("process killed", process=self._program.name, reason="it does not end")
@@ -267,6 +267,15 @@ class ChildProcess:
     def _is_reaped(self) -> bool:
         return self._process is None
 
+    async def _run_until(
+        self, condition: Callable[[], bool], left: Callable[[], float] = lambda: math.inf
+    ) -> bool:
+        """Like `_until`, but raises what a hook has raised."""
+        is_met = await self._until(lambda: self._error is not None or condition(), left)
+        if self._error is not None:
+            raise self._error
+        return is_met
+
     async def _until(
         self,
         condition: Callable[[], bool],
@@ -275,11 +284,9 @@ class ChildProcess:
     ) -> bool:
         """Wait for a condition, which is judged after each change and when a future ends.
 
-        False: no seconds are left, although what has arrived is handled. Raises what a hook raised.
+        False: it is still unmet when no seconds are left and all arrived messages are handled.
         """
         while True:
-            if self._error is not None:
-                raise self._error
             if condition():
                 return True
             seconds = left()
