@@ -32,6 +32,7 @@ from kvferry.daemon.observability.probe import Probe
 from kvferry.proto import messages as wire
 from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_client_message
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError, error_of
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.memory import FdAllocation, HostRegion, Location
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import (
@@ -42,7 +43,6 @@ from kvferry.proto.specs import (
     KVLayout,
     TensorRef,
 )
-from kvferry.proto.status import Fingerprint
 from kvferry.shm.memfd import check_sealed
 from support.core_fixture import MAX_JOBS
 from support.raw_client import RawClient

@@ -17,12 +17,12 @@ from kvferry.client.cli.panels import render_screen
 from kvferry.client.cli.status import as_json, print_status
 from kvferry.client.cli.watcher import DaemonHistory, StatusSample
 from kvferry.daemon.observability.metrics import Metrics
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.specs import Part
 from kvferry.proto.status import (
     DaemonStatus,
     DeviceInfo,
     EngineStatus,
-    Fingerprint,
     HealthStatus,
     NamespaceStatus,
     PoolStatus,

@@ -8,9 +8,9 @@ import pytest
 
 from kvferry.client.session import ClientSession
 from kvferry.proto import messages as wire
-from kvferry.proto import status as proto_status
 from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import EventKind, Lookup
 from support.client_session import LOAD, STORE, WELCOME, finish, submit
 
@@ -42,7 +42,7 @@ def test_a_refused_hello_raises_the_reason(code: Code, kind: type[KVFerryError])
 # A namespace
 
 
-FINGERPRINT = proto_status.Fingerprint("llama", 4096, key_bytes=4)
+FINGERPRINT = Fingerprint("llama", 4096, key_bytes=4)
 KEY_EVENTS = wire.KeyEvents(1, (wire.KeyEvent(EventKind.STORED, (b"aaaa",)),))
 
 

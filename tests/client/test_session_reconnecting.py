@@ -16,9 +16,9 @@ from kvferry.client.session_state import RegistrationState, SessionState
 from kvferry.client.timeline import Timeline
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
-from kvferry.proto import status as proto_status
 from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, Gone, Refused
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import Lookup
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import (
@@ -31,7 +31,7 @@ from kvferry.proto.specs import (
 )
 from support.client_session import LOAD, STORE, WELCOME, SteppedAttempt, finish, outcomes, submit
 
-FINGERPRINT = proto_status.Fingerprint("llama", 4096, key_bytes=4)
+FINGERPRINT = Fingerprint("llama", 4096, key_bytes=4)
 OPENED = wire.Opened(1, FINGERPRINT.name, 8, 4096, False, "lru", 1)
 HALVES = KVLayout((TensorLayout(8, 64, 64),), ((TensorRef(0, 64),),), block_size_factor=2)
 REGION = memory.HostRegion(8, 64, False)

@@ -11,9 +11,9 @@ from kvferry.client.tier_searches import SEARCH_TIMEOUT, Prefetch, TierSearch, T
 from kvferry.proto import messages as wire
 from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Gone
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import EventKind, Lookup
 from kvferry.proto.specs import MAX_KEYS
-from kvferry.proto.status import Fingerprint
 
 A, B, C = b"a" * 36, b"b" * 36, b"c" * 36
 NOW = time.monotonic()

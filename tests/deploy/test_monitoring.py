@@ -12,6 +12,7 @@ import pytest
 from kvferry.daemon.core.actions import TransferCompleted
 from kvferry.daemon.observability.metrics import Metrics
 from kvferry.proto import status as proto_status
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import Direction
 
@@ -35,7 +36,7 @@ def daemon_status(
 
 def metrics() -> dict[str, set[str]]:
     """The labels of every sample of a daemon that uses all features."""
-    fingerprint = proto_status.Fingerprint("model", 4096)
+    fingerprint = Fingerprint("model", 4096)
     space = proto_status.NamespaceStatus("name", fingerprint, "lru", ("e",), *[1] * 13)
     engine = proto_status.EngineStatus("e", True, 1, 1, 1)
     health = proto_status.HealthStatus(False, ("why",), 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)

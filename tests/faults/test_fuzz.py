@@ -18,6 +18,7 @@ from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fd_passing import FetchFd, SendFds
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.memory import FdAllocation, Location
 from kvferry.proto.messages import (
     PROTOCOL,
@@ -38,7 +39,6 @@ from kvferry.proto.messages import (
     Wait,
 )
 from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec
-from kvferry.proto.status import Fingerprint
 from kvferry.testing.engine import until
 from support.daemon_invariants import check_released
 from support.fuzz import USELESS, Attacker, HostileFrames, fuzz_fd_socket, strange_descriptors

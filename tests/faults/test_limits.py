@@ -15,6 +15,7 @@ import zmq
 
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.proto.errors import Code, Gone, Refused
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.memory import FdAllocation, Location
 from kvferry.proto.messages import (
     Allocated,
@@ -25,7 +26,6 @@ from kvferry.proto.messages import (
     OpenNamespace,
     RegisterKVCaches,
 )
-from kvferry.proto.status import Fingerprint
 from kvferry.testing.engine import until
 from support.fuzz import memfd
 from support.process_usage import ProcessUsage

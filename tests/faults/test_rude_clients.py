@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.messages import (
     Allocated,
     AllocateKVCaches,
@@ -22,7 +23,6 @@ from kvferry.proto.messages import (
     Wait,
 )
 from kvferry.proto.specs import MAX_KEYS, GPULoadStoreSpec, KeyLoadStoreSpec
-from kvferry.proto.status import Fingerprint
 from kvferry.testing.engine import until
 from support.daemon_invariants import check_released
 from support.process_usage import ProcessUsage

@@ -14,9 +14,9 @@ import zmq
 
 from kvferry.client import LocalDaemon
 from kvferry.daemon.observability.kv_events_process import MEMORY_BUDGET
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.messages import Allocated, AllocateKVCaches, Opened, OpenNamespace, Submit
 from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec
-from kvferry.proto.status import Fingerprint
 from kvferry.testing.engine import until
 from support.hostile_subscribers import publishers_of
 from support.process_usage import ProcessUsage

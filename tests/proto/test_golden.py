@@ -25,6 +25,7 @@ from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import EventKind
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import (
@@ -104,7 +105,7 @@ UNHEALTHY = proto_status.HealthStatus(
     worker_lag=31.25,
 )
 KEY, OTHER = bytes(range(32)) + bytes(4), bytes(range(32, 64)) + bytes(4)
-FINGERPRINT = proto_status.Fingerprint(
+FINGERPRINT = Fingerprint(
     model="model-a",
     host_block_bytes=32768,
     revision="main",
@@ -175,7 +176,7 @@ MESSAGES: dict[str, Any] = {
     ),
     "client/submit-load-keys": wire.Submit(19, KeyLoadStoreSpec((KEY,)), GPULoadStoreSpec(INT32)),
     "client/open": wire.OpenNamespace(7, FINGERPRINT, 1 << 30, "arc", 2),
-    "client/open-small": wire.OpenNamespace(8, proto_status.Fingerprint("model-b", 4096)),
+    "client/open-small": wire.OpenNamespace(8, Fingerprint("model-b", 4096)),
     "client/subscribe": wire.Subscribe(),
     "client/pin": wire.Pin((KEY, OTHER)),
     "client/unpin": wire.Unpin((KEY,)),

@@ -28,6 +28,7 @@ from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import EventKind
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import (
@@ -35,7 +36,7 @@ from kvferry.proto.specs import (
     GPULoadStoreSpec,
     KVLayout,
 )
-from kvferry.proto.status import Fingerprint, Limits
+from kvferry.proto.status import Limits
 from support.key_requests import PLAIN
 from support.mirror_model import MirrorModel
 from support.namespaces_fixture import DEVICE, copies

@@ -8,13 +8,13 @@ from itertools import count
 
 from hypothesis import strategies as st
 
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.specs import (
     GPULoadStoreSpec,
     KVLayout,
     TensorLayout,
     TensorRef,
 )
-from kvferry.proto.status import Fingerprint
 
 GPU_BLOCKS = 64
 PLAIN = KVLayout((TensorLayout(GPU_BLOCKS, 1024, 1024),), ((TensorRef(0, 1024),),))

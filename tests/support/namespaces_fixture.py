@@ -37,6 +37,7 @@ from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import (
     GPULoadStoreSpec,
@@ -55,9 +56,9 @@ ROW = TensorLayout(16, PAGE, PAGE)
 LAYOUT = KVLayout((ROW,), ((TensorRef(0, PAGE),),))
 WIDE = KVLayout((ROW,), ((TensorRef(0, PAGE),),), 3)
 HYBRID = KVLayout((ROW, ROW), ((TensorRef(0, PAGE),), (TensorRef(1, PAGE // 2),)), 3)
-FINGERPRINT = proto_status.Fingerprint("llama", PAGE, block_size=16, key_bytes=1)
-FINGERPRINT_OF_THREE = proto_status.Fingerprint("llama", 3 * PAGE, key_bytes=1)
-OTHER = proto_status.Fingerprint("qwen", PAGE, key_bytes=1)
+FINGERPRINT = Fingerprint("llama", PAGE, block_size=16, key_bytes=1)
+FINGERPRINT_OF_THREE = Fingerprint("llama", 3 * PAGE, key_bytes=1)
+OTHER = Fingerprint("qwen", PAGE, key_bytes=1)
 DEVICE = proto_status.DeviceInfo("cpu", "cpu", "host memory")
 FAULT = ErrorInfo(Code.COPY_FAILED, "the copy failed")
 DONE, FAILED, CANCELLED = Outcome.DONE, Outcome.FAILED, Outcome.CANCELLED
@@ -97,7 +98,7 @@ class NamespacesFixture:
     def __init__(
         self,
         *sessions: str,
-        fingerprint: proto_status.Fingerprint = FINGERPRINT,
+        fingerprint: Fingerprint = FINGERPRINT,
         layout: KVLayout = LAYOUT,
         quota: int | None = REGION_BYTES,
         policy: str = "lru",
@@ -157,7 +158,7 @@ class NamespacesFixture:
     def open_namespace(
         self,
         session: str,
-        fingerprint: proto_status.Fingerprint = FINGERPRINT,
+        fingerprint: Fingerprint = FINGERPRINT,
         quota: int | None = REGION_BYTES,
         policy: str = "lru",
         threshold: int = 1,

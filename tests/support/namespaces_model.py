@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.specs import Direction, KVLayout
-from kvferry.proto.status import Fingerprint
 from support.key_requests import KeyRequest
 from support.mirror_model import MirrorModel
 

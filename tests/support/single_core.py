@@ -12,6 +12,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import ErrorInfo
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
@@ -20,7 +21,6 @@ from kvferry.proto.specs import (
     TensorLayout,
     TensorRef,
 )
-from kvferry.proto.status import Fingerprint
 from support.core_fixture import new_core
 
 PAGE = 1024

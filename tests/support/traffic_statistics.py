@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvferry.proto.status import Fingerprint
+from kvferry.proto.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     from support.traffic import Traffic

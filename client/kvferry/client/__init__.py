@@ -25,6 +25,7 @@ from kvferry.client.session_state import RegistrationState, SessionState
 from kvferry.client.tensors import CanonicalKVCaches, canonicalize, shared_empty
 from kvferry.client.timeline import Timeline
 from kvferry.proto.errors import Code, Failed, Gone, KVFerryError, Refused
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import Lookup, OffloadKey, block_hash_of, group_of, offload_key
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import Opened
@@ -38,7 +39,7 @@ from kvferry.proto.specs import (
     TensorRef,
     TransferSpec,
 )
-from kvferry.proto.status import DaemonStatus, Fingerprint
+from kvferry.proto.status import DaemonStatus
 
 __all__ = [
     "AllocatedKVCaches",

@@ -36,9 +36,9 @@ from kvferry.client.residency_events import OffloadingEvent, ResidencyEvents
 from kvferry.client.session_state import NamespaceOptions, SessionState
 from kvferry.client.tier_searches import Prefetch
 from kvferry.proto.errors import Code, Gone, Refused
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.specs import KeyLoadStoreSpec
-from kvferry.proto.status import Fingerprint
 
 # Touched keys that are collected before they are sent.
 MAX_TOUCHED = 4096

@@ -14,9 +14,9 @@ from kvferry.client.mirror import MISS, RETRY, Mirror
 from kvferry.client.splitting import key_batches
 from kvferry.client.tier_searches import TierSearches
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.messages import KeyEvents, Opened, OpenNamespace, Snapshot
-from kvferry.proto.status import Fingerprint
 
 # In place of a request id: while disconnected, keys are hidden as during a reset.
 _DISCONNECTED = -1

@@ -23,6 +23,7 @@ from kvferry.client.session_state import NamespaceOptions, RegistrationState, op
 from kvferry.client.timeline import Timeline
 from kvferry.client.validation import check_fields
 from kvferry.proto.errors import Code, Failed, Gone, KVFerryError, Refused
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.memory import FdAllocation, HostRegion
 from kvferry.proto.messages import (
     Allocated,
@@ -37,7 +38,7 @@ from kvferry.proto.messages import (
     Subscribe,
 )
 from kvferry.proto.specs import KVLayout
-from kvferry.proto.status import DaemonStatus, Fingerprint, NamespaceStatus
+from kvferry.proto.status import DaemonStatus, NamespaceStatus
 
 if TYPE_CHECKING:
     import torch

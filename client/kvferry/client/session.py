@@ -34,6 +34,7 @@ from kvferry.client.tier_searches import SEARCH_TIMEOUT, TierSearch
 from kvferry.client.timeline import Timeline
 from kvferry.proto.codec import decode_daemon_message, encode
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import (
     PROTOCOL,
@@ -58,7 +59,6 @@ from kvferry.proto.messages import (
 )
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import TransferSpec
-from kvferry.proto.status import Fingerprint
 
 # Seconds (11 days) that stand for math.inf, which timers do not accept.
 MAX_TIMEOUT = 1e6

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from kvferry.client.arrays import device_kind
 from kvferry.client.validation import check_fields
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import OpenNamespace
-from kvferry.proto.status import Fingerprint
 
 if TYPE_CHECKING:
     from kvferry.client.tensors.canonical import CanonicalKVCaches

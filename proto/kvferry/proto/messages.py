@@ -43,6 +43,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.proto.errors import ErrorInfo
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import EventKind
 from kvferry.proto.memory import Allocations, HostRegion, Locations
 from kvferry.proto.results import JobResult
@@ -56,7 +57,7 @@ from kvferry.proto.specs import (
     Part,
     Positive,
 )
-from kvferry.proto.status import DaemonStatus, DeviceInfo, Fingerprint, Limits, NamespaceStatus
+from kvferry.proto.status import DaemonStatus, DeviceInfo, Limits, NamespaceStatus
 
 # The protocol version of this source. The fields of Hello and Welcome never change.
 PROTOCOL = 1

@@ -17,7 +17,7 @@ import pytest
 
 from kvferry.client.vllm.engine_config import BlockSizes
 from kvferry.client.vllm.fingerprint import ENVIRONMENT, SPEC_FIELDS, read_fingerprint
-from kvferry.proto.status import Fingerprint
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.version import installed_version
 from support.vllm_fields import ELSEWHERE, FIELDS, PAGE_FIELDS
 from support.vllm_stand_ins import vllm_config

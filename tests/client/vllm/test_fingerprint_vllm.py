@@ -15,7 +15,7 @@ import torch
 
 from kvferry.client.vllm.engine_config import BlockSizes
 from kvferry.client.vllm.fingerprint import block_bytes, read_fingerprint
-from kvferry.proto.status import Fingerprint
+from kvferry.proto.fingerprint import Fingerprint
 
 interface = pytest.importorskip("vllm.v1.kv_cache_interface")
 

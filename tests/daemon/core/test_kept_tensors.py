@@ -31,6 +31,7 @@ from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code, ErrorInfo, Refused
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 
@@ -211,7 +212,7 @@ def test_kept_tensors_are_freed_with_the_region_of_their_engine(
             assert ReleaseTensors(1) in actions
         else:
             fixture.open_sessions(session)
-            fingerprint = proto_status.Fingerprint("model", 2048)
+            fingerprint = Fingerprint("model", 2048)
             actions = fixture.send(session, wire.OpenNamespace(1, fingerprint, POOL))
             assert any(isinstance(action, ReleaseTensors) for action in actions)
         assert fixture.kept() == {}
@@ -221,7 +222,7 @@ def test_kept_tensors_are_freed_with_the_region_of_their_engine(
 def test_tensors_are_kept_as_long_as_their_namespace(
     fixture: KeptTensorsFixture,
 ) -> None:
-    fingerprint = proto_status.Fingerprint("model", 2048)
+    fingerprint = Fingerprint("model", 2048)
     for session in ("a/1", "a/2"):
         fixture.open_sessions(session)
         fixture.send(session, wire.OpenNamespace(1, fingerprint, 8192))
@@ -237,7 +238,7 @@ def test_kept_tensors_belong_to_one_namespace(fixture: KeptTensorsFixture) -> No
     """Equal layouts of two models are not interchangeable."""
     for session, model in (("a/1", "model"), ("a/2", "another")):
         fixture.open_sessions(session)
-        fixture.send(session, wire.OpenNamespace(1, proto_status.Fingerprint(model, 2048), 8192))
+        fixture.send(session, wire.OpenNamespace(1, Fingerprint(model, 2048), 8192))
         actions = fixture.send(session, wire.AllocateKVCaches(2, layout(), keep=True))
         assert isinstance(actions[-1], MapTensors)
         assert actions[-1].reuse is None

@@ -14,8 +14,8 @@ from kvferry.daemon.core.actions import (
     UnmapTensors,
 )
 from kvferry.proto import messages as wire
-from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code
+from kvferry.proto.fingerprint import Fingerprint
 from support.namespaces_fixture import (
     CANCELLED,
     DONE,
@@ -109,7 +109,7 @@ def test_an_unused_namespace_is_freed_if_its_room_is_needed(as_namespace: bool) 
 
 @pytest.mark.parametrize("fingerprint", [OTHER, FINGERPRINT])
 def test_a_freed_namespace_publishes_cleared(
-    fingerprint: proto_status.Fingerprint,
+    fingerprint: Fingerprint,
 ) -> None:
     fixture = NamespacesFixture("a", pool_bytes=2 * REGION_BYTES)
     fixture.stored("a", b"abc")

@@ -15,9 +15,9 @@ from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.memory.shared_memory import MappedFiles
 from kvferry.daemon.persistence.block_table import BlockTable, UseClock
 from kvferry.daemon.persistence.checksum_client import ChecksumClient
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
-from kvferry.proto.status import Fingerprint
 
 BLOCK, COUNT = 4096, 16
 FINGERPRINT = Fingerprint("llama", BLOCK, key_bytes=8)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from kvferry.daemon.core.records import RegionRecord, ResidentBlock
 from kvferry.daemon.persistence.block_table import CLEARED_LINES, RECORD_BYTES, BlockTable, UseClock
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
-from kvferry.proto.status import Fingerprint
 from kvferry.shm.memfd import sealed_memfd
 
 KEY = 5

@@ -23,8 +23,9 @@ from kvferry.daemon.core.tier_actions import BlocksCommitted
 from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.specs import Direction
-from kvferry.proto.status import Fingerprint, VerificationStatus
+from kvferry.proto.status import VerificationStatus
 from kvferry.shm.memfd import sealed_memfd
 from support.background import in_background
 from support.eventually import eventually

@@ -33,8 +33,8 @@ from kvferry.client.vllm.fingerprint import (
 )
 from kvferry.client.vllm.packed_groups import PackedGroups
 from kvferry.proto.errors import Code, Gone, Refused
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.sizes import parse_bytes
-from kvferry.proto.status import Fingerprint
 
 log = logging.getLogger("kvferry")
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.client.vllm.model import digest, hub_snapshot, model_fields, read_path
 from kvferry.client.vllm.packed_groups import PackedGroups, read_packed_groups
-from kvferry.proto.status import Fingerprint
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.version import installed_version
 
 if TYPE_CHECKING:

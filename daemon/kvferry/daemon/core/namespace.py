@@ -22,11 +22,12 @@ from kvferry.daemon.core.layout import BlockLayout, GroupExtent, Int64s, Resolve
 from kvferry.daemon.core.records import RecoveredRegion, RegionRecord
 from kvferry.daemon.core.regions import Region
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import OffloadKey
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.messages import KeyEvent, KeyEvents, Snapshot
 from kvferry.proto.specs import MAX_KEYS, Direction, GPULoadStoreSpec, KeyLoadStoreSpec
-from kvferry.proto.status import Fingerprint, NamespaceStatus
+from kvferry.proto.status import NamespaceStatus
 
 # Host blocks whose keys are in one part of a snapshot, which is encoded between other messages.
 SNAPSHOT_BLOCKS = MAX_KEYS

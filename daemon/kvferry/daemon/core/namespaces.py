@@ -29,6 +29,7 @@ from kvferry.daemon.core.regions import Region, Regions
 from kvferry.daemon.core.session_pins import SessionPins
 from kvferry.daemon.core.tier_actions import BlocksCommitted, TierDescription
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.messages import (
     ClientMessage,
     Opened,
@@ -39,7 +40,7 @@ from kvferry.proto.messages import (
     Touch,
     Unpin,
 )
-from kvferry.proto.status import Fingerprint, NamespaceStatus
+from kvferry.proto.status import NamespaceStatus
 
 # Encoded. The status of all namespaces must fit into one message.
 MAX_FINGERPRINT_BYTES = 4096

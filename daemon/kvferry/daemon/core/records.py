@@ -13,10 +13,10 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import OffloadKey
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout
-from kvferry.proto.status import Fingerprint
 
 
 @dataclass(frozen=True, slots=True)
