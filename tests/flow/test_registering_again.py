@@ -110,6 +110,21 @@ def test_a_registration_that_times_out_ends_its_session(
     timeline.close()
 
 
+def test_tensors_of_a_call_without_reply_do_not_count_as_kept(
+    kvferryd: LocalDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon has mapped them, but no engine has written them."""
+    with OffloadClient(kvferryd.directory, engine="late") as client:
+        client.status()
+        with monkeypatch.context() as patch:
+            patch.setattr(client._link, "receive_messages", lambda: False)
+            check_timeout(lambda: client.allocate_kv_caches(LAYOUT, keep=True, timeout=0.5))
+        assert not client.allocate_kv_caches(LAYOUT, keep=True).kept
+        assert client.incarnation == 2
+    with OffloadClient(kvferryd.directory, engine="late") as next_client:
+        assert next_client.allocate_kv_caches(LAYOUT, keep=True).kept
+
+
 def test_a_client_that_does_not_reconnect_ends_with_its_registration(
     kvferryd: LocalDaemon, stopper: DaemonStopper
 ) -> None:

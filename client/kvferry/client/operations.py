@@ -185,7 +185,7 @@ async def allocate_kv_caches(
 
     Returns (region, tensors, kept): the engine's region of the host pool; int8 tensors of
     (num_blocks, page_size_bytes) in the layout's order; whether they were kept for an engine with
-    this name and layout, with their bytes.
+    this name and layout, with their bytes. After a call that timed out, the next one returns False.
     keep: have the daemon keep the tensors after this engine disconnects, until an engine with its
         name registers again, its region is given to another engine, or release_kv_caches is called.
         Until then they occupy device memory.
@@ -219,8 +219,10 @@ async def allocate_kv_caches(
                     await call.ask(ReleaseKVCaches(session.next_request_id(), session.engine))
             raise
         caches = CanonicalKVCaches(layout, tuple(tensors))  # registered with the next daemon
+        # The daemon may have kept them since this client's last call, which timed out.
+        kept = reply.kept and not session.registration_left
         session.kv_caches_registered(RegistrationState(caches, host_bytes, timeline), reply.region)
-    return AllocatedKVCaches(reply.region, tensors, reply.kept)
+    return AllocatedKVCaches(reply.region, tensors, kept)
 
 
 async def release_kv_caches(
