@@ -104,7 +104,10 @@ class Call:
                     raise busy from timeout
 
     async def sleep(self, seconds: float) -> None:
-        """Wait for the next message, or so long. Raises Gone (TIMEOUT) at the deadline."""
+        """Wait for the next message, for at most `seconds`.
+
+        Raises Gone (TIMEOUT) at the deadline.
+        """
         if self._seconds_left() <= 0:
             raise self._timed_out()
         await self._pause(seconds)
@@ -113,7 +116,7 @@ class Call:
         return self._deadline - time.monotonic()
 
     async def _pause(self, seconds: float) -> None:
-        """Wait for the next message, or so long, and handle what has arrived."""
+        """Wait for the next message, for at most `seconds`. Then handle all that have arrived."""
         await self.link.pause(min(seconds, max(0.0, self._seconds_left())))
 
     def _send(self, message: ClientMessage) -> None:

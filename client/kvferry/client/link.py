@@ -91,7 +91,7 @@ class ClientLink:
             self.check_connection()
 
     async def pause(self, seconds: float) -> None:
-        """Wait for the next message, or so long; then poll."""
+        """Wait for the next message, for at most `seconds`. Then poll."""
         self.connection.wait_readable(min(seconds, POLL_INTERVAL) if self.connecting else seconds)
         self.poll()
 

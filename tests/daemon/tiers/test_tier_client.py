@@ -362,7 +362,7 @@ def test_it_is_closed_cleanly_while_it_writes(disk: ProcessSubject) -> None:
         blocks = disk.blocks(NAMESPACE, keys[at : at + 4], range(at, at + 4))
         disk.begin_put(blocks)
     disk.close()
-    assert child.wait(30) == 0
+    assert child.wait(TIMEOUT) == 0
 
 
 @pytest.mark.parametrize("count", [0, MAX_KEYS + 1])

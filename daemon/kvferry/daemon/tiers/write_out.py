@@ -118,7 +118,7 @@ class WriteOut:
                     await asyncio.sleep(0 if complete else RETRY)
 
     async def _until_allowed(self) -> None:
-        """Wait until the rate, the tier and what is in flight allow another write."""
+        """Wait until the rate limit, the tier and the bytes in flight allow another write."""
         while True:
             if (wait := self._not_before - time.monotonic()) > 0:
                 await asyncio.sleep(wait)

@@ -63,7 +63,7 @@ class SlotTable:
         self._free += reversed(slots)
 
     def restore_slots(self, slots: range, hints: Hints) -> None:
-        """Add the slots of a slab with what is known of them at start. `end_restore` must follow.
+        """Add the slots of a slab, with their hints. Call `end_restore` after the last slab.
 
         The generation of a block is its first stamp.
         """

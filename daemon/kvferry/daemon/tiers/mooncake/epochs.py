@@ -45,9 +45,9 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class _Known:
-    """What is known about the epoch of one namespace.
+    """The last known epoch of one namespace.
 
-    asked: when a caller asked for it last, in seconds.
+    asked: time of the last request for it, in seconds.
     """
 
     epoch: int = UNKNOWN
