@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,10 @@ from kvferry.daemon.core.actions import FreeDeferred
 from kvferry.daemon.core.session_pins import LEAST_PINS, SOME
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.specs import MAX_KEYS
 from support.counted_key import CountedKey
-from support.namespaces_fixture import NamespacesFixture, each, free_all, store
+from support.namespaces_fixture import PAGE, NamespacesFixture, each, free_all, store
 
 
 def test_pins_are_counted() -> None:
@@ -95,6 +97,21 @@ def test_many_pins_of_an_ended_session_are_released_in_steps() -> None:
     assert fixture.usage("pinned") != (0,)
     assert free_all(sweep) > 1
     assert fixture.usage("pinned") == (0,)
+
+
+def test_a_further_pin_of_a_key_takes_little_memory() -> None:
+    """A client may have 65,536 pins, and 8 such clients at most 512 MB."""
+    fixture = NamespacesFixture("a", fingerprint=Fingerprint("llama", PAGE, key_bytes=2))
+    keys = tuple(n.to_bytes(2, "big") for n in range(MAX_KEYS))
+    tracemalloc.start()
+    try:
+        fixture.send("a", wire.Pin(keys))
+        first, _ = tracemalloc.get_traced_memory()
+        fixture.send("a", wire.Pin(keys))
+        second, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert second - first < 300 * len(keys)
 
 
 @pytest.mark.parametrize("make", [wire.Pin, wire.Touch])

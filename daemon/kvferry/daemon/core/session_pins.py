@@ -6,7 +6,7 @@ namespaces.py.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Sequence
 
 from kvferry.daemon.core.cache.cache import Cache
@@ -16,7 +16,7 @@ from kvferry.proto.keys import OffloadKey
 
 PINS_OF_A_BLOCK = 4
 # A session may pin PINS_OF_A_BLOCK keys per block of its namespace, or this many.
-LEAST_PINS = 1 << 18
+LEAST_PINS = 1 << 16
 # Keys that a session is expected to pin at once. More work, too.
 EXPECTED_PINS = 1 << 16
 # Pins that are released without a break when a session ends.
@@ -33,8 +33,9 @@ class SessionPins:
         self._count = 0
         # The block of the oldest pin of each key; -1 if the key was absent.
         self._oldest = ShardedDict(EXPECTED_PINS)
-        # The blocks of further pins of a key, in order.
-        self._newer: defaultdict[OffloadKey, deque[int]] = defaultdict(deque)
+        # Further pins of a key, the oldest first: a block, its pins, the next block, its pins. A
+        # deque of blocks takes seven times the memory, which a hostile client could exhaust.
+        self._newer: dict[OffloadKey, list[int]] = {}
 
     def pin_keys(self, keys: Sequence[OffloadKey]) -> None:
         """Pin the loadable keys. An absent key is counted, and its load will fail.
@@ -51,10 +52,12 @@ class SessionPins:
         self._count += len(keys)
         for key, block in zip(keys, self._cache.pin_loadable(keys), strict=True):
             oldest = self._oldest.shard_of(key)
-            if key in oldest:
-                self._newer[key].append(block)
-            else:
+            if key not in oldest:
                 oldest[key] = block
+            elif (newer := self._newer.setdefault(key, [])) and newer[-2] == block:
+                newer[-1] += 1
+            else:
+                newer += block, 1
 
     def unpin_keys(self, keys: Sequence[OffloadKey]) -> None:
         """Unpin each key as often as it occurs.
@@ -62,7 +65,7 @@ class SessionPins:
         Raises Refused (NOT_PINNED) and unpins none if a key has fewer pins than that.
         """
         for key, times in Counter(keys).items():
-            pinned = (key in self._oldest.shard_of(key)) + len(self._newer.get(key, ()))
+            pinned = (key in self._oldest.shard_of(key)) + sum(self._newer.get(key, ())[1::2])
             if pinned < times:
                 message = (
                     f"key {key.hex()} is unpinned {times} times, but this session has pinned it "
@@ -82,7 +85,7 @@ class SessionPins:
             blocks += shards.pop().values()
         while self._newer and len(blocks) < SOME:
             key, newer = self._newer.popitem()
-            blocks += [newer.popleft() for _ in range(min(len(newer), SOME))]
+            blocks += _take_oldest(newer, SOME)
             if newer:
                 self._newer[key] = newer
         self._cache.unpin_blocks([block for block in blocks if block >= 0])
@@ -93,7 +96,17 @@ class SessionPins:
         block = oldest.pop(key)
         if key in self._newer:
             newer = self._newer[key]
-            oldest[key] = newer.popleft()
+            (oldest[key],) = _take_oldest(newer, 1)
             if not newer:
                 del self._newer[key]
         return block
+
+
+def _take_oldest(pins: list[int], most: int) -> list[int]:
+    """Remove the oldest pins of one block, `most` at most. Returns the block once for each."""
+    block, count = pins[:2]
+    taken = min(count, most)
+    pins[1] -= taken
+    if taken == count:
+        del pins[:2]
+    return [block] * taken
