@@ -20,8 +20,9 @@ from support.traffic_statistics import percentile
 pytestmark = pytest.mark.timeout(300)
 
 BLOCKS = 8
-# Limits of the daemon's growth during an attack, in bytes.
-MAX_GROWTH = {"largest": 512 << 20, "layouts": 64 << 20, "ids": 512 << 20, "silent": 64 << 20}
+# Limits of the daemon's growth during an attack, in bytes. "ids": libzmq frees a connection when
+# the event loop has read its message, so the growth depends on how busy the cores are.
+MAX_GROWTH = {"largest": 512 << 20, "layouts": 64 << 20, "ids": 1 << 30, "silent": 64 << 20}
 
 
 def serve_one(raw: RawClient, number: int) -> float:
