@@ -269,9 +269,12 @@ def test_a_gpu_that_is_not_visible_to_the_client(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     other = welcome(info=proto_status.DeviceInfo("cuda", "GPU-of-another-machine", "NVIDIA X"))
     impostor.replies = [encode(other)]
+    monkeypatch.setattr(daemon, "DEVICE_NODES", ("/dev/null", "/dev/nowhere"))
     findings = by_check(run_checks(impostor.directory, 0.5))
     assert findings["device"].verdict is Verdict.FAIL
     assert "CUDA_VISIBLE_DEVICES=7" in findings["device"].found
+    reason = "visible here: ", "not accessible here: /dev/nowhere"  # with and without a driver
+    assert any(text in findings["device"].found for text in reason)
 
 
 # Storing and loading

@@ -15,7 +15,7 @@ from kvferry.daemon.app import DESCRIPTORS, check_descriptors, make_engine
 from kvferry.daemon.config import Config, PoolConfig
 from kvferry.daemon.engine.reference import ReferenceEngine
 from kvferry.daemon.memory import pool as pool_module
-from kvferry.daemon.memory.pool import HostPool, available_bytes, check_fits
+from kvferry.daemon.memory.pool import HostPool, available_memory, check_fits
 from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.daemon.systemd import Supervisor
 from kvferry.proto.errors import Code, Refused
@@ -24,7 +24,7 @@ from kvferry.shm.memfd import sealed_memfd
 
 
 def test_a_pool_larger_than_memory_is_refused() -> None:
-    check_fits(available_bytes() // 2)
+    check_fits(available_memory()[0] // 2)
     with pytest.raises(Refused, match=r"reduce pool\.size") as refused:
         check_fits(1 << 50)
     assert refused.value.code == Code.POOL_TOO_LARGE
@@ -65,7 +65,7 @@ def test_a_released_pool_makes_room_for_the_next_one(
 
 
 def test_memory_of_the_released_pool_counts_as_available() -> None:
-    available = available_bytes()
+    available, _ = available_memory()
     check_fits(available + (1 << 29), spare=1 << 30)
     with pytest.raises(Refused, match=r"reduce pool\.size"):
         check_fits(available + (3 << 30), spare=1 << 30)
@@ -81,8 +81,11 @@ def test_a_control_group_has_at_most_its_limit(
     (tmp_path / "memory.max").write_text(f"{8 << 20}\n")
     (tmp_path / "memory.current").write_text(f"{used << 20}\n")
     monkeypatch.setattr(pool_module, "_control_groups", lambda: [tmp_path])
-    assert available_bytes() == (8 - used) << 20
-    assert available_bytes(5 << 20) == available << 20
+    limit = f"the memory limit of control group {tmp_path}"
+    assert available_memory() == ((8 - used) << 20, limit)
+    assert available_memory(5 << 20) == (available << 20, limit)
+    with pytest.raises(Refused, match=f"{limit} allows; reduce"):
+        check_fits(9 << 20)
 
 
 @pytest.mark.parametrize("chunk", ["1000000", "2MiB"])

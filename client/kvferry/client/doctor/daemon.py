@@ -34,6 +34,8 @@ from kvferry.proto.version import kvferry_version
 
 ENGINE = "kvferry-doctor"
 PAGE = 4096
+# Device nodes of NVIDIA's driver that each process with a GPU needs, besides that of the GPU.
+DEVICE_NODES = "/dev/nvidiactl", "/dev/nvidia-uvm"
 # Seconds after its start by which a daemon should have registered its pool.
 POOL_READY_SECONDS = 120.0
 
@@ -256,7 +258,9 @@ def device(context: CheckContext) -> Iterator[Finding]:
         visible = [driver().device_uuid(n) for n in range(driver().device_count())]
     except Refused as error:
         change = "run where the GPU is: docker run --gpus all (a scheduler needs no GPU)"
-        yield fail("device", f"{error}; {setting}", change)
+        absent = [node for node in DEVICE_NODES if not os.access(node, os.R_OK | os.W_OK)]
+        nodes = f"; not accessible here: {', '.join(absent)}" if absent else ""
+        yield fail("device", f"{error}; {setting}{nodes}", change)
         return
     if gpu.uuid in visible:
         yield ok("device", f"{gpu.name} ({gpu.uuid}) is visible here")

@@ -166,25 +166,26 @@ def check_fits(nbytes: int, *, spare: int = 0) -> None:
     spare: bytes that are in use now and will be freed before the pool takes memory. The limit of
     locked memory does not count: NVIDIA's driver does not apply it to memory that it pins.
     """
-    available = available_bytes(spare)
+    available, limit = available_memory(spare)
     if nbytes > available:
         raise Refused(
             Code.POOL_TOO_LARGE,
-            f"the host pool does not fit into the {available} bytes of available memory; "
-            "reduce pool.size",
+            f"the host pool does not fit into the {available} bytes that {limit} allows; "
+            "reduce pool.size, or allow more memory",
             nbytes,
         )
 
 
-def available_bytes(spare: int = 0) -> int:
-    """Bytes of memory available to this process and its control groups, plus `spare`."""
+def available_memory(spare: int = 0) -> tuple[int, str]:
+    """Bytes of memory available to this process, plus `spare`, and what limits them."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
-    available = int(fields["MemAvailable"].split()[0]) * 1024 + spare
+    available = int(fields["MemAvailable"].split()[0]) * 1024 + spare, "the free memory"
     for group in _control_groups():
         limit, used = group / "memory.max", group / "memory.current"
         if limit.exists() and (text := limit.read_text().strip()) != "max":
-            available = min(available, int(text) - max(0, int(used.read_text()) - spare))
+            left = int(text) - max(0, int(used.read_text()) - spare)
+            available = min(available, (left, f"the memory limit of control group {group}"))
     return available
 
 
