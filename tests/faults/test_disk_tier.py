@@ -199,7 +199,7 @@ def test_a_root_that_is_read_only_after_a_kill(pool: PoolMemory, tmp_path: Path)
         tier.wait_until(lambda: tier.client.pid is None)
         remount = ["mount", "-o", "remount,ro", str(folder)]
         subprocess.run(remount, check=True)
-        tier.wait_until(lambda: tier.client.counters.deaths >= 2)
+        tier.wait_until(lambda: tier.client.counts["deaths"] >= 2)
         assert not tier.client.is_on
         assert (tier.fetch([1]), tier.put([1000])) == ([MISS], [FULL])
         subprocess.run([*remount[:2], "remount,rw", str(folder)], check=True)

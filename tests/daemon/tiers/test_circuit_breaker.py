@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 
 import pytest
 
@@ -17,7 +18,11 @@ class ClockedBreaker(CircuitBreaker):
     def __init__(self) -> None:
         self.seconds = 100.0
         self.opened_for: list[float] = []
-        super().__init__(lambda: self.seconds, 1.0, 60.0)
+        super().__init__(lambda: self.seconds, 1.0, 60.0, Counter())
+
+    @property
+    def openings(self) -> int:
+        return self._counts["openings"]
 
     def trip(self) -> None:
         before = self.openings
@@ -112,7 +117,7 @@ def test_a_death_during_a_probe_opens_it(breaker: ClockedBreaker) -> None:
 
 
 async def test_whoever_waits_for_a_probe_is_woken_once_it_is_half_open() -> None:
-    breaker = CircuitBreaker(time.monotonic, 0.05, 0.05)
+    breaker = CircuitBreaker(time.monotonic, 0.05, 0.05, Counter())
     for _ in range(2):
         waiting = asyncio.create_task(breaker.until_half_open())
         await asyncio.sleep(0.01)

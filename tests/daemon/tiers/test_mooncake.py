@@ -150,7 +150,7 @@ def test_blocks_from_before_a_drop_on_another_host_are_not_found_again(
     if process == "new":
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
-        there.tier.wait_until(lambda: client.counters.deaths and client.is_on)
+        there.tier.wait_until(lambda: client.counts["deaths"] and client.is_on)
     # The process may know of the drop before the daemon does: a new one does.
     assert there.tier.put([1], part) in ([OK], [FULL])
     assert dropped or here.tier.contains([1], part) == [False]
@@ -275,7 +275,7 @@ def test_a_master_that_cannot_be_reached_is_named_and_tried_again(
     spec = TierSpec("mooncake", MOONCAKE, {"master": own_store.address}, SOON_BACK)
     subject = ProcessSubject(pool, spec)
     stack.callback(subject.close)
-    subject.wait_until(lambda: subject.client.counters.deaths)
+    subject.wait_until(lambda: subject.client.counts["deaths"])
     assert f"master {own_store.address} cannot be reached" in capsys.readouterr().out
     own_store.start_master()
     own_store.wait_until_mounted()

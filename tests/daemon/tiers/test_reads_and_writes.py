@@ -45,4 +45,4 @@ def test_a_put_that_waits_for_reads_is_not_late(
     tier.wait_until(lambda: put.results)
     assert put.results == [Result.OK]
     assert len([fetch for fetch in reads if fetch.results]) > 110
-    assert tier.client.counters.deaths == 0
+    assert tier.client.counts["deaths"] == 0

@@ -55,7 +55,7 @@ def test_a_tier_that_cannot_say_its_usage_stays_on(tier: ProcessSubject, tmp_pat
     tier.put([2])
     assert tier.usage() == before
     assert tier.contains([1, 2]) == [True, True]
-    assert tier.client.counters.deaths == 0
+    assert tier.client.counts["deaths"] == 0
 
 
 def test_what_a_process_sent_before_its_end_is_read(

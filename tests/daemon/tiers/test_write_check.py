@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ class FakeTier:
     def __init__(self) -> None:
         self.is_prompt = self.is_started = True
         self.usage = TierUsage(capacity_bytes=1000)
-        self.counters = SimpleNamespace(deaths=0, results={"fetch": dict.fromkeys(Result, 0)})
+        self.counts = Counter[str]()
         self.results: list[Result] = [OK, OK]
         self.rounds: list[list[WrittenBlocks]] = []
         self.asked: list[Sequence[bytes]] = []
@@ -96,9 +96,9 @@ def test_a_tier_is_asked_for_all_keys_once_after_it_has_lost_some(fixture: Check
     fixture.add_round(b"ef")
     fixture.ask(3)
     assert fixture.tier.asked == []
-    fixture.tier.counters.deaths = 1
+    fixture.tier.counts["deaths"] = 1
     fixture.ask()
-    fixture.tier.counters.deaths = 2  # counts for the next round
+    fixture.tier.counts["deaths"] = 2  # counts for the next round
     fixture.ask(2)
     assert fixture.tier.asked == [(b"a", b"b"), (b"c", b"d")]
     fixture.ask(9)

@@ -10,6 +10,7 @@ closed after a probe: one error opens it again, for twice as long. A block that 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 MAX_ERRORS = 3
@@ -17,11 +18,17 @@ MAX_ERRORS = 3
 
 class CircuitBreaker:
     """now: returns the time in seconds. first_off, longest_off: seconds for which it is open, at
-    first and at most.
+    first and at most. counts: in which the openings are counted.
     """
 
-    def __init__(self, now: Callable[[], float], first_off: float, longest_off: float) -> None:
-        self._now = now
+    def __init__(
+        self,
+        now: Callable[[], float],
+        first_off: float,
+        longest_off: float,
+        counts: Counter[str],
+    ) -> None:
+        self._now, self._counts = now, counts
         self._first_off, self._longest_off = first_off, longest_off
         # Errors in a row, and lookups in a row that were late.
         self._errors = self._late = 0
@@ -30,8 +37,6 @@ class CircuitBreaker:
         self._until: float | None = None
         self._opened = asyncio.Event()
         self._probing = False
-        # How often it opened.
-        self.openings = 0
 
     @property
     def state(self) -> str:
@@ -88,7 +93,7 @@ class CircuitBreaker:
         self._until = self._now() + seconds
         self._off_for = min(self._longest_off, 2 * seconds)
         self._errors, self._late, self._probing = 0, 0, False
-        self.openings += 1
+        self._counts["openings"] += 1
         self._opened.set()
 
     def _judge(self) -> None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
@@ -61,38 +61,22 @@ Released: TypeAlias = asyncio.Future[Results]
 log = structlog.get_logger()
 
 
-@dataclass(slots=True)
-class TierCounters:
-    """Keys and bytes since the start of the daemon."""
-
-    results: dict[str, dict[Result, int]] = field(
-        default_factory=lambda: {kind: dict.fromkeys(Result, 0) for kind in ("fetch", "put")}
-    )
-    read_bytes: int = 0
-    written_bytes: int = 0
-    deaths: int = 0
-
-    def count_moved(self, kind: str, results: Results, block_bytes: int) -> None:
-        for result in results:
-            self.results[kind][result] += 1
-        moved = block_bytes * sum(result is Result.OK for result in results)
-        if kind == "fetch":
-            self.read_bytes += moved
-        else:
-            self.written_bytes += moved
-
-
 class TierClient:
-    """Requests of at most MAX_KEYS keys to one tier. The process starts at once."""
+    """Requests of at most MAX_KEYS keys to one tier. The process starts at once.
+
+    counts: counters of TierStatus by field, since the start of the daemon.
+    """
 
     def __init__(self, spec: TierSpec, pool: PoolFiles) -> None:
         self.spec = spec
         self.usage = TierUsage()
-        self.counters = TierCounters()
+        self.counts = Counter[str]()
         # Why the process has ended; empty once it has started again.
         self.failure = ""
         times = spec.times
-        self.breaker = CircuitBreaker(time.monotonic, times.first_off, times.longest_off)
+        self.breaker = CircuitBreaker(
+            time.monotonic, times.first_off, times.longest_off, self.counts
+        )
         # Returns the namespaces in the pool, see UsageRequest.
         self.namespaces: Callable[[], dict[str, str]] = dict
         # Called with the name of a namespace that another daemon has dropped.
@@ -173,7 +157,12 @@ class TierClient:
             return self._refuse(blocks, Result.MISS)
         begin_before = time.monotonic() + BEGIN_WITHIN * seconds
         request = FetchRequest(*blocks.fields(), begin_before)
-        return await self._move("fetch", blocks, request, seconds)
+        results, released = await self._move(blocks, request, seconds)
+        fetched = results.count(Result.OK)
+        self.counts["promoted"] += fetched
+        self.counts["read_bytes"] += fetched * blocks.nbytes
+        self.counts["checksum_failures"] += results.count(Result.CORRUPT)
+        return results, released
 
     async def put(self, blocks: TierBlocks, checksums: Checksums) -> tuple[Results, Released]:
         """Write blocks of the pool. Returns the results, and when the tier no longer reads them."""
@@ -182,7 +171,11 @@ class TierClient:
         sums = checksums.astype(np.uint64).tobytes()
         generation = self._generations.get(without_part(blocks.namespace), -1)
         request = PutRequest(*blocks.fields(), sums, generation, blocks.model)
-        return await self._move("put", blocks, request, PUT_SECONDS, lambda: self._moved)
+        results, released = await self._move(blocks, request, PUT_SECONDS, lambda: self._moved)
+        written = results.count(Result.OK)
+        self.counts["written"] += written
+        self.counts["written_bytes"] += written * blocks.nbytes
+        return results, released
 
     async def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
         """Drop keys, or all keys of a namespace, also if the tier is off: until it has confirmed.
@@ -214,7 +207,6 @@ class TierClient:
 
     async def _move(
         self,
-        kind: str,
         blocks: TierBlocks,
         request: FetchRequest | PutRequest,
         seconds: float,
@@ -223,7 +215,7 @@ class TierClient:
         released = self._process.send(encode(request), self._receive_moved)
         ended = await self._wait(released, seconds, progress)
         results = released.result() if ended is None else [ended] * len(blocks.keys)
-        self.counters.count_moved(kind, results, blocks.nbytes)
+        self.counts["errors"] += results.count(Result.ERROR)
         return results, released
 
     def _look_up(
@@ -260,7 +252,7 @@ class TierClient:
     def _receive_found(self, namespace: str, failed: Callable[[], None], payload: bytes) -> Results:
         answer = decode_answer(payload)
         if errors := answer.results.count(FAILED):
-            self.counters.results["fetch"][Result.ERROR] += errors
+            self.counts["errors"] += errors
             failed()
         if self._note_generation(namespace, answer.generation):
             return [Result.MISS] * len(answer.results)
@@ -315,7 +307,7 @@ class TierClient:
         log.warning("tier process lost", tier=self.spec.name, reason=why)
         if self._process.pid is None:  # it cannot be started, which says nothing about the tier
             return
-        self.counters.deaths += 1
+        self.counts["deaths"] += 1
         self.failure = self.failure or why
         self.breaker.trip()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
 import structlog
 
 from kvferry.daemon.core.actions import Report
@@ -70,8 +70,6 @@ class AttachedTier:
     rate: ReadRate = field(default_factory=lambda: ReadRate(time.monotonic))
     # Starts of the fetches that have not ended, by number, the oldest first.
     fetches: dict[int, float] = field(default_factory=dict)
-    # Counters of TierStatus, by field.
-    counts: Counter[str] = field(default_factory=Counter)
     # Fetches that read a key, and their total time.
     promotions: int = 0
     promotion_seconds: float = 0.0
@@ -192,8 +190,8 @@ class Tiering:
         tier, action = self._tiers[place], search.action
         results = await tier.client.contains(action.store, action.keys, FIND_SECONDS)
         hits = results.count(Result.OK)
-        tier.counts["hits"] += hits
-        tier.counts["misses"] += len(results) - hits
+        tier.client.counts["hits"] += hits
+        tier.client.counts["misses"] += len(results) - hits
         for key, result in enumerate(results):
             if result is Result.OK and not 0 <= search.tier_of[key] < place:
                 search.tier_of[key] = place
@@ -248,40 +246,24 @@ class Tiering:
         self, place: int, tier: AttachedTier, counted: Mapping[str, Mapping[str, float]]
     ) -> TierStatus:
         client = tier.client
-        usage, counters, breaker = client.usage, client.counters, client.breaker
-        if breaker.state == "open" or client.failure:
+        if client.breaker.state == "open" or client.failure:
             state = "off"
         elif not client.is_started:
             state = "starting"
         else:
-            state = "on" if breaker.state == "closed" else "probing"
-        fetched, put = counters.results["fetch"], counters.results["put"]
+            state = "on" if client.breaker.state == "closed" else "probing"
         oldest = [next(iter(tier.fetches.values()))] if tier.fetches else []
         write_out = self._write_outs.get(place)
         if write_out is not None and write_out.oldest is not None:
             oldest.append(write_out.oldest)
-        values: dict[str, float] = {
-            **tier.counts,
-            "promoted": fetched[Result.OK],
-            "promotion_seconds": tier.promotion_seconds / max(1, tier.promotions),
-            "written": put[Result.OK],
-        }
-        values |= counted.get(client.spec.name, {})
+        usage = msgspec.structs.asdict(client.usage)
+        del usage["retired"]  # which has no number in the status
+        numbers: dict[str, Any] = {**client.counts, **usage, **counted.get(client.spec.name, {})}
         return TierStatus(
             client.spec.name,
             state,
-            capacity_bytes=usage.capacity_bytes,
-            used_bytes=usage.used_bytes,
-            keys=usage.keys,
-            read_bytes=counters.read_bytes,
-            written_bytes=counters.written_bytes,
-            evictions=usage.evictions,
-            checksum_failures=fetched[Result.CORRUPT],
-            errors=fetched[Result.ERROR] + put[Result.ERROR],
+            promotion_seconds=tier.promotion_seconds / max(1, tier.promotions),
             queue_seconds=max(0.0, time.monotonic() - min(oldest)) if oldest else 0.0,
-            openings=breaker.openings,
-            deaths=counters.deaths,
-            read_only=usage.read_only,
             failure=client.failure,
-            **values,  # type: ignore[arg-type]
+            **numbers,
         )

@@ -57,8 +57,8 @@ class WriteCheck:
 
     def _count_losses(self) -> tuple[int, ...] | None:
         """Counts that grow when the tier loses keys; None if it does not count them."""
-        usage, counters = self._client.usage, self._client.counters
+        usage, counts = self._client.usage, self._client.counts
         if not usage.capacity_bytes:
             return None
-        corrupt = counters.results["fetch"][Result.CORRUPT]
-        return usage.evictions, usage.retired, counters.deaths, corrupt
+        lost = counts["deaths"], counts["checksum_failures"]
+        return usage.evictions, usage.retired, *lost
