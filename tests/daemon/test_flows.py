@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
-from kvferry.daemon.flows import running_flows
+from kvferry.daemon.flows import Shutdown, running_flows
 from kvferry.proto.errors import Code, Failed, KVFerryError
 from support.eventually import eventually
 
@@ -66,3 +66,11 @@ async def test_an_error_of_the_block_is_raised_unchanged() -> None:
     with pytest.raises(KeyError):
         async with running_flows(lambda _: None, forever):
             raise KeyError("x")
+
+
+async def test_the_first_error_ends_the_daemon() -> None:
+    shutdown, first = Shutdown(), Failed(Code.DRIVER, "the first")
+    for error in (first, Failed(Code.DRIVER, "the second")):
+        await asyncio.to_thread(shutdown.fail, error)
+    await shutdown.until_requested()
+    assert shutdown.error is first

@@ -15,7 +15,7 @@ import resource
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -27,7 +27,8 @@ import zmq
 from kvferry.daemon import config_reader
 from kvferry.daemon.access.admission import Admission
 from kvferry.daemon.access.runtime_directory import Endpoint
-from kvferry.daemon.config import Config, HealthConfig
+from kvferry.daemon.config import Config, HealthConfig, LimitsConfig
+from kvferry.daemon.core.actions import OwnRequest, PoolRegistered
 from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.regions import MAX_REGIONS
@@ -35,9 +36,10 @@ from kvferry.daemon.core.transfers import MAX_GPU_BLOCKS
 from kvferry.daemon.daemon_connection import can_lower_priority
 from kvferry.daemon.device.command_queue import Ping
 from kvferry.daemon.device.device_worker import DeviceWorker
+from kvferry.daemon.device.report_queue import ReportQueue
 from kvferry.daemon.engine.base import CopyEngine
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
-from kvferry.daemon.flows import running_flows
+from kvferry.daemon.flows import Shutdown, running_flows
 from kvferry.daemon.logs import start_logging, unfailing
 from kvferry.daemon.memory.numa import can_bind
 from kvferry.daemon.memory.pool import HostPool, check_fits, whole_pages
@@ -60,7 +62,9 @@ from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
 from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.tiers.tiering import Tiering
 from kvferry.daemon.transport.accept_gate import max_client_fd
+from kvferry.daemon.transport.action_owners import ActionOwners
 from kvferry.daemon.transport.server import Server
+from kvferry.daemon.transport.status import StatusAssembler
 from kvferry.proto.codec import MAX_MESSAGE_BYTES
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.sizes import parse_bytes
@@ -174,64 +178,68 @@ async def run(
     signals: SignalHandlers,
 ) -> None:
     log_denied_calls(engine.numa_node)
-    metrics = Metrics()
-    metrics_server = make_metrics_server(config, metrics)
-    stores, loads = config.limits.max_stores, config.limits.max_loads
-    limits = Limits(MAX_MESSAGE_BYTES, MAX_GPU_BLOCKS, stores + loads, stores, loads)
-    identity = DaemonIdentity(
-        kvferry_version(),
-        secrets.token_hex(8),
-        os.getpid(),
-        engine.info,
-        limits,
-        time.monotonic(),
-    )
+    gc.set_threshold(*GC_THRESHOLDS)  # before a million keys are restored
+    shutdown, reports, metrics = Shutdown(), ReportQueue(), Metrics()
     settings = tier_settings(config, endpoint.directory)
     core = Core(
-        identity,
+        identity_of(engine, config.limits),
         pool.nbytes,
         HOST_BYTES,
         max_regions(),
         metrics.jobs.count_job,
         tuple(tier.description for tier in settings),
     )
-    gc.set_threshold(*GC_THRESHOLDS)  # before a million keys are restored
     # Before the socket exists: a user who sees it may send SIGTERM.
-    with signals.handled(lambda: server.stop(), config.stop.with_process):
+    with signals.handled(shutdown.stop, config.stop.with_process):
         with refuse_os_errors(config.directory):
-            checksums = ChecksumClient(  # first: its process must not inherit the sockets
-                pool.descriptors,
-                pool.chunk_bytes,
-                config.integrity.threads,
-            )
+            # First the processes: they must not inherit the sockets.
+            checksums = ChecksumClient(pool.descriptors, pool.chunk_bytes, config.integrity.threads)
             pool_files = PoolFiles(pool.descriptors, pool.chunk_bytes, pool.nbytes)
-            tiers = start_tiers(settings, pool_files)  # before the sockets, too
+            tiers = start_tiers(settings, pool_files)
             publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
-            server = Server(core, endpoint, EventLog(), publisher.publish)
-            worker = DeviceWorker(engine, pool, server.device_reports, server.fail)
+            worker = DeviceWorker(engine, pool, reports.put_reports, shutdown.fail)
             scrub_rate = parse_bytes(config.integrity.scrub_rate)
-            region_store = RegionStore(checksums, kept.fd_store, server.report_to_core, scrub_rate)
+            region_store = RegionStore(checksums, kept.fd_store, reports.put_reports, scrub_rate)
+            kept_tensor_store = KeptTensorStore(kept.fd_store)
             tiering = Tiering(
                 tiers,
                 core.writes,
                 region_store.checksums_of,
-                server.report_to_core,
+                reports.put_reports,
                 metrics.jobs.observe_promotion,
             )
-            region_store.restore_regions(kept.fds, core.restore_region)
-            kept_tensor_store = KeptTensorStore(kept.fd_store)
-            for number, memory in kept_tensor_store.restore_tensors(
-                kept.fds, core.restore_kept_tensors
-            ).items():
-                worker.hold_memory(number, memory)
-            health = make_health(
-                config.health, server, worker, pool.address, signals, endpoint.find_problem
+            probe = Probe(lambda message: reports.put_reports((OwnRequest(message),)), pool.address)
+            health = Health(
+                timeouts_of(config.health),
+                probe,
+                lambda now: worker.post_command(Ping(now)),
+                signals,
+                endpoint.find_problem,
             )
+            status = StatusAssembler(core, health, region_store, tiering)
+            metrics_server = make_metrics_server(config, metrics, status)
+            owners = ActionOwners(
+                worker,
+                region_store,
+                kept_tensor_store,
+                tiering,
+                publisher.publish,
+                probe.receive_reply,
+            )
+            server = Server(core, endpoint, EventLog(), reports, owners, status)
+            region_store.restore_regions(kept.fds, core.restore_region)
+            tensors = kept_tensor_store.restore_tensors(kept.fds, core.restore_kept_tensors)
+            for number, memory in tensors.items():
+                worker.hold_memory(number, memory)
             gc.freeze()
             sys.setswitchinterval(SWITCH_INTERVAL)
             worker.start()
             kept.store_new_pool()
-            pool.start_filling(engine, server.pool_grew, server.fail)
+            pool.start_filling(
+                engine,
+                lambda nbytes: reports.put_reports((PoolRegistered(nbytes),)),
+                shutdown.fail,
+            )
             log.info(
                 "serving",
                 device=engine.info.name,
@@ -242,11 +250,17 @@ async def run(
             )
             signals.set_status(f"serving {engine.info.name} at {endpoint.directory}")
             if metrics_server:
-                metrics_server.start(server)
-        async with running_flows(server.fail, region_store.run, tiering.run):
-            await server.serve(
-                worker, region_store, kept_tensor_store, tiering, health, config.stop.drain_seconds
-            )
+                metrics_server.start()
+        async with running_flows(shutdown.fail, server.run, region_store.run, tiering.run):
+            probe.allocate_memory()  # before any client can
+            server.start()
+            async with running_flows(shutdown.fail, health.run):
+                await shutdown.until_requested()
+            if shutdown.error is None:
+                await server.drain(config.stop.drain_seconds)
+            await server.close()
+            if shutdown.error is not None:
+                raise shutdown.error
             await tiering.send_drops()
         await publisher.close()
         if metrics_server:
@@ -255,6 +269,18 @@ async def run(
         region_store.close()
         pool.close(engine)
     log.info("stopped")
+
+
+def identity_of(engine: CopyEngine, limits: LimitsConfig) -> DaemonIdentity:
+    stores, loads = limits.max_stores, limits.max_loads
+    return DaemonIdentity(
+        kvferry_version(),
+        secrets.token_hex(8),
+        os.getpid(),
+        engine.info,
+        Limits(MAX_MESSAGE_BYTES, MAX_GPU_BLOCKS, stores + loads, stores, loads),
+        time.monotonic(),
+    )
 
 
 def log_denied_calls(numa_node: int | None) -> None:
@@ -332,25 +358,14 @@ def apply_config(endpoint: Endpoint, config: Config) -> None:
     start_logging(config.log)
 
 
-def make_metrics_server(config: Config, metrics: Metrics) -> MetricsServer | None:
+def make_metrics_server(
+    config: Config, metrics: Metrics, status: StatusAssembler
+) -> MetricsServer | None:
     listen = config.metrics.listen
     if listen == "off":
         return None
-    return MetricsServer(listen, metrics, config.health.deadline_seconds)
+    return MetricsServer(listen, metrics, status, config.health.deadline_seconds)
 
 
-def make_health(
-    config: HealthConfig,
-    server: Server,
-    worker: DeviceWorker,
-    address: int,
-    signals: SignalHandlers,
-    find_problem: Callable[[], str | None],
-) -> Health:
-    """address: of the first byte of the pool, where the probe's blocks are."""
-    timeouts = HealthTimeouts(config.every_seconds, config.deadline_seconds, config.worker_seconds)
-    send = server.open_own_session(lambda message: prober.receive_reply(message))
-    prober = Probe(send, address)
-    return Health(
-        timeouts, prober, lambda now: worker.post_command(Ping(now)), signals, find_problem
-    )
+def timeouts_of(config: HealthConfig) -> HealthTimeouts:
+    return HealthTimeouts(config.every_seconds, config.deadline_seconds, config.worker_seconds)

@@ -1,6 +1,6 @@
-"""Runs the daemon's flows: coroutines that work beside the server for as long as it serves.
+"""The end of the daemon, and its flows: coroutines that run beside the server until then.
 
-Called by app.py. A flow ends with the daemon, or ends the daemon: no error in a flow is lost.
+Used by app.py. A flow ends with the daemon, or ends the daemon: no error in a flow is lost.
 """
 
 from __future__ import annotations
@@ -17,6 +17,30 @@ from kvferry.proto.errors import Code, Failed, KVFerryError
 Flow: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 log = structlog.get_logger()
+
+
+class Shutdown:
+    """A request to end the daemon: of a signal, or of a part that has failed."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._requested = asyncio.Event()
+        self.error: KVFerryError | None = None
+
+    def stop(self) -> None:
+        """End the daemon. Event loop only."""
+        self._requested.set()
+
+    def fail(self, error: KVFerryError) -> None:
+        """End the daemon with this error; the first one counts. Any thread."""
+        self._loop.call_soon_threadsafe(self._stop_with_error, error)
+
+    async def until_requested(self) -> None:
+        await self._requested.wait()
+
+    def _stop_with_error(self, error: KVFerryError) -> None:
+        self.error = self.error or error
+        self._requested.set()
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from kvferry.daemon.core.actions import (
     TransferCompleted,
     UnmapTensors,
 )
+from kvferry.daemon.core.registration import OWN_SESSION
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code, ErrorInfo
@@ -83,8 +84,7 @@ def test_failed_mappings_are_counted_except_the_daemons_own(
     own: bool, errors: dict[Code, int]
 ) -> None:
     fixture = CoreFixture("a", registered=False)
-    fixture.core.open_own_session("probe")
-    session = "probe" if own else "a"
+    session = OWN_SESSION if own else "a"
     (mapping,) = fixture.send(session, wire.AllocateKVCaches(1, LAYOUT))
     error = ErrorInfo(Code.MAP_FAILED, "no memory")
     fixture.report(TensorsMapped(mapping.registration, session, error))

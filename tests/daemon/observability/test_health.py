@@ -42,6 +42,13 @@ class HealthFixture:
         self.responds = True
         self.health = Health(timeouts, fake_core.probe, self.ping, manager)
 
+    def start(self) -> None:
+        self.running = asyncio.create_task(self.health.run())
+
+    async def stop(self) -> None:
+        self.running.cancel()
+        await asyncio.wait({self.running})
+
     def ping(self, now: float) -> None:
         if self.responds:
             loop = asyncio.get_running_loop()
@@ -57,7 +64,7 @@ async def test_ready_is_reported_once_after_the_first_successful_probe(
     manager = FakeServiceManager()
     fake_core.error = ErrorInfo(Code.DRIVER, "no")
     fixture = HealthFixture(fake_core, HealthTimeouts(every=0.01), manager)
-    fixture.health.start()
+    fixture.start()
     await asyncio.sleep(0.05)
     assert "pool is being registered" in fixture.reasons()
     fixture.health.pool_grew()
@@ -73,7 +80,7 @@ async def test_ready_is_reported_once_after_the_first_successful_probe(
     await eventually(lambda: fixture.health.status().healthy)
     assert manager.ready_count == 1
     assert [bool(why) for why in manager.unhealthy_reports] == [True, False, True, False]
-    fixture.health.stop()
+    await fixture.stop()
 
 
 async def test_a_first_probe_in_progress_is_not_unhealthy_before_its_deadline(
@@ -83,11 +90,11 @@ async def test_a_first_probe_in_progress_is_not_unhealthy_before_its_deadline(
     manager = FakeServiceManager(watchdog_seconds=0.03)
     fake_core.silent = True
     fixture = HealthFixture(fake_core, HealthTimeouts(deadline=1.0), manager)
-    fixture.health.start()
+    fixture.start()
     fixture.health.pool_grew()
     await eventually(lambda: "no probe" in fixture.reasons() and len(manager.keep_alives) >= 5)
     await eventually(lambda: any("running for" in why for why in manager.unhealthy_reports))
-    fixture.health.stop()
+    await fixture.stop()
 
 
 async def test_no_keep_alive_while_the_device_worker_does_not_respond(
@@ -95,7 +102,7 @@ async def test_no_keep_alive_while_the_device_worker_does_not_respond(
 ) -> None:
     manager = FakeServiceManager(watchdog_seconds=0.15)
     fixture = HealthFixture(fake_core, HealthTimeouts(worker=0.2), manager)
-    fixture.health.start()
+    fixture.start()
     fixture.health.pool_grew()
     await eventually(lambda: len(manager.keep_alives) >= 5)
     gaps = [b - a for a, b in zip(manager.keep_alives, manager.keep_alives[1:], strict=False)]
@@ -110,39 +117,39 @@ async def test_no_keep_alive_while_the_device_worker_does_not_respond(
     fixture.responds = True
     await eventually(lambda: len(manager.keep_alives) > before)
     await eventually(lambda: fixture.health.status().healthy)
-    fixture.health.stop()
+    await fixture.stop()
 
 
 async def test_a_failing_device_does_not_stop_the_watchdog(fake_core: FakeCore) -> None:
     manager = FakeServiceManager(watchdog_seconds=0.03)
     fake_core.silent = True
     fixture = HealthFixture(fake_core, HealthTimeouts(deadline=0.05), manager)
-    fixture.health.start()
+    fixture.start()
     fixture.health.pool_grew()
     await eventually(lambda: not fixture.health.status().healthy)
     before = len(manager.keep_alives)
     await eventually(lambda: len(manager.keep_alives) > before + 3)
-    fixture.health.stop()
+    await fixture.stop()
 
 
 async def test_a_late_event_loop_is_reported(fake_core: FakeCore) -> None:
     fixture = HealthFixture(
         fake_core, HealthTimeouts(deadline=0.1), FakeServiceManager(watchdog_seconds=0.03)
     )
-    fixture.health.start()
+    fixture.start()
     fixture.health.pool_grew()
     await eventually(lambda: fixture.health.status().healthy)
     time.sleep(0.3)
     await eventually(lambda: "the event loop was" in fixture.reasons())
     assert fixture.health.status().loop_lag > 0.1
     await eventually(lambda: fixture.health.status().healthy)
-    fixture.health.stop()
+    await fixture.stop()
 
 
 async def test_a_requested_check_runs_a_fresh_probe(fake_core: FakeCore) -> None:
     timeouts = HealthTimeouts(every=60.0, deadline=0.5, fresh=0.0)
     fixture = HealthFixture(fake_core, timeouts, FakeServiceManager())
-    fixture.health.start()
+    fixture.start()
     fixture.health.pool_grew()
     assert (await fixture.health.check_health()).healthy
     before = len(fake_core.requests)
@@ -151,7 +158,7 @@ async def test_a_requested_check_runs_a_fresh_probe(fake_core: FakeCore) -> None
     fake_core.silent = True
     assert not (await fixture.health.check_health()).healthy
     await eventually(lambda: "running for" in fixture.reasons())
-    fixture.health.stop()
+    await fixture.stop()
 
 
 async def test_the_deadline_of_a_probe_counts_from_its_request() -> None:

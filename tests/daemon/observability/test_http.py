@@ -49,8 +49,10 @@ class FakeStatusSource:
 @pytest.fixture
 async def server(request: pytest.FixtureRequest) -> AsyncIterator[MetricsServer]:
     """A MetricsServer. The parameter has its timeouts."""
-    server = MetricsServer("127.0.0.1:0", Metrics(), 0.1, **getattr(request, "param", {}))
-    server.start(FakeStatusSource())
+    server = MetricsServer(
+        "127.0.0.1:0", Metrics(), FakeStatusSource(), 0.1, **getattr(request, "param", {})
+    )
+    server.start()
     yield server
     await asyncio.to_thread(server.close)
 
@@ -179,8 +181,10 @@ async def test_sending_a_response_that_is_not_read_ends_without_a_traceback(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The response has 10 MB, which exceeds the buffers of the kernel."""
-    server = MetricsServer("127.0.0.1:0", LargeMetrics(), 0.1, request_seconds=0.5)
-    server.start(FakeStatusSource())
+    server = MetricsServer(
+        "127.0.0.1:0", LargeMetrics(), FakeStatusSource(), 0.1, request_seconds=0.5
+    )
+    server.start()
 
     def request_without_reading() -> int:
         with connection_to(server) as connection:

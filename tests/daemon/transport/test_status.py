@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
-from kvferry.daemon.core.actions import SendStatus, TensorsUnmapped
+from typing import Any
+
+from kvferry.daemon.core.actions import (
+    CopyCalibrated,
+    Pong,
+    PoolRegistered,
+    SendStatus,
+    TensorsUnmapped,
+)
 from kvferry.daemon.transport.status import StatusAssembler
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from support.core_fixture import DEVICE, POOL, CoreFixture, store
 
 HEALTH = proto_status.HealthStatus(True)
+TIERS = (proto_status.TierStatus("disk", "on"),)
+
+
+class OtherParts:
+    """As Health, RegionStore and Tiering."""
+
+    verification = proto_status.VerificationStatus(2, 1)
+
+    def __init__(self) -> None:
+        self.noted: list[object] = []
+
+    def status(self, *counted: object) -> object:
+        return TIERS if counted else HEALTH
+
+    def pool_grew(self) -> None:
+        self.noted.append("pool grew")
+
+    def handle_pong(self, pong: Pong) -> None:
+        self.noted.append(pong)
 
 
 def test_status_has_the_numbers_of_all_parts() -> None:
@@ -18,13 +45,15 @@ def test_status_has_the_numbers_of_all_parts() -> None:
     fixture.core.close_session("b")
     fixture.report(TensorsUnmapped(2))
     assert fixture.send("a/worker", wire.StatusRequest(5)) == [SendStatus("a/worker", 5)]
-    assembler, tiers = StatusAssembler(fixture.core), (proto_status.TierStatus("disk", "on"),)
-    verification = proto_status.VerificationStatus(2, 1)
-    assembler.registered_bytes = 8192
-    assembler.copying = proto_status.CopyStatus(
-        "auto", proto_status.CalibrationPoint(1 << 20, 55.0, 54.0), (), 1, 1
-    )
-    assert assembler.assemble(101.0, HEALTH, verification, tiers) == proto_status.DaemonStatus(
+    parts: Any = OtherParts()
+    assembler = StatusAssembler(fixture.core, parts, parts, parts, clock=lambda: 101.0)
+    contiguous = proto_status.CalibrationPoint(1 << 20, 55.0, 54.0)
+    copying = proto_status.CopyStatus("auto", contiguous, (), 1, 1)
+    pong = Pong(1.0, None, None)
+    for report in (PoolRegistered(8192), CopyCalibrated(copying), pong):
+        assembler.note_report(report)
+    assert parts.noted == ["pool grew", pong]
+    assert assembler.assemble() == proto_status.DaemonStatus(
         version="0.1",
         boot_id="boot",
         pid=4711,
@@ -38,8 +67,8 @@ def test_status_has_the_numbers_of_all_parts() -> None:
         ),
         totals=proto_status.Totals(),
         errors={"block_out_of_range": 1},
-        copying=assembler.copying,
+        copying=copying,
         health=HEALTH,
-        verification=verification,
-        tiers=tiers,
+        verification=OtherParts.verification,
+        tiers=TIERS,
     )

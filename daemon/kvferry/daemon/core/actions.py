@@ -32,7 +32,7 @@ from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.events import HOST_POOL, Place
 from kvferry.proto.keys import OffloadKey
 from kvferry.proto.memory import Allocation, Location
-from kvferry.proto.messages import DaemonMessage, KeyEvents
+from kvferry.proto.messages import ClientMessage, DaemonMessage, KeyEvents
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, GroupCopying
@@ -352,6 +352,20 @@ class Pong:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolRegistered:
+    """The host pool is registered with the device up to this byte."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRequest:
+    """A request of the daemon's own session; the reply is sent to OWN_SESSION."""
+
+    message: ClientMessage
+
+
+@dataclass(frozen=True, slots=True)
 class Continue:
     """A command is not finished: post its rest, after commands that were posted meanwhile."""
 
@@ -366,6 +380,8 @@ Report: TypeAlias = (
     | BlocksCorrupted
     | CopyCalibrated
     | Pong
+    | PoolRegistered
+    | OwnRequest
     | BlocksCommitted
     | KeysFound
     | BlocksFetched

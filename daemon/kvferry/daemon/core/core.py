@@ -17,7 +17,9 @@ from kvferry.daemon.core.actions import (
     CloseSession,
     Continue,
     CopyCalibrated,
+    OwnRequest,
     Pong,
+    PoolRegistered,
     Report,
     SendMessage,
     SendStatus,
@@ -32,7 +34,7 @@ from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.promotions import Promotions
 from kvferry.daemon.core.records import KeptTensorsRecord, RecoveredRegion
 from kvferry.daemon.core.regions import MAX_REGIONS, Regions
-from kvferry.daemon.core.registration import OWN
+from kvferry.daemon.core.registration import OWN, OWN_SESSION
 from kvferry.daemon.core.registrations import Registrations
 from kvferry.daemon.core.tier_actions import (
     BlocksCommitted,
@@ -79,7 +81,7 @@ class Core:
         self.stopping = False
         self.errors: Counter[str] = Counter()
         # The engine of each session.
-        self._engines: dict[str, str] = {}
+        self._engines: dict[str, str] = {OWN_SESSION: OWN}
         self._owners = EngineOwners()
         # Requests, by session, that wait until a closing registration or a tier frees what they
         # need.
@@ -124,10 +126,6 @@ class Core:
         )
         return [SendMessage(session, reply)]
 
-    def open_own_session(self, session: str) -> None:
-        """Open a session inside the daemon. It sends as a client does, and is not reported."""
-        self._engines[session] = OWN
-
     def handle(self, session: str, message: wire.ClientMessage, now: float) -> list[Action]:
         """Handle one message of an open session. now: time.monotonic() in seconds."""
         try:
@@ -155,8 +153,10 @@ class Core:
             case BlocksCorrupted():
                 self._handle_corrupted(report)
                 actions, error = [], None
-            case Pong() | CopyCalibrated():  # for observability
+            case Pong() | CopyCalibrated() | PoolRegistered():  # for observability
                 return []
+            case OwnRequest(message):
+                return self.handle(OWN_SESSION, message, now=0.0)
             case KeysFound():
                 actions, error = self._promotions.handle_found(report), None
             case BlocksFetched():

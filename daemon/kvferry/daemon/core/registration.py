@@ -25,6 +25,8 @@ RegistrationRequest: TypeAlias = RegisterKVCaches | AllocateKVCaches
 
 # The name of the daemon's own engine, whose region is the front of the pool. No client has it.
 OWN = ""
+# The daemon's own session.
+OWN_SESSION = "own"
 
 
 @dataclass(frozen=True, slots=True)

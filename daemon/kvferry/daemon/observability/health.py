@@ -67,7 +67,7 @@ class HealthTimeouts:
 
 
 class Health:
-    """Checks the health between `start` and `stop`.
+    """Checks the health while `run` runs.
 
     ping: posts a Ping to the device worker; its argument is time.monotonic(). problem: returns why
     clients cannot find the daemon; None if they can.
@@ -100,17 +100,17 @@ class Health:
         self._wanted = asyncio.Event()
         self._ended = asyncio.Event()
 
-    def start(self) -> None:
-        """Call when the server serves."""
-        self._probe.allocate_memory()
-        self._loop = asyncio.get_running_loop()
-        self._prober = self._loop.create_task(self._keep_probing())
-        self._due = time.monotonic()
-        self._pulse()
-
-    def stop(self) -> None:
-        self._prober.cancel()
-        self._timer.cancel()
+    async def run(self) -> None:
+        """Send pulses, and probe once the first chunk of the pool is registered, until
+        cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep_probing())
+            due = time.monotonic()
+            while True:
+                now = time.monotonic()
+                self._pulse(now, now - due)
+                due = now + self._pulse_every
+                await asyncio.sleep(self._pulse_every)
 
     def pool_grew(self) -> None:
         """Host memory was registered with the device: the probe can start."""
@@ -166,17 +166,14 @@ class Health:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wanted.wait(), self._timeouts.every)
 
-    def _pulse(self) -> None:
-        now = time.monotonic()
-        self._loop_lags.append(max(0.0, now - self._due))
+    def _pulse(self, now: float, loop_lag: float) -> None:
+        self._loop_lags.append(max(0.0, loop_lag))
         if self._pinged is None:
             self._pinged = now
             self._ping(now)
         if self._pong_overdue(now) <= self._timeouts.worker:
             self._supervisor.keep_alive()
         self._report_changes()
-        self._due = now + self._pulse_every
-        self._timer = self._loop.call_later(self._pulse_every, self._pulse)
 
     def _report_changes(self) -> None:
         """Report changes of health to the log and the service manager, once each."""

@@ -46,26 +46,27 @@ class StatusSource(Protocol):
 class MetricsServer:
     """Listens at `listen` ("host:port") and serves after `start`. Raises Refused (BAD_CONFIG).
 
-    check_seconds: the longest time that `StatusSource.check_health` takes. snapshot_seconds,
-    request_seconds: see SNAPSHOT_SECONDS and REQUEST_SECONDS.
+    source: of the event loop that creates the server. check_seconds: the longest time that its
+    `check_health` takes. snapshot_seconds, request_seconds: see SNAPSHOT_SECONDS and
+    REQUEST_SECONDS.
     """
 
     def __init__(
         self,
         listen: str,
         metrics: Metrics,
+        source: StatusSource,
         check_seconds: float,
         *,
         snapshot_seconds: float = SNAPSHOT_SECONDS,
         request_seconds: float = REQUEST_SECONDS,
     ) -> None:
-        self._metrics, self._check_seconds = metrics, check_seconds
+        self._metrics, self._source, self._check_seconds = metrics, source, check_seconds
+        self._loop = asyncio.get_running_loop()
         self._snapshot_seconds = snapshot_seconds
         self._server = _listening(*_parsed(listen))
         self._server.request_seconds = request_seconds
         self._server.set_app(self._handle_request)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._source: StatusSource
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="kvferry-http", daemon=True
         )
@@ -76,9 +77,8 @@ class MetricsServer:
         host, port = self._server.server_address[:2]
         return f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
 
-    def start(self, source: StatusSource) -> None:
-        """Serve from now on. Called on the event loop."""
-        self._source, self._loop = source, asyncio.get_running_loop()
+    def start(self) -> None:
+        """Serve from now on."""
         self._thread.start()
 
     def close(self) -> None:
@@ -136,7 +136,6 @@ class MetricsServer:
         self, create: Callable[[], Coroutine[Any, Any, T]], seconds: float
     ) -> T | None:
         """Run a coroutine on the event loop; None if it does not return in time."""
-        assert self._loop is not None
         if self._loop.is_closed():
             return None
         future = asyncio.run_coroutine_threadsafe(create(), self._loop)

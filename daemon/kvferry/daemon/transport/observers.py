@@ -37,11 +37,7 @@ class ClientLog(Protocol):
 
 
 class HealthMonitor(Protocol):
-    """Watches the health of the daemon between `start` and `stop`."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
+    """Watches the health of the daemon."""
 
     def status(self) -> HealthStatus: ...
 

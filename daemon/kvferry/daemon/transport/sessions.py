@@ -1,20 +1,20 @@
 """Sessions of clients: from their Hello to their end, and the messages in both directions.
 
 The ingress (ingress.py) passes received messages here. They are decoded, and passed to the owner of
-the sessions, which is the server. The daemon's own session (its health probe) has no connection:
-its messages are passed to a function. Event loop only.
+the sessions, which is the server. Event loop only.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 import zmq
 
 from kvferry.daemon.access.connections import Connections
 from kvferry.daemon.core.actions import CloseSession
+from kvferry.daemon.core.registration import OWN_SESSION
 from kvferry.daemon.transport.accept_gate import AcceptGate
 from kvferry.daemon.transport.ingress import Frames, Ingress
 from kvferry.daemon.transport.observers import ClientLog
@@ -55,18 +55,11 @@ class Sessions:
         owner: SessionOwner,
     ) -> None:
         self._log, self._owner = client_log, owner
-        self._own_sessions: dict[str, Callable[[DaemonMessage], None]] = {}
         self._peers = Peers(self.disconnect_client)
         self.ingress = Ingress(socket, self._peers, accept_gate, connections, self)
         self.outboxes = Outboxes(
             socket, self._peers, self.ingress.drain_soon, self.disconnect_client
         )
-
-    def add_own_session(self, receive: Callable[[DaemonMessage], None]) -> str:
-        """Name a session inside the daemon. receive: called with each message to it."""
-        session = secrets.token_hex(16)
-        self._own_sessions[session] = receive
-        return session
 
     def peer_of(self, session: str) -> Peer | None:
         """The client of a session; None for the daemon's own session, and after its end."""
@@ -77,8 +70,6 @@ class Sessions:
         peer = self._peers.by_session.get(session)
         if peer is not None:
             self.outboxes.send_message(peer, message)
-        elif receive := self._own_sessions.get(session):
-            receive(message)
 
     def send_to_all(self, message: DaemonMessage) -> None:
         """Send a message to all clients."""
@@ -93,7 +84,7 @@ class Sessions:
     def log_failed_job(self, sessions: Iterable[str], error: ErrorInfo) -> None:
         """Log a job that failed, unless it is the daemon's own. sessions: who gets its result."""
         names = tuple(sessions)
-        if self._own_sessions.keys().isdisjoint(names):
+        if OWN_SESSION not in names:
             peers = [peer for name in names if (peer := self._peers.by_session.get(name))]
             self._log.job_failed(peers[0] if peers else None, error)
 

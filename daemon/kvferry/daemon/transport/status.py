@@ -2,54 +2,80 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
+from kvferry.daemon.core.actions import CopyCalibrated, Pong, PoolRegistered
 from kvferry.daemon.core.core import Core
+from kvferry.daemon.persistence.region_store import RegionStore
+from kvferry.daemon.tiers.tiering import Tiering
+from kvferry.daemon.transport.observers import HealthMonitor
 from kvferry.proto.status import (
     CopyStatus,
     DaemonStatus,
     HealthStatus,
+    NamespaceStatus,
     PoolStatus,
-    TierStatus,
-    VerificationStatus,
 )
 
 
 class StatusAssembler:
-    """Assembles a DaemonStatus.
+    """Assembles the status for clients, and for the metrics thread, which has a StatusSource.
 
-    registered_bytes: of the pool, so far. copying: the result of the calibration.
+    clock: seconds, monotonic.
     """
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self.registered_bytes = 0
-        self.copying: CopyStatus | None = None
-
-    def assemble(
+    def __init__(
         self,
-        now: float,
-        health: HealthStatus,
-        verification: VerificationStatus | None,
-        tiers: tuple[TierStatus, ...],
-    ) -> DaemonStatus:
-        """now: time.monotonic() in seconds."""
+        core: Core,
+        health: HealthMonitor,
+        region_store: RegionStore,
+        tiering: Tiering,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core, self._health, self._clock = core, health, clock
+        self._region_store, self._tiering = region_store, tiering
+        self._registered_bytes = 0
+        self._copying: CopyStatus | None = None
+
+    def note_report(self, report: Pong | CopyCalibrated | PoolRegistered) -> None:
+        """A report that changes nothing but the status."""
+        match report:
+            case Pong():
+                self._health.handle_pong(report)
+            case CopyCalibrated(copying):
+                self._copying = copying
+            case PoolRegistered(nbytes):
+                self._registered_bytes = nbytes
+                self._health.pool_grew()
+
+    def assemble(self) -> DaemonStatus:
         core, me = self._core, self._core.identity
         return DaemonStatus(
             version=me.version,
             boot_id=me.boot_id,
             pid=me.pid,
-            uptime_seconds=now - me.started,
+            uptime_seconds=self._clock() - me.started,
             device=me.device,
             pool=PoolStatus(
                 core.pool_bytes - core.own_bytes,
-                max(0, self.registered_bytes - core.own_bytes),
+                max(0, self._registered_bytes - core.own_bytes),
                 core.reserved_bytes,
             ),
             sessions=len(core.sessions),
             engines=core.engines(),
             totals=core.totals(),
             errors=dict(core.errors),
-            copying=self.copying,
-            health=health,
-            verification=verification,
-            tiers=tiers,
+            copying=self._copying,
+            health=self._health.status(),
+            verification=self._region_store.verification,
+            tiers=self._tiering.status(core.tier_counters()),
         )
+
+    # As StatusSource of observability/http.py
+
+    async def check_health(self) -> HealthStatus:
+        return await self._health.check_health()
+
+    async def status_snapshot(self) -> tuple[DaemonStatus, tuple[NamespaceStatus, ...]]:
+        return self.assemble(), self._core.namespaces()

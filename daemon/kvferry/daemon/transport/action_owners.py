@@ -1,0 +1,110 @@
+"""The parts of the daemon that perform actions of the core, besides transport itself.
+
+The server passes actions and ended reports here. Event loop only; nothing here blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvferry.daemon.core.actions import (
+    Action,
+    CommitBlocks,
+    FreeDeferred,
+    KeepTensors,
+    PublishKVEvents,
+    RegionCreated,
+    RegionFreed,
+    RegionUpdated,
+    ReleaseTensors,
+    Report,
+    SendMessage,
+    StartTransfer,
+    TransferCompleted,
+)
+from kvferry.daemon.core.tier_actions import (
+    DropStore,
+    FetchBlocks,
+    FetchReleased,
+    FindKeys,
+    fetch_serial,
+)
+from kvferry.daemon.device.device_worker import Command, DeviceWorker
+from kvferry.daemon.memory.free_in_steps import free_in_steps
+from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
+from kvferry.daemon.persistence.region_store import RegionStore
+from kvferry.daemon.tiers.tiering import Tiering
+from kvferry.proto.messages import DaemonMessage
+
+
+class ActionOwners:
+    """The device worker, persistence, the tiers and observability.
+
+    publish: publishes KV events to subscribers outside of the daemon. receive_own: gets the
+    messages to the daemon's own session.
+    """
+
+    def __init__(
+        self,
+        worker: DeviceWorker,
+        region_store: RegionStore,
+        kept_tensor_store: KeptTensorStore,
+        tiering: Tiering,
+        publish: Callable[[PublishKVEvents], None],
+        receive_own: Callable[[DaemonMessage], None],
+    ) -> None:
+        self._worker, self._region_store = worker, region_store
+        self._kept_tensor_store, self._tiering = kept_tensor_store, tiering
+        self._publish, self._receive_own = publish, receive_own
+
+    @property
+    def busy(self) -> bool:
+        """Whether a completed store is not committed yet."""
+        return self._region_store.busy
+
+    def perform(self, action: Action) -> None:
+        match action:  # the most frequent first
+            case StartTransfer():
+                self._region_store.invalidate_blocks(action)
+                self._worker.post_command(action)
+                self._region_store.touch_blocks(action)
+            case CommitBlocks():
+                self._region_store.commit_store(action)
+            case PublishKVEvents():
+                self._publish(action)
+            case SendMessage(_, message):
+                self._receive_own(message)
+            case RegionCreated() | RegionUpdated() | RegionFreed():
+                self._region_store.apply_change(action)
+            case KeepTensors():
+                self._kept_tensor_store.store_tensors(action)
+            case ReleaseTensors(number):
+                self._kept_tensor_store.remove_tensors(number)
+                self._worker.post_command(action)
+            case FetchBlocks():
+                serial = fetch_serial(action.fetch)
+                self._region_store.begin_store(serial, action.owner, action.blocks)
+                self._tiering.perform(action)
+            case FindKeys() | DropStore():
+                self._tiering.perform(action)
+            case FreeDeferred(deferred):
+                free_in_steps(deferred)
+            case command:
+                self._worker.post_command(command)
+
+    def post_command(self, command: Command) -> None:
+        """Pass a command to the device worker."""
+        self._worker.post_command(command)
+
+    def end_reports(self, reports: list[Report]) -> None:
+        """These reports are handled, and the actions that followed are performed."""
+        for report in reports:
+            if isinstance(report, TransferCompleted):
+                self._region_store.end_store(report.serial)
+            elif isinstance(report, FetchReleased):
+                self._region_store.end_store(fetch_serial(report.fetch))
+        self._tiering.wake_up()
+
+    def stop(self) -> None:
+        """Write nothing more into the tiers: the sessions end next."""
+        self._tiering.stop()
