@@ -24,7 +24,7 @@ import structlog
 
 from kvferry.daemon.tiers.disk.hints import HINTS, HintFile
 from kvferry.daemon.tiers.disk.namespace_store import META, StoreMeta
-from kvferry.daemon.tiers.disk.tier import DiskOptions, DiskTier
+from kvferry.daemon.tiers.disk.tier import DiskTier
 from support.process_usage import ProcessUsage
 
 NAMESPACE, KEY_BYTES, BATCH = "bench", 36, 1000
@@ -38,7 +38,7 @@ def keys_from(start: int, count: int) -> list[bytes]:
 
 
 def make_root(root: Path, count: int) -> None:
-    DiskTier(DiskOptions(str(root), 16 << 30)).close()
+    DiskTier(str(root), 16 << 30).close()
     directory = root / NAMESPACE
     directory.mkdir()
     (directory / META).write_bytes(msgspec.json.encode(META_OF))
@@ -58,7 +58,7 @@ def make_root(root: Path, count: int) -> None:
 def open_root(root: Path, count: int) -> None:
     """In a process of its own."""
     before, cpu = ProcessUsage.of(os.getpid()).private, time.process_time()
-    tier = DiskTier(DiskOptions(str(root), 16 << 30))
+    tier = DiskTier(str(root), 16 << 30)
     private, cpu = ProcessUsage.of(os.getpid()).private - before, time.process_time() - cpu
     first = tier.contains(NAMESPACE, keys_from(0, BATCH))
     # The first field that follows the name counts clock ticks since the boot.

@@ -24,12 +24,13 @@ from typing import Any
 
 import numpy as np
 
+from kvferry.daemon.config import CustomTierConfig
 from kvferry.daemon.memory.shared_memory import MappedFiles
 from kvferry.daemon.tiers.base import Result, block_checksum
 from kvferry.daemon.tiers.block_memory import view_memory
 from kvferry.daemon.tiers.tier_blocks import TierBlocks
 from kvferry.daemon.tiers.tier_client import TierClient
-from kvferry.daemon.tiers.tier_process import PoolFiles, TierSpec
+from kvferry.daemon.tiers.tier_process import PoolFiles
 
 BATCH, AHEAD = 16, 2
 # Blocks that fio keeps in flight.
@@ -81,7 +82,7 @@ class Bench:
         options: dict[str, Any] = {"path": str(root), "size": size}
         if threads is not None:
             options["io_threads"] = threads
-        self.spec = TierSpec("disk", "kvferry.daemon.tiers.disk", options)
+        self.config = CustomTierConfig("kvferry.daemon.tiers.disk", options)
 
     def batch(self, first: int) -> TierBlocks:
         keys = [n.to_bytes(16, "big") for n in range(first, min(first + BATCH, self.blocks))]
@@ -121,7 +122,7 @@ class Bench:
     async def run(self) -> tuple[float, float, float]:
         """Bytes per second of first writes, of reads, and of writes into slots written before."""
         files = PoolFiles(self.pool.descriptors, CHUNK, self.pool.nbytes)
-        client = TierClient(self.spec, files)
+        client = TierClient(self.config, files)
         running = asyncio.create_task(client.run())
         while not client.is_on:
             await asyncio.sleep(0.01)

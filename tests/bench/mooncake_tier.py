@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import statistics
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -26,14 +27,16 @@ from typing import Any
 
 import numpy as np
 
+from kvferry.daemon.config import CustomTierConfig
 from kvferry.daemon.memory.shared_memory import MappedFiles
-from kvferry.daemon.tiers.base import Result, block_checksum
+from kvferry.daemon.tiers.base import HostMemory, Result, block_checksum
 from kvferry.daemon.tiers.block_memory import view_memory
-from kvferry.daemon.tiers.mooncake.store_client import MooncakeOptions, StoreClient
+from kvferry.daemon.tiers.mooncake.store_client import StoreClient
+from kvferry.daemon.tiers.mooncake.tier import MooncakeTier
 from kvferry.daemon.tiers.mooncake.trailer import TRAILER_BYTES, ThreadTrailers
 from kvferry.daemon.tiers.tier_blocks import TierBlocks
 from kvferry.daemon.tiers.tier_client import TierClient
-from kvferry.daemon.tiers.tier_process import PoolFiles, TierSpec
+from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.tiers.tier_worker import NICER
 from kvferry.testing.mooncake_store import MooncakeStore
 
@@ -66,7 +69,7 @@ def serve_bare_loop(setup: Setup, peer: Connection) -> None:
     """Run each round that the peer requests, and send it the seconds of the puts and the gets."""
     os.nice(NICER)
     pool = setup.make_pool()
-    store = StoreClient(MooncakeOptions(setup.master), pool)
+    store = StoreClient(pool, setup.master)
     trailers = ThreadTrailers(store)
     per_call = max(1, setup.call_bytes // setup.block_bytes)
     with ThreadPoolExecutor(setup.threads) as threads:
@@ -98,6 +101,13 @@ def serve_bare_loop(setup: Setup, peer: Connection) -> None:
 # kvferry
 
 
+def open_tier(options: Mapping[str, Any], memory: HostMemory) -> MooncakeTier:
+    """The Mooncake tier with other numbers of threads and bytes. In the tier's process."""
+    tier = MooncakeTier(StoreClient(memory, options["master"]))
+    tier.io_threads, tier.call_bytes = options["io_threads"], options["call_bytes"]
+    return tier
+
+
 class ThroughTier:
     """The tier of a daemon, without the daemon."""
 
@@ -107,8 +117,8 @@ class ThroughTier:
             "io_threads": setup.threads,
             "call_bytes": setup.call_bytes,
         }
-        spec = TierSpec("mooncake", "kvferry.daemon.tiers.mooncake", options)
-        self.client = TierClient(spec, PoolFiles(pool.descriptors, CHUNK, pool.nbytes))
+        config = CustomTierConfig("bench.mooncake_tier", options)
+        self.client = TierClient(config, PoolFiles(pool.descriptors, CHUNK, pool.nbytes))
         self.block_bytes = setup.block_bytes
         keys = [n.to_bytes(36, "big") for n in range(setup.blocks)]
         self.sums = np.array(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import msgspec
 import numpy as np
 
 from kvferry.daemon.core.actions import Report
@@ -22,7 +24,6 @@ from kvferry.daemon.core.tier_actions import (
 )
 from kvferry.daemon.core.writes import Writes
 from kvferry.daemon.tiers.tiering import AttachedTier, DropTimes, Tiering
-from kvferry.daemon.tiers.write_out import WriteOptions
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
     PoolMemory,
@@ -75,9 +76,12 @@ class TieringFixture:
             AttachedTier(tier.client, markers / str(n)) for n, tier in enumerate(tiers)
         ]
 
-    def start(self, *options: WriteOptions, times: DropTimes = DROP_TIMES) -> None:
-        for each in options:
-            self.attached[each.tier].write = each
+    def start(self, *write: str, rate: int = 0, times: DropTimes = DROP_TIMES) -> None:
+        """write: the policies of the first tiers; the others are not written."""
+        for tier, policy in zip_longest(self.tiers, write, fillvalue="off"):
+            tier.client.config = msgspec.structs.replace(
+                tier.client.config, write=policy, rate=str(rate)
+            )
 
         async def make() -> Tiering:
             return Tiering(

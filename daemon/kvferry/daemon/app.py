@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
 import os
 import resource
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
 import structlog
 import uvloop
-import zmq
 
 from kvferry.daemon import config_reader
 from kvferry.daemon.access.admission import Admission
@@ -49,6 +46,7 @@ from kvferry.daemon.observability.http import MetricsServer
 from kvferry.daemon.observability.kv_events import KVEventPublisher
 from kvferry.daemon.observability.metrics import Metrics
 from kvferry.daemon.observability.probe import HOST_BYTES, Probe
+from kvferry.daemon.os_errors import refuse_os_errors
 from kvferry.daemon.persistence.checksum_client import ChecksumClient
 from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
 from kvferry.daemon.persistence.recovery import RecoveredState, chunks_of, recover_pool
@@ -56,11 +54,11 @@ from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.daemon.reload import Reload
 from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor
-from kvferry.daemon.tier_settings import tier_settings
-from kvferry.daemon.tiers.composition import start_tiers
+from kvferry.daemon.tiers.drop_markers import marker_directory
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
+from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles
-from kvferry.daemon.tiers.tiering import Tiering
+from kvferry.daemon.tiers.tiering import AttachedTier, Tiering, description_of
 from kvferry.daemon.transport.accept_gate import max_client_fd
 from kvferry.daemon.transport.action_owners import ActionOwners
 from kvferry.daemon.transport.server import Server
@@ -114,44 +112,6 @@ def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
             exit_with_error(supervisor, "failed", error, 1)
 
 
-# Errors of a file system in which no file can be created, and of a kernel without free memory.
-FILE_SYSTEM_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
-MEMORY_ERRORS = frozenset({errno.ENOMEM, errno.EAGAIN})
-
-
-@contextlib.contextmanager
-def refuse_os_errors(directory: Path) -> Iterator[None]:
-    """Turn errors of the operating system at start into Refused (BAD_CONFIG).
-
-    directory: the runtime directory. The daemon creates no files elsewhere.
-    """
-    try:
-        yield
-    except (OSError, zmq.ZMQError) as error:
-        if error.errno in FILE_SYSTEM_ERRORS:
-            message = (
-                f"cannot create sockets in runtime_dir {directory} ({os.strerror(error.errno)}); "
-                "free some space, or set a runtime_dir on another file system"
-            )
-            raise Refused(Code.BAD_CONFIG, message, str(directory)) from error
-        if error.errno in MEMORY_ERRORS:
-            raise _no_memory(error) from error
-        raise
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "start new thread" not in str(error):
-            raise
-        raise _no_memory(error) from error
-
-
-def _no_memory(error: Exception) -> Refused:
-    reason = str(error) or type(error).__name__
-    message = (
-        f"no memory or threads left at start ({reason}); raise LimitAS, LimitNPROC, and the memory "
-        "and tasks of the control group, or reduce pool.size"
-    )
-    return Refused(Code.BAD_CONFIG, message, reason)
-
-
 def exit_with_error(
     supervisor: Supervisor, what: str, error: KVFerryError, status: int
 ) -> NoReturn:
@@ -180,14 +140,13 @@ async def run(
     log_denied_calls(engine.numa_node)
     gc.set_threshold(*GC_THRESHOLDS)  # before a million keys are restored
     shutdown, reports, metrics = Shutdown(), ReportQueue(), Metrics()
-    settings = tier_settings(config, endpoint.directory)
     core = Core(
         identity_of(engine, config.limits),
         pool.nbytes,
         HOST_BYTES,
         max_regions(),
         metrics.jobs.count_job,
-        tuple(tier.description for tier in settings),
+        tuple(map(description_of, config.tiers.used)),
     )
     # Before the socket exists: a user who sees it may send SIGTERM.
     with signals.handled(shutdown.stop, config.stop.with_process):
@@ -195,7 +154,12 @@ async def run(
             # First the processes: they must not inherit the sockets.
             checksums = ChecksumClient(pool.descriptors, pool.chunk_bytes, config.integrity.threads)
             pool_files = PoolFiles(pool.descriptors, pool.chunk_bytes, pool.nbytes)
-            tiers = start_tiers(settings, pool_files)
+            tiers = [
+                AttachedTier(
+                    TierClient(tier, pool_files), marker_directory(tier, endpoint.directory)
+                )
+                for tier in config.tiers.used
+            ]
             publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
             worker = DeviceWorker(engine, pool, reports.put_reports, shutdown.fail)
             scrub_rate = parse_bytes(config.integrity.scrub_rate)

@@ -1,5 +1,7 @@
 """The keys of the daemon's configuration, and their defaults. config_reader.py reads it.
 
+The section of a tier is all that the daemon knows about the tier; tiers/ gets it as it is.
+
 Every key is a field below. Its description is the help of its flag and the comment above its line
 in the sample file; a test compares the two.
 """
@@ -9,12 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeAlias,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 from msgspec import Meta
 
 from kvferry.proto.runtime_directory import default_directory
+from kvferry.proto.sizes import parse_bytes
 
 # Upper bounds of values, larger than any use needs.
 MAX_JOBS = 1 << 30
@@ -99,6 +111,10 @@ Rate: TypeAlias = Annotated[
 
 
 class DiskTierConfig(Section, frozen=True):
+    name: ClassVar[str] = "disk"
+    module: ClassVar[str] = "kvferry.daemon.tiers.disk"
+    locality: ClassVar[str | None] = "LOCAL"
+
     path: Annotated[
         str,
         Meta(
@@ -113,8 +129,19 @@ class DiskTierConfig(Section, frozen=True):
     admit_after: AdmitAfter = 1
     rate: Rate = "0"
 
+    @property
+    def is_used(self) -> bool:
+        return bool(self.path)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"path": str(Path(self.path).absolute()), "size": parse_bytes(self.size)}
+
 
 class CustomTierConfig(Section, frozen=True):
+    name: ClassVar[str] = "custom"
+    locality: ClassVar[str | None] = None
+
     module: Annotated[
         str,
         Meta(
@@ -129,8 +156,16 @@ class CustomTierConfig(Section, frozen=True):
     admit_after: AdmitAfter = 1
     rate: Rate = "0"
 
+    @property
+    def is_used(self) -> bool:
+        return bool(self.module)
+
 
 class MooncakeTierConfig(Section, frozen=True):
+    name: ClassVar[str] = "mooncake"
+    module: ClassVar[str] = "kvferry.daemon.tiers.mooncake"
+    locality: ClassVar[str | None] = "REMOTE"
+
     master: Annotated[
         str,
         Meta(
@@ -155,6 +190,20 @@ class MooncakeTierConfig(Section, frozen=True):
     admit_after: AdmitAfter = 2
     rate: Rate = "0"
 
+    @property
+    def is_used(self) -> bool:
+        return bool(self.master)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        names = "master", "protocol", "device", "host"
+        return {name: getattr(self, name) for name in names}
+
+
+# name: in logs, metrics and KV events. module, options: its function `open_tier(options, memory)`
+# runs in the tier's process. locality: whether other hosts can load its blocks; None: not known.
+TierConfig: TypeAlias = DiskTierConfig | CustomTierConfig | MooncakeTierConfig
+
 
 class TiersConfig(Section, frozen=True):
     """Fastest first."""
@@ -162,6 +211,10 @@ class TiersConfig(Section, frozen=True):
     disk: DiskTierConfig = DiskTierConfig()
     custom: CustomTierConfig = CustomTierConfig()
     mooncake: MooncakeTierConfig = MooncakeTierConfig()
+
+    @property
+    def used(self) -> tuple[TierConfig, ...]:
+        return tuple(tier for tier in (self.disk, self.custom, self.mooncake) if tier.is_used)
 
 
 class LimitsConfig(Section, frozen=True):

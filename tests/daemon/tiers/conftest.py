@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.daemon.tiers.tier_process import TierSpec
+from kvferry.daemon.config import TierConfig
+from kvferry.daemon.tiers.tier_process import DEFAULT_TIMES, TierTimes
 from kvferry.testing.tier_subjects import PoolMemory, ProcessSubject
 from support.tiering_fixture import BLOCK
 
@@ -32,12 +33,14 @@ def disk(pool: PoolMemory, tmp_path: Path) -> Iterator[KillableDisk]:
 
 @pytest.fixture
 def start(pool: PoolMemory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """start(spec, wait=True) -> a tier in a process, which is on unless wait is false."""
+    """start(config, times, wait=True) -> a tier in a process, which is on unless wait is false."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     with ExitStack() as running:
 
-        def start(spec: TierSpec, wait: bool = True) -> ProcessSubject:
-            made = ProcessSubject(pool, spec)
+        def start(
+            config: TierConfig, times: TierTimes = DEFAULT_TIMES, wait: bool = True
+        ) -> ProcessSubject:
+            made = ProcessSubject(pool, config, times)
             running.callback(made.close)
             if wait:
                 made.wait_until(lambda: made.client.is_on)

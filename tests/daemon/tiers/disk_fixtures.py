@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvferry.daemon.tiers.base import IN_TIER
 from kvferry.daemon.tiers.disk.hints import HINTS
-from kvferry.daemon.tiers.disk.tier import DiskOptions, DiskTier
+from kvferry.daemon.tiers.disk.tier import DiskTier
 from kvferry.testing.tier_subjects import DirectSubject, PoolMemory
 
 SIZE = 4 << 20
@@ -20,7 +20,7 @@ class KillableDisk(DirectSubject):
 
     def __init__(self, pool: PoolMemory, root: Path, size: int = SIZE) -> None:
         self.root, self.size = root, size
-        super().__init__(pool, DiskTier(DiskOptions(str(root), size)))
+        super().__init__(pool, DiskTier(str(root), size))
 
     def kill(self) -> None:
         for store in (*self.tier._stores.values(), *self.tier._trash):
@@ -28,7 +28,7 @@ class KillableDisk(DirectSubject):
         os.close(self.tier._root_lock)
 
     def open(self) -> None:
-        self.tier = DiskTier(DiskOptions(str(self.root), self.size))
+        self.tier = DiskTier(str(self.root), self.size)
         self.tier.maintain()
 
     def restart(self) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from kvferry.daemon.tiers.tier_process import TierSpec, TierTimes
+from kvferry.daemon.config import CustomTierConfig, TierConfig
+from kvferry.daemon.tiers.tier_process import DEFAULT_TIMES, TierTimes
 from kvferry.testing.tier_subjects import ProcessSubject
 
 SOON_KILLED = TierTimes(grace=0.3)
 
 
 class Start(Protocol):
-    def __call__(self, spec: TierSpec, wait: bool = True) -> ProcessSubject: ...
+    def __call__(
+        self, config: TierConfig, times: TierTimes = DEFAULT_TIMES, wait: bool = True
+    ) -> ProcessSubject: ...
 
 
 class Rude:
@@ -20,7 +23,7 @@ class Rude:
 
     def __init__(self, folder: Path, start: Start, times: TierTimes = SOON_KILLED) -> None:
         self.folder = folder
-        self.tier = start(TierSpec("rude", "rude_tier", {"folder": str(folder)}, times))
+        self.tier = start(CustomTierConfig("rude_tier", {"folder": str(folder)}), times)
 
     def on(self, fault: str) -> None:
         (self.folder / fault).touch()

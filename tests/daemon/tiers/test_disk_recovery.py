@@ -17,7 +17,7 @@ from kvferry.daemon.tiers.disk import command, root_files
 from kvferry.daemon.tiers.disk.hints import HintFile
 from kvferry.daemon.tiers.disk.namespace_store import NamespaceStore
 from kvferry.daemon.tiers.disk.slot_table import Entry
-from kvferry.daemon.tiers.disk.tier import DiskOptions, DiskTier
+from kvferry.daemon.tiers.disk.tier import DiskTier
 from kvferry.proto.errors import Refused
 from kvferry.testing.tier_subjects import NAMESPACE, key_of
 
@@ -80,7 +80,7 @@ def test_of_two_blocks_of_a_key_the_later_one_is_found(
 def test_headers_are_read_by_the_next_process_if_one_dies_before(disk: KillableDisk) -> None:
     put_all(disk, MANY)
     disk.lose_hints()
-    disk.tier = DiskTier(DiskOptions(str(disk.root), SIZE))
+    disk.tier = DiskTier(str(disk.root), SIZE)
     assert not disk.tier._stores[NAMESPACE].give_up_slab()  # its blocks are not known yet
     disk.kill()  # before anything was read
     disk.open()
@@ -185,7 +185,7 @@ def test_files_belong_to_the_daemon_alone(disk: KillableDisk, tmp_path: Path) ->
     for path in (disk.root, *disk.root.rglob("*")):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
     with pytest.raises(Refused, match="in use by another process"):
-        DiskTier(DiskOptions(str(disk.root), SIZE))
+        DiskTier(str(disk.root), SIZE)
     disk.kill()
     slab, other = disk.slabs()[0], tmp_path / "other"
     other.write_bytes(slab.read_bytes())
@@ -205,16 +205,16 @@ def test_a_root_that_others_may_write_into_is_refused(tmp_path: Path) -> None:
     root.mkdir()
     root.chmod(0o770)
     with pytest.raises(Refused, match=r"mode 0770; give it to user .* alone"):
-        DiskTier(DiskOptions(str(root), SIZE))
+        DiskTier(str(root), SIZE)
     assert not list(root.iterdir())
 
 
 def test_a_root_that_cannot_be_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(Refused, match="file is not a directory; name one"):
-        DiskTier(DiskOptions(str(tmp_path / "file"), SIZE))
+        DiskTier(str(tmp_path / "file"), SIZE)
     with pytest.raises(Refused, match=r"cannot be created: .*; create it for user"):
-        DiskTier(DiskOptions("/proc/none", SIZE))
+        DiskTier("/proc/none", SIZE)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_a_directory_that_is_no_tier_is_refused(tmp_path: Path, files: list[str]
         (tmp_path / name).write_text("Dear")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(Refused, match="and no disk tier; name a directory that is empty"):
-        DiskTier(DiskOptions(str(tmp_path), SIZE))
+        DiskTier(str(tmp_path), SIZE)
     with pytest.raises(Refused, match="no disk tier in"):
         command.clear(tmp_path, None)
     assert sorted(tmp_path.rglob("*")) == before
@@ -251,12 +251,12 @@ def test_a_full_file_system_is_reported_as_full(
 
     monkeypatch.setattr(root_files, "write_file", refuse)
     with pytest.raises(OSError, match="No space left"):
-        DiskTier(DiskOptions(str(tmp_path / "tier"), SIZE))
+        DiskTier(str(tmp_path / "tier"), SIZE)
 
 
 def test_an_empty_file_system_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
-    DiskTier(DiskOptions(str(tmp_path), SIZE)).close()
+    DiskTier(str(tmp_path), SIZE).close()
     assert (tmp_path / "lost+found").is_dir()
 
 
@@ -462,7 +462,7 @@ def test_a_size_beyond_the_free_disk_space_is_logged_at_start(
     tmp_path: Path, size: int, warnings: int
 ) -> None:
     with capture_logs() as records:
-        DiskTier(DiskOptions(str(tmp_path / "tier"), size)).close()
+        DiskTier(str(tmp_path / "tier"), size).close()
     found = [record for record in records if "less free disk space" in record["event"]]
     assert len(found) == warnings
     for record in found:

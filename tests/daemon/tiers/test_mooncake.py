@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvferry.daemon.config import MooncakeTierConfig
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.mooncake import store_client
-from kvferry.daemon.tiers.tier_process import TierSpec, TierTimes
+from kvferry.daemon.tiers.tier_process import TierTimes
 from kvferry.proto.errors import Refused
 from kvferry.testing.mooncake_store import MooncakeStore, free_port, is_installed
 from kvferry.testing.tier_subjects import (
@@ -272,8 +273,7 @@ def test_a_master_that_cannot_be_reached_is_named_and_tried_again(
     own_store.kill_master()
     pool = PoolMemory(BLOCK)
     stack.callback(pool.files.close)
-    spec = TierSpec("mooncake", MOONCAKE, {"master": own_store.address}, SOON_BACK)
-    subject = ProcessSubject(pool, spec)
+    subject = ProcessSubject(pool, MooncakeTierConfig(own_store.address), SOON_BACK)
     stack.callback(subject.close)
     subject.wait_until(lambda: subject.client.counts["deaths"])
     assert f"master {own_store.address} cannot be reached" in capsys.readouterr().out
@@ -322,18 +322,15 @@ def test_a_store_that_does_not_answer_costs_a_miss_within_the_deadline(
     [
         ({"master": "nowhere"}, "tiers.mooncake.master is 'nowhere'; give HOST:PORT"),
         ({"master": f"127.0.0.1:{free_port()}"}, "start mooncake_master"),
-        ({"master": "127.0.0.1:1", "typo": 1}, "typo"),
     ],
 )
 def test_a_tier_that_cannot_be_opened_says_why(options: dict[str, Any], message: str) -> None:
-    import msgspec
-
     from kvferry.daemon.tiers.mooncake import open_tier
     from kvferry.proto.errors import KVFerryError
 
     pool = PoolMemory(BLOCK)
     try:
-        with pytest.raises((KVFerryError, OSError, msgspec.ValidationError), match=message):
+        with pytest.raises((KVFerryError, OSError), match=message):
             open_tier(options, pool.files)
     finally:
         pool.files.close()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvferry.daemon.config import CustomTierConfig, DiskTierConfig
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.messages import (
     MAX_KEYS,
@@ -24,7 +25,7 @@ from kvferry.daemon.tiers.messages import (
     decode_request,
 )
 from kvferry.daemon.tiers.tier_blocks import TierBlocks
-from kvferry.daemon.tiers.tier_process import TierSpec, TierTimes
+from kvferry.daemon.tiers.tier_process import TierTimes
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
     PoolMemory,
@@ -37,15 +38,13 @@ from support.tiering_fixture import BLOCK
 from support.time_limits import TIMEOUT
 
 from .rude_fixtures import SOON_KILLED, Rude, Start
-from .setups import DISK
 
 OK, MISS, LATE, FULL, ERROR = Result.OK, Result.MISS, Result.LATE, Result.FULL, Result.ERROR
 
 
 @pytest.fixture
 def disk(start: Start, tmp_path: Path) -> ProcessSubject:
-    options = {"path": str(tmp_path / "tier"), "size": 4 << 20}
-    return start(TierSpec("disk", DISK, options, SOON_KILLED))
+    return start(DiskTierConfig(str(tmp_path / "tier"), "4MiB"), SOON_KILLED)
 
 
 def is_back(tier: ProcessSubject, before: int | None) -> bool:
@@ -306,7 +305,7 @@ def test_bytes_that_do_not_match_their_checksum_are_dropped(rude: Rude) -> None:
 
 def test_a_root_in_use_turns_it_off_until_it_is_free(disk: ProcessSubject, start: Start) -> None:
     disk.put([1])
-    second = start(disk.client.spec, wait=False)
+    second = start(disk.client.config, SOON_KILLED, wait=False)
     second.wait_until(lambda: second.client.counts["deaths"] == 2)
     assert not second.client.is_on
     assert "in use by another process" in second.client.failure
@@ -334,8 +333,8 @@ def test_one_that_does_not_get_ready_is_killed_and_tried_again(
     start: Start, tmp_path: Path
 ) -> None:
     (tmp_path / "slow open").touch()
-    spec = TierSpec("rude", "rude_tier", {"folder": str(tmp_path)}, TierTimes(start=2.0))
-    tier = start(spec, wait=False)
+    config = CustomTierConfig("rude_tier", {"folder": str(tmp_path)})
+    tier = start(config, TierTimes(start=2.0), wait=False)
     tier.wait_until(lambda: tier.client.counts["deaths"] == 1)
     (tmp_path / "slow open").unlink()
     tier.wait_until(lambda: tier.client.is_on)
@@ -387,7 +386,7 @@ def test_a_full_file_system_stops_writes_but_not_reads(start: Start, tmp_path: P
     try:
         other = folder / "other"
         os.posix_fallocate(os.open(other, os.O_CREAT | os.O_RDWR), 0, 12 << 20)
-        tier = start(TierSpec("disk", DISK, {"path": str(folder / "tier"), "size": 64 << 20}))
+        tier = start(DiskTierConfig(str(folder / "tier"), "64MiB"))
         results = [tier.put([number])[0] for number in range(300)]
         assert set(results) <= {OK, FULL}
         assert OK in results

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvferry.daemon.config import CustomTierConfig
 from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
     DropStore,
@@ -25,9 +26,7 @@ from kvferry.daemon.core.tier_actions import (
 from kvferry.daemon.tiers import drop_queue, tier_client, write_out
 from kvferry.daemon.tiers.drop_markers import add_marker, marked_stores
 from kvferry.daemon.tiers.messages import MAX_KEYS
-from kvferry.daemon.tiers.tier_process import TierSpec
 from kvferry.daemon.tiers.tiering import DropTimes
-from kvferry.daemon.tiers.write_out import WriteOptions
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
     PoolMemory,
@@ -57,8 +56,8 @@ def two(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
     with ExitStack() as stack:
         fast = stack.enter_context(open_subject(memory_setup(4 << 20), pool))
         assert isinstance(fast, ProcessSubject)
-        spec = TierSpec("slow", MEMORY, {"size": 4 << 20})
-        slow = stack.enter_context(closing(ProcessSubject(pool, spec, fast.runner)))
+        config = CustomTierConfig(MEMORY, {"size": 4 << 20})
+        slow = stack.enter_context(closing(ProcessSubject(pool, config, runner=fast.runner)))
         slow.wait_until(lambda: slow.client.is_on)
         yield stack.enter_context(closing(TieringFixture(pool, [fast, slow], tmp_path)))
 
@@ -102,10 +101,10 @@ def test_fetched_blocks_are_reported_and_then_released(memory: TieringFixture) -
     assert np.array_equal(memory.pool.block(32), content_of(1, BLOCK))
     assert np.array_equal(memory.pool.block(34), content_of(2, BLOCK))
     ((name, seconds),) = memory.promoted
-    assert name == "tested"
+    assert name == "custom"
     assert seconds > 0
-    (status,) = memory.tiering.status({"tested": {"skipped": 5}})
-    assert (status.name, status.state, status.promoted, status.skipped) == ("tested", "on", 2, 5)
+    (status,) = memory.tiering.status({"custom": {"skipped": 5}})
+    assert (status.name, status.state, status.promoted, status.skipped) == ("custom", "on", 2, 5)
     assert status.promotion_seconds == seconds
     assert (status.read_bytes, status.queue_seconds) == (2 * BLOCK, 0.0)
 
@@ -134,7 +133,7 @@ def test_blocks_of_a_late_put_are_not_released(
 ) -> None:
     """Until the tier no longer reads them: here, when it is dead."""
     monkeypatch.setattr(tier_client, "PUT_SECONDS", 0.1)
-    slow.start(WriteOptions(0, 1.0))
+    slow.start("write_through")
     pid = rude.tier.client.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -265,7 +264,7 @@ def test_a_drop_is_sent_before_the_tier_ends(disk: TieringFixture) -> None:
     disk.perform(DropStore(4, NAMESPACE))
     disk.close()
     disk.tiers[0].close()
-    with closing(ProcessSubject(disk.pool, disk.tiers[0].client.spec)) as tier:
+    with closing(ProcessSubject(disk.pool, disk.tiers[0].client.config)) as tier:
         tier.wait_until(lambda: tier.client.is_on)
         assert tier.contains([1]) == [False]
 
@@ -288,7 +287,7 @@ def test_a_marked_drop_is_done_at_the_next_start(memory: TieringFixture) -> None
 
 
 def test_blocks_are_written_and_unpinned(disk: TieringFixture) -> None:
-    disk.start(WriteOptions(0, 0.25))
+    disk.start("clean_ahead")
     disk.write(disk.write_job(1, 0, 1), disk.write_job(2, 2))
     disk.tiers[0].wait_until(lambda: len(disk.core.ended) == 2)
     assert disk.core.ended == {1: [True, True], 2: [True]}
@@ -300,7 +299,7 @@ def test_blocks_are_written_and_unpinned(disk: TieringFixture) -> None:
 
 
 def test_each_tier_is_written_with_its_options(two: TieringFixture) -> None:
-    two.start(WriteOptions(0, 1.0), WriteOptions(1, 0.25))
+    two.start("write_through", "clean_ahead")
     two.write(two.write_job(1, 0), two.write_job(2, 1))
     two.tiers[0].wait_until(lambda: len(two.core.ended) == 2)
     assert sorted(two.find(0, 1).tier_of) == [0, 1]
@@ -312,7 +311,7 @@ def test_each_tier_is_written_with_its_options(two: TieringFixture) -> None:
 
 
 def test_without_anything_to_write_the_core_is_not_asked(disk: TieringFixture) -> None:
-    disk.start(WriteOptions(0, 1.0))
+    disk.start("write_through")
     disk.write()
     disk.tiers[0].wait_until(lambda: disk.core.asked)
     waited = time.monotonic() + 5 * write_out.DELAY
@@ -321,7 +320,7 @@ def test_without_anything_to_write_the_core_is_not_asked(disk: TieringFixture) -
 
 
 def test_a_block_without_a_checksum_is_unpinned_and_asked_for_again(disk: TieringFixture) -> None:
-    disk.start(WriteOptions(0, 1.0))
+    disk.start("write_through")
     disk.no_checksum = {1}
     disk.write(disk.write_job(1, 1), disk.write_job(2, 0, 1))
     disk.tiers[0].wait_until(lambda: len(disk.core.ended) == 2)
@@ -330,7 +329,7 @@ def test_a_block_without_a_checksum_is_unpinned_and_asked_for_again(disk: Tierin
 
 def test_a_block_that_the_tier_has_is_not_counted_as_written(disk: TieringFixture) -> None:
     """As after a restart, when the pool was restored."""
-    disk.start(WriteOptions(0, 1.0))
+    disk.start("write_through")
     disk.write(disk.write_job(1, 0, 1))
     disk.tiers[0].wait_until(lambda: 1 in disk.core.ended)
     disk.write(disk.write_job(2, 1, 2))
@@ -344,7 +343,7 @@ def test_writes_in_flight_are_bounded(
     disk: TieringFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(write_out, "IN_FLIGHT_BYTES", 2 * BLOCK)
-    disk.start(WriteOptions(0, 1.0))
+    disk.start("write_through")
     pid = disk.tiers[0].client.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -357,7 +356,7 @@ def test_writes_in_flight_are_bounded(
 
 
 def test_writes_keep_their_rate(disk: TieringFixture) -> None:
-    disk.start(WriteOptions(0, 1.0, rate=10 * BLOCK))
+    disk.start("write_through", rate=10 * BLOCK)
     begun = time.monotonic()
     disk.write(*(disk.write_job(number, 2 * number, 2 * number + 1) for number in range(4)))
     disk.tiers[0].wait_until(lambda: len(disk.core.ended) == 4)
@@ -369,7 +368,7 @@ def test_a_store_that_is_being_dropped_is_not_written(
 ) -> None:
     """Otherwise the drop would delete blocks that were stored after the reset."""
     marked = delay_markers(monkeypatch)
-    disk.start(WriteOptions(0, 1.0))
+    disk.start("write_through")
     disk.tiers[0].put([9])
     disk.perform(DropStore(4, NAMESPACE))
     disk.write(disk.write_job(1, 0))
@@ -386,7 +385,7 @@ def test_a_tier_that_takes_nothing_is_left_alone_for_a_while(memory: TieringFixt
     job = memory.write_job(1, 0)
     large = WriteJob(1, OWNER, NAMESPACE, job.keys, job.blocks, job.offsets, 5 << 20)
     memory.checksums_of = lambda _, blocks: (np.zeros(1, np.uint64), np.ones(1, np.bool_))  # type: ignore[method-assign]
-    memory.start(WriteOptions(0, 1.0))
+    memory.start("write_through")
     memory.write(large)
     memory.tiers[0].wait_until(lambda: memory.core.ended)
     ended = time.monotonic()
@@ -400,7 +399,7 @@ def test_a_tier_that_takes_nothing_is_left_alone_for_a_while(memory: TieringFixt
 
 
 def test_nothing_is_reported_or_written_once_it_is_stopped(memory: TieringFixture) -> None:
-    memory.start(WriteOptions(0, 1.0))
+    memory.start("write_through")
     memory.tiers[0].put([1])
     memory.tiering.stop()
     memory.begin_fetch(0, 1)
@@ -412,7 +411,7 @@ def test_nothing_is_reported_or_written_once_it_is_stopped(memory: TieringFixtur
 
 def test_an_error_in_a_flow_ends_all_of_them(memory: TieringFixture) -> None:
     """Which ends the daemon (flows.py). Later actions are dropped."""
-    memory.start(WriteOptions(0, 1.0))
+    memory.start("write_through")
     memory.tiers[0].put([1])
 
     def fail(*_: object) -> None:

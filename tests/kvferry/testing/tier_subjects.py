@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from kvferry.daemon.config import CustomTierConfig, TierConfig
 from kvferry.daemon.memory.shared_memory import MappedFiles
 from kvferry.daemon.processes import ProcessDied
 from kvferry.daemon.tiers.base import Blocks, Result, Tier, TierUsage, block_checksum
 from kvferry.daemon.tiers.block_memory import view_memory
 from kvferry.daemon.tiers.tier_blocks import TierBlocks
 from kvferry.daemon.tiers.tier_client import TierClient
-from kvferry.daemon.tiers.tier_process import DEFAULT_TIMES, PoolFiles, TierSpec, TierTimes
+from kvferry.daemon.tiers.tier_process import DEFAULT_TIMES, PoolFiles, TierTimes
 
 NAMESPACE = "0123456789abcdef"
 POOL_BYTES = 8 << 20
@@ -169,7 +170,11 @@ class ProcessSubject(Subject):
     """A tier in its process, through its client, in an event loop that runs during each call."""
 
     def __init__(
-        self, pool: PoolMemory, spec: TierSpec, runner: asyncio.Runner | None = None
+        self,
+        pool: PoolMemory,
+        config: TierConfig,
+        times: TierTimes = DEFAULT_TIMES,
+        runner: asyncio.Runner | None = None,
     ) -> None:
         super().__init__(pool)
         self.runner, self._owns_runner = runner or asyncio.Runner(), runner is None
@@ -178,7 +183,7 @@ class ProcessSubject(Subject):
         files = PoolFiles(pool.files.descriptors, POOL_BYTES // 2, POOL_BYTES)
 
         async def start() -> TierClient:
-            return TierClient(spec, files)
+            return TierClient(config, files, times)
 
         self.client = self.runner.run(start())
         self._running = self.start(self.client.run())
@@ -321,7 +326,7 @@ def open_subject(setup: TierSetup, pool: PoolMemory) -> Iterator[Subject]:
         module = importlib.import_module(setup.module)
         opened = DirectSubject(pool, module.open_tier(setup.options, pool.files))
     else:
-        opened = ProcessSubject(pool, TierSpec("tested", setup.module, setup.options, setup.times))
+        opened = ProcessSubject(pool, CustomTierConfig(setup.module, setup.options), setup.times)
     try:
         if isinstance(opened, ProcessSubject):
             opened.wait_until(lambda: opened.client.is_on or opened.client.failure)

@@ -12,9 +12,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from kvferry.daemon.config import DiskTierConfig, TierConfig
 from kvferry.daemon.tiers.durable_files import sync_directory
 
 PREFIX = "drop-"
+
+
+def marker_directory(tier: TierConfig, runtime_directory: Path) -> Path:
+    """Where markers survive as long as what the tier stores."""
+    if isinstance(tier, DiskTierConfig):
+        return Path(tier.options["path"])
+    if state := os.environ.get("STATE_DIRECTORY"):  # set by systemd
+        return Path(state.split(":")[0]) / f"drops-{runtime_directory.name}-{tier.name}"
+    return runtime_directory / f"drops-{tier.name}"
 
 
 def add_marker(directory: Path, store: str, number: int) -> Path:

@@ -85,7 +85,7 @@ class DropQueue:
         except OSError as error:
             # The drop itself is durable, too; only a crash before it could bring keys back.
             reason = str(error) or f"not written within {self._seconds} s"
-            log.warning("drop not marked", tier=self._client.spec.name, reason=reason)
+            log.warning("drop not marked", tier=self._client.config.name, reason=reason)
         while drop.requested:
             requested, drop.requested = drop.requested, []
             drop.sent.set()

@@ -21,6 +21,7 @@ from typing import TypeAlias
 import numpy as np
 import structlog
 
+from kvferry.daemon.config import TierConfig
 from kvferry.daemon.processes import ChildProcess, ProcessDied
 from kvferry.daemon.tiers.base import Result, TierUsage, without_part
 from kvferry.daemon.tiers.circuit_breaker import CircuitBreaker
@@ -39,7 +40,7 @@ from kvferry.daemon.tiers.messages import (
     encode,
 )
 from kvferry.daemon.tiers.tier_blocks import Checksums, TierBlocks, check_count
-from kvferry.daemon.tiers.tier_process import PoolFiles, TierSpec, tier_program
+from kvferry.daemon.tiers.tier_process import DEFAULT_TIMES, PoolFiles, TierTimes, tier_program
 
 # Seconds for a put and a drop: nobody waits for them, but one that takes longer shows a dead tier.
 # Those of a put count from the last fetch or put that was answered: fetches overtake it.
@@ -64,16 +65,19 @@ log = structlog.get_logger()
 class TierClient:
     """Requests of at most MAX_KEYS keys to one tier. The process starts at once.
 
+    config: its section of the configuration.
+
     counts: counters of TierStatus by field, since the start of the daemon.
     """
 
-    def __init__(self, spec: TierSpec, pool: PoolFiles) -> None:
-        self.spec = spec
+    def __init__(
+        self, config: TierConfig, pool: PoolFiles, times: TierTimes = DEFAULT_TIMES
+    ) -> None:
+        self.config, self._times = config, times
         self.usage = TierUsage()
         self.counts = Counter[str]()
         # Why the process has ended; empty once it has started again.
         self.failure = ""
-        times = spec.times
         self.breaker = CircuitBreaker(
             time.monotonic, times.first_off, times.longest_off, self.counts
         )
@@ -91,7 +95,7 @@ class TierClient:
         self._moved = 0.0
         self._drops = 0
         self._process = ChildProcess(
-            tier_program(spec, pool), times, self._handle_notice, self._note_death
+            tier_program(config, pool), times, self._handle_notice, self._note_death
         )
         with suppress(OSError):  # `run` tries again
             self._process.start()
@@ -238,14 +242,14 @@ class TierClient:
             return Result.MISS
         self._late = {each for each in self._late if not each.done()} | {reply}
         loop = asyncio.get_running_loop()
-        loop.call_later(self.spec.times.grace, self._kill_silent, reply)
+        loop.call_later(self._times.grace, self._kill_silent, reply)
         return Result.LATE
 
     def _kill_silent(self, reply: Released) -> None:
         self._process.read_arrived()
         if self._process.is_late(reply):
-            log.warning("tier does not answer", tier=self.spec.name)
-            self._process.kill(f"no answer within {self.spec.times.grace} s after a deadline")
+            log.warning("tier does not answer", tier=self.config.name)
+            self._process.kill(f"no answer within {self._times.grace} s after a deadline")
 
     # Answers: what they change at once, before anything counts as late
 
@@ -296,15 +300,15 @@ class TierClient:
         match decode_notice(payload):
             case Started(usage):
                 self.usage, self.failure = usage, ""
-                log.info("tier started", tier=self.spec.name, keys=usage.keys)
+                log.info("tier started", tier=self.config.name, keys=usage.keys)
             case LogLine(level, event, fields, fatal):
-                getattr(log, level, log.info)(event, tier=self.spec.name, **fields)
+                getattr(log, level, log.info)(event, tier=self.config.name, **fields)
                 if fatal:
                     self.failure = str(fields.get("reason", event))
                     self.breaker.trip()
 
     def _note_death(self, why: str) -> None:
-        log.warning("tier process lost", tier=self.spec.name, reason=why)
+        log.warning("tier process lost", tier=self.config.name, reason=why)
         if self._process.pid is None:  # it cannot be started, which says nothing about the tier
             return
         self.counts["deaths"] += 1

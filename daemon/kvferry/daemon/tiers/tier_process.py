@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
+from kvferry.daemon.config import TierConfig
 from kvferry.daemon.processes import ProcessTimes, Program
 from kvferry.daemon.tiers.messages import TierArguments
 
@@ -35,16 +35,6 @@ DEFAULT_TIMES = TierTimes()
 
 
 @dataclass(frozen=True, slots=True)
-class TierSpec:
-    """name: for logs and metrics. module, options: see TierArguments."""
-
-    name: str
-    module: str
-    options: dict[str, Any]
-    times: TierTimes = DEFAULT_TIMES
-
-
-@dataclass(frozen=True, slots=True)
 class PoolFiles:
     """The host pool: descriptors of its chunks, all but the last of `chunk_bytes`."""
 
@@ -53,7 +43,7 @@ class PoolFiles:
     nbytes: int
 
 
-def tier_program(spec: TierSpec, pool: PoolFiles) -> Program:
+def tier_program(tier: TierConfig, pool: PoolFiles) -> Program:
     chunks = tuple(pool.descriptors)
-    arguments = TierArguments(chunks, pool.chunk_bytes, pool.nbytes, spec.module, spec.options)
-    return Program(f"tier {spec.name}", WORKER, [msgspec.json.encode(arguments).decode()], chunks)
+    arguments = TierArguments(chunks, pool.chunk_bytes, pool.nbytes, tier.module, tier.options)
+    return Program(f"tier {tier.name}", WORKER, [msgspec.json.encode(arguments).decode()], chunks)

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import msgspec
 import structlog
 
+from kvferry.daemon.config import TierConfig
 from kvferry.daemon.core.actions import Report
 from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
@@ -29,6 +30,7 @@ from kvferry.daemon.core.tier_actions import (
     KeysFound,
     StoreDropped,
     StoreDroppedElsewhere,
+    TierDescription,
 )
 from kvferry.daemon.core.writes import Writes
 from kvferry.daemon.processes import ProcessDied
@@ -38,7 +40,7 @@ from kvferry.daemon.tiers.read_rate import ReadRate
 from kvferry.daemon.tiers.tier_blocks import TierBlocks
 from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.write_check import WriteCheck
-from kvferry.daemon.tiers.write_out import ChecksumsOf, WriteOptions, WriteOut
+from kvferry.daemon.tiers.write_out import COLDEST, WRITE_THROUGH, ChecksumsOf, WriteOut
 from kvferry.proto.status import TierStatus
 
 # Seconds for a lookup. It takes milliseconds; this is what a request loses if a tier stops
@@ -48,6 +50,12 @@ FIND_SECONDS = 0.1
 TierAction: TypeAlias = FindKeys | FetchBlocks | DropStore
 
 log = structlog.get_logger()
+
+
+def description_of(tier: TierConfig) -> TierDescription:
+    """What the core knows of a tier."""
+    min_uses = tier.admit_after if tier.write in COLDEST else 0
+    return TierDescription(tier.name, tier.write == WRITE_THROUGH, min_uses, tier.locality)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +69,10 @@ class DropTimes:
 
 @dataclass(eq=False, slots=True)
 class AttachedTier:
-    """A tier that is in use. markers: directory for the markers of drops. write: None if nothing is
-    written into it."""
+    """A tier that is in use. markers: directory for the markers of drops."""
 
     client: TierClient
     markers: Path
-    write: WriteOptions | None = None
     rate: ReadRate = field(default_factory=lambda: ReadRate(time.monotonic))
     # Starts of the fetches that have not ended, by number, the oldest first.
     fetches: dict[int, float] = field(default_factory=dict)
@@ -111,9 +117,9 @@ class Tiering:
             DropQueue(each.client, each.markers, self._start, times.marker) for each in tiers
         ]
         self._write_outs = {
-            each.write.tier: WriteOut(writes, checksums_of, each.client, each.write, self._report)
-            for each in tiers
-            if each.write is not None
+            place: WriteOut(writes, checksums_of, each.client, place, self._report)
+            for place, each in enumerate(tiers)
+            if each.client.config.write in COLDEST
         }
         for place, tier in enumerate(tiers):
             tier.client.dropped_elsewhere = partial(self._report_elsewhere, place)
@@ -218,7 +224,7 @@ class Tiering:
             seconds = time.monotonic() - begun
             tier.promotions += 1
             tier.promotion_seconds += seconds
-            self._promoted(tier.client.spec.name, seconds)
+            self._promoted(tier.client.config.name, seconds)
         self._report(BlocksFetched(number, ok))
         answer: Sequence[Result] = ()
         with suppress(ProcessDied):
@@ -258,9 +264,9 @@ class Tiering:
             oldest.append(write_out.oldest)
         usage = msgspec.structs.asdict(client.usage)
         del usage["retired"]  # which has no number in the status
-        numbers: dict[str, Any] = {**client.counts, **usage, **counted.get(client.spec.name, {})}
+        numbers: dict[str, Any] = {**client.counts, **usage, **counted.get(client.config.name, {})}
         return TierStatus(
-            client.spec.name,
+            client.config.name,
             state,
             promotion_seconds=tier.promotion_seconds / max(1, tier.promotions),
             queue_seconds=max(0.0, time.monotonic() - min(oldest)) if oldest else 0.0,

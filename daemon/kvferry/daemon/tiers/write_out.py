@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -27,6 +26,7 @@ from kvferry.daemon.processes import ProcessDied
 from kvferry.daemon.tiers.base import IN_TIER, is_part_of
 from kvferry.daemon.tiers.tier_blocks import Checksums, TierBlocks
 from kvferry.daemon.tiers.tier_client import TierClient
+from kvferry.proto.sizes import parse_bytes
 
 # Blocks taken at a time, and bytes in flight from which no more are taken.
 TAKEN_BLOCKS = 32
@@ -39,24 +39,18 @@ RETRY = 0.25
 # Seconds without writes after one that failed entirely, at first and at most.
 FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0
 
+WRITE_THROUGH = "write_through"
+# The part of each namespace's blocks, from the coldest on, that a write policy keeps written.
+COLDEST = {"clean_ahead": 0.25, WRITE_THROUGH: 1.0}
+
 ChecksumsOf: TypeAlias = Callable[[RegionOwner, Int64s], tuple[Checksums, Bools]]
-
-
-@dataclass(frozen=True, slots=True)
-class WriteOptions:
-    """tier: its index. coldest: the part of each namespace's blocks that is written, the coldest
-    first. rate: bytes per second; 0: no limit."""
-
-    tier: int
-    coldest: float
-    rate: int = 0
 
 
 class WriteOut:
     """Writes the blocks of one tier while `run` runs.
 
-    checksums_of: the checksums of blocks, and which of them are valid. report: called with
-    BlocksWritten, which unpins the blocks of a job.
+    tier: its index. checksums_of: the checksums of blocks, and which of them are valid. report:
+    called with BlocksWritten, which unpins the blocks of a job.
     """
 
     def __init__(
@@ -64,11 +58,13 @@ class WriteOut:
         writes: Writes,
         checksums_of: ChecksumsOf,
         client: TierClient,
-        options: WriteOptions,
+        tier: int,
         report: Callable[[Report], None],
     ) -> None:
         self._writes, self._checksums_of = writes, checksums_of
-        self._client, self._options, self._report = client, options, report
+        self._client, self._tier, self._report = client, tier, report
+        self._coldest = COLDEST[client.config.write]
+        self._rate = parse_bytes(client.config.rate)
         self._changed = asyncio.Event()
         # When each put in flight began, by the number of its job, the oldest first.
         self._begun: dict[int, float] = {}
@@ -99,7 +95,6 @@ class WriteOut:
 
     async def run(self) -> None:
         """Write until cancelled."""
-        options = self._options
         async with asyncio.TaskGroup() as puts:
             while True:
                 await self._changed.wait()
@@ -108,7 +103,7 @@ class WriteOut:
                 while jobs is None or jobs:
                     await self._until_allowed()
                     self._changed.clear()
-                    jobs = self._writes.take_writes(options.tier, TAKEN_BLOCKS, options.coldest)
+                    jobs = self._writes.take_writes(self._tier, TAKEN_BLOCKS, self._coldest)
                     complete = True
                     for job in jobs:
                         checksums, chosen = self._choose_blocks(job)
@@ -141,8 +136,8 @@ class WriteOut:
         nbytes = blocks * job.block_bytes
         self._begun[job.number] = now = time.monotonic()
         self._in_flight_bytes += nbytes
-        if self._options.rate:
-            self._not_before = max(now, self._not_before) + nbytes / self._options.rate
+        if self._rate:
+            self._not_before = max(now, self._not_before) + nbytes / self._rate
 
     async def _write(self, job: WriteJob, checksums: Checksums, chosen: Int64s) -> None:
         """Put the chosen blocks, and end the job when the tier no longer reads them."""

@@ -58,31 +58,21 @@ REFUSAL_SHOWN = 60.0
 log = structlog.get_logger()
 
 
-class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of the disk tier.
-
-    path: the root. size: bound in bytes on everything below it. io_threads: reads and writes in
-    flight.
-    """
-
-    path: str
-    size: int
-    io_threads: int = 8
-
-
 def open_tier(options: Mapping[str, Any], _memory: HostMemory) -> DiskTier:
     """Raises Refused (BAD_CONFIG) or OSError."""
-    return DiskTier(msgspec.convert(options, DiskOptions))
+    return DiskTier(**options)
 
 
 class DiskTier:
+    """path: the root. size: bound in bytes on everything below it. io_threads: reads and writes in
+    flight."""
+
     # A thread moves one large block at a time, or several small ones.
     call_bytes = 1 << 20
 
-    def __init__(self, options: DiskOptions) -> None:
-        self._root, self._size = Path(options.path), options.size
-        self.io_threads = options.io_threads
-        self._lock, self._shares = threading.Lock(), Shares(options.size)
+    def __init__(self, path: str, size: int, io_threads: int = 8) -> None:
+        self._root, self._size, self.io_threads = Path(path), size, io_threads
+        self._lock, self._shares = threading.Lock(), Shares(size)
         self._stores: dict[str, NamespaceStore] = {}
         # Dropped stores, whose files `maintain` deletes.
         self._trash: list[NamespaceStore] = []
@@ -98,7 +88,7 @@ class DiskTier:
                 f"tiers.disk.path {self._root} is in use by another process; give each daemon a "
                 "path of its own"
             )
-            raise Refused(Code.BAD_CONFIG, message, options.path) from error
+            raise Refused(Code.BAD_CONFIG, message, path) from error
         try:
             note_format(self._root)
             remove_trash(self._root)

@@ -12,8 +12,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from kvferry.daemon.tiers.base import HostMemory
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.version import installed_version
@@ -65,40 +63,33 @@ def explain(code: int) -> str:
     return f"error {code}; see the logs of mooncake_master and the stores"
 
 
-class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of the Mooncake tier.
-
-    master: HOST:PORT. protocol: "tcp" or "rdma". device: RDMA devices, separated by commas. host:
-    the address of this host for others; empty: that from which the master is reached. io_threads:
-    calls at the same time. call_bytes: bytes of blocks that a call moves.
-    """
-
-    master: str
-    protocol: str = "tcp"
-    device: str = ""
-    host: str = ""
-    io_threads: int = 4
-    call_bytes: int = 16 << 20
-
-
 class StoreClient:
     """A client of one store, to which memory is registered.
 
     Addresses given to `put` and `get` are in the host pool, or in memory that was registered. An
     object is made of the buffers given for it, one after the other.
+
+    master, protocol, device, host: as in the configuration.
     """
 
-    def __init__(self, options: MooncakeOptions, memory: HostMemory) -> None:
+    def __init__(
+        self,
+        memory: HostMemory,
+        master: str,
+        protocol: str = "tcp",
+        device: str = "",
+        host: str = "",
+    ) -> None:
         """Raises Refused (BAD_CONFIG), and StoreError if the master cannot be reached."""
         # The library reads the level of its log when it is imported.
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         library = _import_library()
-        host = options.host or _own_address(options.master)
+        host = host or _own_address(master)
         self._pinned = library.ReplicateConfig()
         self._pinned.with_hard_pin = True
         self._store = library.MooncakeDistributedStore()
-        self._set_up(host, options)
+        self._set_up(host, master, protocol, device)
         self.register(memory.address, memory.nbytes)
 
     def register(self, address: int, nbytes: int) -> None:
@@ -154,13 +145,13 @@ class StoreClient:
         """Remove the objects whose names match, also those in use; how many, or a code."""
         return int(self._store.remove_by_regex(pattern, True))
 
-    def _set_up(self, host: str, options: MooncakeOptions) -> None:
+    def _set_up(self, host: str, master: str, protocol: str, device: str) -> None:
         """On a thread of its own: if the master does not answer, it takes for ever."""
         codes: list[int] = []
 
         def set_up() -> None:
-            arguments = (host, "P2PHANDSHAKE", 0, 0, options.protocol, options.device)
-            codes.append(self._store.setup(*arguments, options.master))
+            arguments = (host, "P2PHANDSHAKE", 0, 0, protocol, device, master)
+            codes.append(self._store.setup(*arguments))
 
         thread = threading.Thread(target=set_up, daemon=True)
         thread.start()
@@ -168,8 +159,8 @@ class StoreClient:
         if codes != [0]:
             why = f"error {codes[0]}" if codes else f"no answer within {SETUP_SECONDS:.0f} s"
             raise StoreError(
-                f"the Mooncake client cannot be set up ({why}) with master {options.master!r}, "
-                f"protocol {options.protocol!r}, device {options.device!r} and host {host!r}; "
+                f"the Mooncake client cannot be set up ({why}) with master {master!r}, "
+                f"protocol {protocol!r}, device {device!r} and host {host!r}; "
                 "correct [tiers.mooncake], or start mooncake_master"
             )
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 import structlog
 
 from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage, without_part
@@ -18,7 +17,6 @@ from kvferry.daemon.tiers.mooncake.store_client import (
     TOO_LARGE,
     TRANSFER_FAILED,
     UNREADABLE,
-    MooncakeOptions,
     StoreClient,
     StoreError,
     explain,
@@ -43,13 +41,13 @@ log = structlog.get_logger()
 
 def open_tier(options: Mapping[str, Any], memory: HostMemory) -> MooncakeTier:
     """Raises Refused (BAD_CONFIG), and OSError if the store cannot be reached."""
-    given = msgspec.convert(options, MooncakeOptions)
-    return MooncakeTier(StoreClient(given, memory), given.io_threads, given.call_bytes)
+    return MooncakeTier(StoreClient(memory, **options))
 
 
 class MooncakeTier:
-    def __init__(self, store: StoreClient, io_threads: int, call_bytes: int) -> None:
-        self.io_threads, self.call_bytes = io_threads, call_bytes
+    io_threads, call_bytes = 4, 16 << 20
+
+    def __init__(self, store: StoreClient) -> None:
         self._store, self._epochs = store, Epochs(store)
         self._of_thread = ThreadTrailers(store)
         self._absent = _AbsentKeys()
