@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import zip_longest
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -78,7 +78,7 @@ class TieringFixture:
 
     def start(self, *write: str, rate: int = 0, times: DropTimes = DROP_TIMES) -> None:
         """write: the policies of the first tiers; the others are not written."""
-        for tier, policy in zip_longest(self.tiers, write, fillvalue="off"):
+        for tier, policy in zip(self.tiers, chain(write, repeat("off")), strict=False):
             tier.client.config = msgspec.structs.replace(
                 tier.client.config, write=policy, rate=str(rate)
             )

@@ -197,14 +197,14 @@ async def test_sending_a_response_that_is_not_read_ends_without_a_traceback(
 
 
 @pytest.mark.parametrize("listen", ["9464", "localhost:http", "127.0.0.1:70000"])
-def test_an_invalid_address_is_refused(listen: str) -> None:
+async def test_an_invalid_address_is_refused(listen: str) -> None:
     with pytest.raises(Refused) as refused:
-        MetricsServer(listen, Metrics(), 0.1)
+        MetricsServer(listen, Metrics(), FakeStatusSource(), 0.1)
     assert (refused.value.code, refused.value.value) == (Code.BAD_CONFIG, listen)
 
 
-def test_a_used_port_is_refused() -> None:
+async def test_a_used_port_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         listen = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(Refused, match="another port per daemon"):
-            MetricsServer(listen, Metrics(), 0.1)
+            MetricsServer(listen, Metrics(), FakeStatusSource(), 0.1)

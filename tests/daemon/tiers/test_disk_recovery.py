@@ -223,9 +223,7 @@ def test_a_root_that_cannot_be_a_directory_is_refused(tmp_path: Path) -> None:
         ["letters/index/letter"],
         ["letters/index/letter", "lock"],  # other programs have files of these names, too
         ["letters/index/letter", "format"],
-        ["letters/index/letter", "state"],
         ["lock/letter"],
-        ["state/letter"],
         ["trash-letters-1/meta/letter"],
     ],
 )
@@ -396,24 +394,6 @@ def test_blocks_are_found_on_a_full_file_system_without_hints(
     assert fetch_all(disk) == [OK] * len(MANY)
     assert disk.put([100]) == [OK]
     assert disk.usage().read_only == ""
-
-
-def test_a_root_of_format_1_is_converted(disk: KillableDisk) -> None:
-    """It has the same slots, but an index in another format."""
-    put_all(disk, MANY)
-    disk.lose_hints()
-    older = [disk.root / NAMESPACE / name for name in ("index", "index-lock", "rebuilding")]
-    for path in older:
-        path.write_bytes(b"\xde\xc0\xef\xbe" * 2048)
-    (disk.root / root_files.FORMAT).unlink()
-    (disk.root / "state").write_text('{"boot_id":"a","clean":true,"starts":0}')
-    with capture_logs() as records:
-        disk.open()
-    assert [r["event"] for r in records].count("older index replaced by slot headers") == 1
-    assert fetch_all(disk) == [OK] * len(MANY)
-    assert not any(path.exists() for path in (*older, disk.root / "state"))
-    disk.restart()
-    assert fetch_all(disk) == [OK] * len(MANY)
 
 
 def test_the_first_slab_is_as_small_as_the_free_space_needs(

@@ -240,15 +240,12 @@ class CancelTransfers:
     serials: tuple[int, ...]
 
 
-Action: TypeAlias = (
+# Performed by the device worker, persistence, the tiers or observability. SendMessage: to the
+# daemon's own session.
+OwnersAction: TypeAlias = (
     SendMessage
-    | SendStatus
-    | SendStream
-    | Broadcast
     | PublishKVEvents
-    | CloseSession
     | FreeDeferred
-    | MapTensors
     | KeepTensors
     | ReleaseTensors
     | UnmapTensors
@@ -263,6 +260,7 @@ Action: TypeAlias = (
     | FetchBlocks
     | DropStore
 )
+Action: TypeAlias = SendStatus | SendStream | Broadcast | CloseSession | MapTensors | OwnersAction
 RegionChange: TypeAlias = RegionCreated | RegionUpdated | RegionFreed
 
 

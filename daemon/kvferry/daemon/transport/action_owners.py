@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvferry.daemon.core.actions import (
-    Action,
     CommitBlocks,
     FreeDeferred,
     KeepTensors,
+    OwnersAction,
     PublishKVEvents,
     RegionCreated,
     RegionFreed,
@@ -62,7 +62,7 @@ class ActionOwners:
         """Whether a completed store is not committed yet."""
         return self._region_store.busy
 
-    def perform(self, action: Action) -> None:
+    def perform(self, action: OwnersAction) -> None:
         match action:  # the most frequent first
             case StartTransfer():
                 self._region_store.invalidate_blocks(action)

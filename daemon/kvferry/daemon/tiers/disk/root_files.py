@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-
 from kvferry.daemon.tiers.disk.hints import HINTS
 from kvferry.daemon.tiers.disk.namespace_store import META
 from kvferry.daemon.tiers.drop_markers import PREFIX
@@ -23,19 +21,12 @@ LOCK = "lock"
 # Identifies the root of a tier, and the format of everything below it.
 FORMAT = "format"
 FORMAT_TEXT = b"kvferry disk tier 2\n"
-# What format 1 had instead: the state of the root, and an index for each namespace.
-_OLDER_STATE, _OLDER_INDEX = "state", ("index", "index-lock", "rebuilding")
 
 _NAME = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _TRASH = re.compile(r"trash-[0-9A-Za-z_-]{1,64}-\d+")
 _MARKER = re.compile(rf"{PREFIX}\d+-[0-9A-Za-z_-]{{1,64}}")
-_FILE = re.compile(rf"({META}|{META}\.new|{HINTS}|slab-\d+|{'|'.join(_OLDER_INDEX)})")
-_ROOT_FILES = {LOCK, FORMAT, f"{FORMAT}.new", _OLDER_STATE, f"{_OLDER_STATE}.new"}
-
-
-class _OlderState(msgspec.Struct):
-    boot_id: str
-    clean: bool
+_FILE = re.compile(rf"({META}|{META}\.new|{HINTS}|slab-\d+)")
+_ROOT_FILES = {LOCK, FORMAT, f"{FORMAT}.new"}
 
 
 def prepare_root(root: Path) -> None:
@@ -90,24 +81,15 @@ def foreign_entry(root: Path) -> str | None:
     A tier has noted its format in its root, or nothing else is there: other programs have files
     named `lock` and `format`, too.
     """
-    if _has_format(root) or _has_older_format(root):
+    if _has_format(root):
         return None
     return next(iter(foreign_entries(root)), None)
 
 
 def note_format(root: Path) -> None:
-    """Note that a root has this format; older namespaces are converted when they are opened."""
+    """Note that a root has this format."""
     if not _has_format(root):
         write_file(root / FORMAT, FORMAT_TEXT)
-    (root / _OLDER_STATE).unlink(missing_ok=True)
-
-
-def remove_older_files(directory: Path) -> bool:
-    """Remove a namespace's index of format 1: slots have the same format. False if it has none."""
-    found = [directory / name for name in _OLDER_INDEX if (directory / name).exists()]
-    for path in found:
-        path.unlink()
-    return bool(found)
 
 
 def _has_format(root: Path) -> bool:
@@ -115,14 +97,6 @@ def _has_format(root: Path) -> bool:
         return (root / FORMAT).read_bytes() == FORMAT_TEXT
     except (FileNotFoundError, IsADirectoryError):
         return False
-
-
-def _has_older_format(root: Path) -> bool:
-    try:
-        msgspec.json.decode((root / _OLDER_STATE).read_bytes(), type=_OlderState)
-    except (FileNotFoundError, IsADirectoryError, msgspec.MsgspecError):
-        return False
-    return True
 
 
 def foreign_entries(root: Path) -> list[str]:

@@ -33,7 +33,6 @@ from kvferry.daemon.tiers.disk.root_files import (
     namespace_directories,
     note_format,
     prepare_root,
-    remove_older_files,
     remove_trash,
 )
 from kvferry.daemon.tiers.disk.shares import Shares
@@ -190,8 +189,6 @@ class DiskTier:
             log.warning("namespace dropped from disk", namespace=directory.name, reason=str(error))
             shutil.rmtree(directory, ignore_errors=True)
             return
-        if remove_older_files(directory):
-            log.info("older index replaced by slot headers", namespace=directory.name)
         store = self._stores[directory.name] = self._make_store(directory, meta)
         log.info(
             "disk tier loaded",
