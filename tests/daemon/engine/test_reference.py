@@ -46,9 +46,8 @@ def faults() -> Faults:
 
 
 @pytest.fixture
-def copies(request: pytest.FixtureRequest, faults: Faults) -> Iterator[CopyFixture]:
-    """A CopyFixture. The parameter has arguments of the engine."""
-    fixture = WorkerFixture(ReferenceEngine(faults, **getattr(request, "param", {})))
+def copies(faults: Faults) -> Iterator[CopyFixture]:
+    fixture = WorkerFixture(ReferenceEngine(faults))
     report = fixture.map(locations=None)
     (descriptor,), (location,) = report.descriptors, report.locations
     memory = mmap.mmap(descriptor, 64 * BYTES)
@@ -62,10 +61,6 @@ def copies(request: pytest.FixtureRequest, faults: Faults) -> Iterator[CopyFixtu
     fixture.close()
 
 
-# Chunks of any size are copied in threads of the engine.
-IN_THREADS = pytest.mark.parametrize("copies", [{"at_once_bytes": 0}], indirect=True)
-
-
 def wait_for(fixture: WorkerFixture, *serials: int) -> dict[int, TransferCompleted]:
     """Wait until all of these have ended."""
     ended: dict[int, TransferCompleted] = {}
@@ -74,7 +69,6 @@ def wait_for(fixture: WorkerFixture, *serials: int) -> dict[int, TransferComplet
     return ended
 
 
-@IN_THREADS
 @pytest.mark.parametrize("first", Direction)
 def test_copies_with_a_common_block_run_one_after_the_other(
     copies: CopyFixture, first: Direction, monkeypatch: pytest.MonkeyPatch
@@ -114,7 +108,6 @@ def test_a_failed_copy_ends_once_and_the_next_is_done(copies: CopyFixture, fault
     assert copies.fixture.settle() == []
 
 
-@IN_THREADS
 def test_chunks_in_flight_are_bounded(copies: CopyFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     monkeypatch.setattr(reference, "_copy", lambda _: gate.wait(TIMEOUT))

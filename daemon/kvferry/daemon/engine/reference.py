@@ -1,8 +1,7 @@
 """The copy engine without a GPU: the CPU copies bytes in shared memory.
 
 It is the simplest engine that fulfils the interface. One thread per direction stands for a CUDA
-stream; it copies each fragment with one call. If nothing is in flight, a small chunk is copied by
-the caller. `Faults` delays chunks or lets them fail, for tests.
+stream; it copies each fragment with one call. `Faults` delays chunks or lets them fail, for tests.
 """
 
 from __future__ import annotations
@@ -40,9 +39,6 @@ from kvferry.shm.memfd import sealed_memfd
 CHUNK_BYTES = 8 << 20
 # Chunks in flight per direction, including the one that is being copied.
 MAX_CHUNKS = 8
-# A copy of at most this many bytes takes less time than passing it to another thread.
-AT_ONCE = 64 << 10
-_NONE = np.empty((0, 2), dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -76,24 +72,18 @@ class _Chunk:
 
 
 class ReferenceEngine:
-    """The engine of a machine without a GPU: it copies in shared memory.
-
-    at_once_bytes: see AT_ONCE.
-    """
+    """The engine of a machine without a GPU: it copies in shared memory."""
 
     info = DeviceInfo("cpu", "cpu", "host memory")
     numa_node: int | None = None
 
-    def __init__(self, faults: Faults | None = None, at_once_bytes: int = AT_ONCE) -> None:
-        self._at_once_bytes = at_once_bytes
+    def __init__(self, faults: Faults | None = None) -> None:
         self.faults = faults or Faults()
         self._owner = OwnerThread()
         self._pool = 0
         # Numbers of the chunks of each mapping.
         self._chunks: defaultdict[int, Iterator[int]] = defaultdict(lambda: count(1))
         self._in_flight = dict.fromkeys(Direction, 0)
-        # The newest chunk of each direction.
-        self._last = {d: _Chunk(d, _NONE, _NONE, False, done=True) for d in Direction}
         self._queues: dict[Direction, queue.SimpleQueue[_Chunk | None]] = {
             direction: queue.SimpleQueue() for direction in Direction
         }
@@ -170,15 +160,7 @@ class ReferenceEngine:
         fails = bool(every) and number % every == 0
         chunk = _Chunk(direction, gpu, host, fails, mapping.revoked)
         self._in_flight[direction] += 1
-        before, self._last[direction] = self._last[direction], chunk
-        if (
-            before.done
-            and not self.faults.stall
-            and mapping.layout.count_bytes((extent,)) <= self._at_once_bytes
-        ):
-            self._run_chunk(chunk)
-        else:
-            self._queues[direction].put(chunk)
+        self._queues[direction].put(chunk)
         return chunk
 
     def flush(self, direction: Direction, more: bool) -> None:
