@@ -33,10 +33,10 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.registration import OWN_SESSION
 from kvferry.daemon.device.report_queue import ReportQueue
+from kvferry.daemon.observability.event_log import EventLog
 from kvferry.daemon.transport.accept_gate import AcceptGate
 from kvferry.daemon.transport.action_owners import ActionOwners
 from kvferry.daemon.transport.fd_server import FdServer
-from kvferry.daemon.transport.observers import ClientLog
 from kvferry.daemon.transport.outbox import merge_results
 from kvferry.daemon.transport.sessions import Sessions
 from kvferry.daemon.transport.status import StatusAssembler
@@ -63,7 +63,7 @@ class Server:
         self,
         core: Core,
         endpoint: Endpoint,
-        client_log: ClientLog,
+        client_log: EventLog,
         reports: ReportQueue,
         owners: ActionOwners,
         status: StatusAssembler,

@@ -15,9 +15,9 @@ import zmq
 from kvferry.daemon.access.connections import Connections
 from kvferry.daemon.core.actions import CloseSession
 from kvferry.daemon.core.registration import OWN_SESSION
+from kvferry.daemon.observability.event_log import EventLog
 from kvferry.daemon.transport.accept_gate import AcceptGate
 from kvferry.daemon.transport.ingress import Frames, Ingress
-from kvferry.daemon.transport.observers import ClientLog
 from kvferry.daemon.transport.outbox import Outboxes
 from kvferry.daemon.transport.peers import Peer, Peers
 from kvferry.proto.codec import decode_client_message
@@ -51,7 +51,7 @@ class Sessions:
         socket: zmq.Socket[bytes],
         accept_gate: AcceptGate,
         connections: Connections,
-        client_log: ClientLog,
+        client_log: EventLog,
         owner: SessionOwner,
     ) -> None:
         self._log, self._owner = client_log, owner

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from kvferry.daemon.core.actions import CopyCalibrated, Pong, PoolRegistered
 from kvferry.daemon.core.core import Core
+from kvferry.daemon.observability.health import Health
 from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.daemon.tiers.tiering import Tiering
-from kvferry.daemon.transport.observers import HealthMonitor
 from kvferry.proto.status import (
     CopyStatus,
     DaemonStatus,
@@ -28,7 +28,7 @@ class StatusAssembler:
     def __init__(
         self,
         core: Core,
-        health: HealthMonitor,
+        health: Health,
         region_store: RegionStore,
         tiering: Tiering,
         clock: Callable[[], float] = time.monotonic,
