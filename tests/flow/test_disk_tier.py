@@ -217,7 +217,7 @@ def test_a_second_tier_has_what_the_first_has_not(start: Start, enter: Enter) ->
     engine = enter(
         start(
             tier_disk_write="off",
-            tier_custom="kvferry.daemon.tiers.memory_tier",
+            tier_custom="kvferry.testing.memory_tier",
             tier_custom_options="{ size = 16777216 }",
             tier_custom_write="write_through",
         ),
@@ -241,7 +241,7 @@ def test_keys_that_the_tier_has_evicted_are_written_again(start: Start, enter: E
     """If they are used in the pool."""
     daemon = start(
         disk=False,
-        tier_custom="kvferry.daemon.tiers.memory_tier",
+        tier_custom="kvferry.testing.memory_tier",
         tier_custom_options=f"{{ size = {16 * PAGE} }}",
         tier_custom_write="write_through",
     )

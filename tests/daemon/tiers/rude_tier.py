@@ -13,7 +13,7 @@ from typing import Any
 
 from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage
 from kvferry.daemon.tiers.block_memory import view_memory
-from kvferry.daemon.tiers.memory_tier import MemoryTier
+from kvferry.testing.memory_tier import MemoryTier
 
 
 def open_tier(options: Mapping[str, Any], _memory: HostMemory) -> RudeTier:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvferry.testing.tier_subjects import TierSetup
 
-DISK, MEMORY = "kvferry.daemon.tiers.disk", "kvferry.daemon.tiers.memory_tier"
+DISK, MEMORY = "kvferry.daemon.tiers.disk", "kvferry.testing.memory_tier"
 MOONCAKE = "kvferry.daemon.tiers.mooncake"
 
 

@@ -45,7 +45,7 @@ def test_a_tier_that_cannot_be_opened_is_explained(pool: PoolMemory) -> None:
 
 
 OWN_TIER = """
-from kvferry.daemon.tiers.memory_tier import MemoryTier
+from kvferry.testing.memory_tier import MemoryTier
 
 def open_tier(options, memory):
     return MemoryTier(options["size"])
