@@ -54,11 +54,9 @@ from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.daemon.reload import Reload
 from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor
-from kvferry.daemon.tiers.drop_markers import marker_directory
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
-from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles
-from kvferry.daemon.tiers.tiering import AttachedTier, Tiering, description_of
+from kvferry.daemon.tiers.tiering import Tiering, description_of, start_tiers
 from kvferry.daemon.transport.accept_gate import max_client_fd
 from kvferry.daemon.transport.action_owners import ActionOwners
 from kvferry.daemon.transport.server import Server
@@ -154,12 +152,9 @@ async def run(
             # First the processes: they must not inherit the sockets.
             checksums = ChecksumClient(pool.descriptors, pool.chunk_bytes, config.integrity.threads)
             pool_files = PoolFiles(pool.descriptors, pool.chunk_bytes, pool.nbytes)
-            tiers = [
-                AttachedTier(
-                    TierClient(tier, pool_files), marker_directory(tier, endpoint.directory)
-                )
-                for tier in config.tiers.used
-            ]
+            tiers = start_tiers(
+                config.tiers.used, pool_files, endpoint.directory, core.writes, reports.put_reports
+            )
             publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
             worker = DeviceWorker(engine, pool, reports.put_reports, shutdown.fail)
             scrub_rate = parse_bytes(config.integrity.scrub_rate)

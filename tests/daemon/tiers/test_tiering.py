@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from kvferry.daemon.config import CustomTierConfig
+from kvferry.daemon.core.actions import Report
 from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
     DropStore,
@@ -23,18 +24,21 @@ from kvferry.daemon.core.tier_actions import (
     StoreDroppedElsewhere,
     WriteJob,
 )
+from kvferry.daemon.core.writes import Writes
 from kvferry.daemon.tiers import drop_queue, tier_client, write_out
 from kvferry.daemon.tiers.drop_markers import add_marker, marked_stores
 from kvferry.daemon.tiers.messages import MAX_KEYS
-from kvferry.daemon.tiers.tiering import DropTimes
+from kvferry.daemon.tiers.tier_process import PoolFiles
+from kvferry.daemon.tiers.tiering import DropTimes, start_tiers
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
+    POOL_BYTES,
     PoolMemory,
     ProcessSubject,
     content_of,
     open_subject,
 )
-from support.tiering_fixture import BLOCK, OWNER, TieringFixture
+from support.tiering_fixture import BLOCK, OWNER, FakeWrites, TieringFixture
 from support.time_limits import TIMEOUT
 
 from .rude_fixtures import Rude
@@ -177,16 +181,22 @@ def test_a_dropped_store_is_reported_and_gone(disk: TieringFixture) -> None:
     disk.tiers[0].wait_until(lambda: not list(marked_stores(markers)))
 
 
-def test_a_drop_by_another_daemon_is_reported_and_done_in_the_other_tiers(
-    two: TieringFixture,
-) -> None:
+async def test_a_drop_in_a_shared_tier_is_reported(pool: PoolMemory, tmp_path: Path) -> None:
+    reports, core, config = list[Report](), FakeWrites(), CustomTierConfig(MEMORY, {"size": 4096})
+    files = PoolFiles(pool.files.descriptors, POOL_BYTES // 2, POOL_BYTES)
+    tiers = start_tiers([config, config], files, tmp_path, cast(Writes, core), reports.extend)
+    assert [tier.client.namespaces for tier in tiers] == [core.namespaces] * 2
+    tiers[1].client.dropped_elsewhere(NAMESPACE)
+    assert reports == [StoreDroppedElsewhere(1, NAMESPACE)]
+    for tier in tiers:
+        await tier.client._process.close()
+
+
+def test_a_drop_by_another_daemon_is_done_in_the_other_tiers(two: TieringFixture) -> None:
     two.start()
     for tier in two.tiers:
         tier.put([1])
-    two.tiers[1].client.dropped_elsewhere(NAMESPACE)
-    report = two.wait_for(StoreDroppedElsewhere)
-    assert report == StoreDroppedElsewhere(1, NAMESPACE)
-    two.perform(DropStore(4, NAMESPACE, report.tier))
+    two.perform(DropStore(4, NAMESPACE, dropped_by=1))
     assert two.wait_for(StoreDropped) == StoreDropped(4)
     assert two.find(1).tier_of == (1,)
 

@@ -65,15 +65,22 @@ log = structlog.get_logger()
 class TierClient:
     """Requests of at most MAX_KEYS keys to one tier. The process starts at once.
 
-    config: its section of the configuration.
+    config: its section of the configuration. namespaces: returns the namespaces in the pool, see
+    UsageRequest. dropped_elsewhere: called with a namespace that another daemon has dropped.
 
     counts: counters of TierStatus by field, since the start of the daemon.
     """
 
     def __init__(
-        self, config: TierConfig, pool: PoolFiles, times: TierTimes = DEFAULT_TIMES
+        self,
+        config: TierConfig,
+        pool: PoolFiles,
+        times: TierTimes = DEFAULT_TIMES,
+        namespaces: Callable[[], dict[str, str]] = dict,
+        dropped_elsewhere: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.config, self._times = config, times
+        self.namespaces, self.dropped_elsewhere = namespaces, dropped_elsewhere
         self.usage = TierUsage()
         self.counts = Counter[str]()
         # Why the process has ended; empty once it has started again.
@@ -81,10 +88,6 @@ class TierClient:
         self.breaker = CircuitBreaker(
             time.monotonic, times.first_off, times.longest_off, self.counts
         )
-        # Returns the namespaces in the pool, see UsageRequest.
-        self.namespaces: Callable[[], dict[str, str]] = dict
-        # Called with the name of a namespace that another daemon has dropped.
-        self.dropped_elsewhere: Callable[[str], None] = lambda _: None
         # Of each namespace its generation, as far as known; see tiers/__init__.py.
         self._generations: dict[str, int] = {}
         # The last lookup: a probe repeats it.

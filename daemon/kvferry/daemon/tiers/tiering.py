@@ -35,10 +35,12 @@ from kvferry.daemon.core.tier_actions import (
 from kvferry.daemon.core.writes import Writes
 from kvferry.daemon.processes import ProcessDied
 from kvferry.daemon.tiers.base import Result
+from kvferry.daemon.tiers.drop_markers import marker_directory
 from kvferry.daemon.tiers.drop_queue import DropQueue
 from kvferry.daemon.tiers.read_rate import ReadRate
 from kvferry.daemon.tiers.tier_blocks import TierBlocks
 from kvferry.daemon.tiers.tier_client import TierClient
+from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.tiers.write_check import WriteCheck
 from kvferry.daemon.tiers.write_out import COLDEST, WRITE_THROUGH, ChecksumsOf, WriteOut
 from kvferry.proto.status import TierStatus
@@ -81,6 +83,33 @@ class AttachedTier:
     promotion_seconds: float = 0.0
 
 
+def start_tiers(
+    tiers: Sequence[TierConfig],
+    pool: PoolFiles,
+    runtime_directory: Path,
+    writes: Writes,
+    report: Callable[[list[Report]], None],
+) -> list[AttachedTier]:
+    """Start the process of each tier. report: called with the drops of other daemons."""
+
+    def report_drop(place: int, store: str) -> None:
+        log.info("namespace dropped elsewhere", namespace=store)
+        report([StoreDroppedElsewhere(place, store)])
+
+    return [
+        AttachedTier(
+            TierClient(
+                tier,
+                pool,
+                namespaces=writes.namespaces,
+                dropped_elsewhere=partial(report_drop, place),
+            ),
+            marker_directory(tier, runtime_directory),
+        )
+        for place, tier in enumerate(tiers)
+    ]
+
+
 @dataclass(eq=False, slots=True)
 class _Search:
     """tier_of: of each key the fastest tier that has it so far. left: tiers without an answer."""
@@ -121,9 +150,6 @@ class Tiering:
             for place, each in enumerate(tiers)
             if each.client.config.write in COLDEST
         }
-        for place, tier in enumerate(tiers):
-            tier.client.dropped_elsewhere = partial(self._report_elsewhere, place)
-            tier.client.namespaces = writes.namespaces
 
     async def run(self) -> None:
         """Run all flows until cancelled. Raises their errors, in an exception group."""
@@ -184,10 +210,6 @@ class Tiering:
     def _report(self, report: Report) -> None:
         if not self._is_stopped:
             self._report_to_core([report])
-
-    def _report_elsewhere(self, tier: int, store: str) -> None:
-        log.info("namespace dropped elsewhere", namespace=store)
-        self._report(StoreDroppedElsewhere(tier, store))
 
     # Flows
 
