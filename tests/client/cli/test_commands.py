@@ -114,10 +114,7 @@ def test_a_missing_package_is_named(
         ("--json", "/proc/nowhere/file.json"),
         ("--json", "/proc/file.json"),
         ("--directory", "/tmp", "--device", "cpu"),
-        ("--directory", "/tmp", "--staging", "512MiB"),
-        ("--staging", "64MiB,128MiB"),
-        ("--staging", "much"),
-        ("--staging", "0"),
+        ("--sizes", "0"),
     ],
 )
 def test_wrong_usage_is_reported_before_anything_runs(
@@ -133,6 +130,6 @@ def test_wrong_usage_leaves_output_files_unchanged(tmp_path: Path) -> None:
     data, new = tmp_path / "bench.json", tmp_path / "new.json"
     data.write_text("{}")
     for path in (data, new):
-        assert kvferry("bench", "--json", path, "--staging", "0") == 2
+        assert kvferry("bench", "--json", path, "--sizes", "0") == 2
     assert data.read_text() == "{}"
     assert not new.exists()

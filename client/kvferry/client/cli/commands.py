@@ -86,12 +86,6 @@ def _parse_size(text: str) -> int:
     return nbytes
 
 
-def _check_size(text: str | None) -> str | None:
-    if text is not None:
-        _parse_size(text)
-    return text
-
-
 def _check_measurements(text: str) -> str:
     if unknown := set(text.split(",")) - {*MEASUREMENTS, "all"}:
         raise typer.BadParameter(
@@ -257,14 +251,6 @@ def bench(
             metavar="NUMBER",
         ),
     ] = None,
-    staging: Annotated[
-        str | None,
-        typer.Option(
-            help="copy.staging of the daemon that the bench starts, at least 64MiB.",
-            callback=_check_size,
-            metavar="SIZE",
-        ),
-    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, bytes and repetitions.")] = (
         False
     ),
@@ -288,11 +274,8 @@ def bench(
     """
     if directory is not None and device != "auto":
         raise typer.BadParameter("--device and --directory exclude each other; leave one out")
-    if directory is not None and staging is not None:
-        raise typer.BadParameter("--staging and --directory exclude each other; leave one out")
     measurements = set(what.split(","))
     from kvferry.client.cli.bench import Plan, report, run_plan
-    from kvferry.client.cli.bench.rig import device_of
 
     plan = Plan(
         device,
@@ -302,11 +285,8 @@ def bench(
         reps,
         quick,
         frozenset(MEASUREMENTS if "all" in measurements else measurements),
-        None if staging is None else _parse_size(staging),
     )
     console = Console(stderr=True)
-    if staging is not None and device_of(plan) == "cpu":
-        console.print("--staging has no effect on the CPU")
     results = run_plan(plan, context.obj or [], console)
     report.print_results(results, Console(highlight=False))
     if json is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,9 +25,7 @@ from kvferry.client.cli.bench.bench_results import (
     Results,
     direct_thresholds,
 )
-from kvferry.client.cli.bench.plan import Plan
-from kvferry.client.cli.bench.rig import start_daemon
-from kvferry.proto.errors import Code, Failed
+from kvferry.proto.errors import Failed
 from kvferry.proto.status import CalibrationPoint, CopyStatus
 
 DIRECTIONS = {"store", "load", "both"}
@@ -93,26 +90,6 @@ def test_bench_prints_the_thresholds_of_direct_copies(
     about = About(*machine, 1 << 30, 5, direct_thresholds(found))
     report.print_results(Results(about), Console(width=80))
     assert line in capsys.readouterr().out.replace("\n", " ")
-
-
-@pytest.mark.parametrize("options", [(), ("--staging", "512MiB")])
-def test_bench_starts_its_daemon_with_the_given_staging(
-    options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    plans = list[Plan]()
-
-    def record_plan(plan: Plan, *_: object) -> None:
-        plans.append(plan)
-        raise Failed(Code.COPY_FAILED, "recorded")
-
-    monkeypatch.setattr(import_module("kvferry.client.cli.bench"), "run_plan", record_plan)
-    assert kvferry("bench", "--device", "cpu", *options) == 1
-    error = capsys.readouterr().err
-    assert "recorded" in error
-    assert ("--staging has no effect" in error) == bool(options)
-    with start_daemon(plans[0], pool_bytes=16 << 20) as daemon:
-        assert ("--copy-staging" in daemon.command) == bool(options)
-        assert (str(512 << 20) in daemon.command) == bool(options)
 
 
 def test_every_table_is_80_columns_wide(capsys: Captured) -> None:

@@ -22,7 +22,7 @@ class Plan:
 
     nbytes: bytes per direction of one copy. directory: of a running daemon, or None.
 
-    sizes, reps, staging_bytes: as given, or None for the defaults.
+    sizes, reps: as given, or None for the defaults.
     """
 
     device: str
@@ -32,7 +32,6 @@ class Plan:
     reps: int | None
     quick: bool
     what: frozenset[str] = frozenset({"bandwidth", "latency"})
-    staging_bytes: int | None = None
 
     def pick(self, given: T | None, usual: T, quick: T) -> T:
         return given if given is not None else quick if self.quick else usual

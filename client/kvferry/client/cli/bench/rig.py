@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -51,21 +50,13 @@ class BenchRig:
 def open_rig(plan: Plan) -> Iterator[BenchRig]:
     with contextlib.ExitStack() as stack:
         if plan.directory is None:
-            daemon = start_daemon(plan, plan.rig_pool_bytes)
+            daemon = LocalDaemon(device_of(plan), pool_bytes=plan.rig_pool_bytes)
             directory = stack.enter_context(daemon).directory
         else:
             directory = locate_daemon(plan.directory)
         status = wait_pool_registered(directory)
         _check_room(status, plan.rig_pool_bytes)
         yield BenchRig(directory, status, plan.half_bytes)
-
-
-def start_daemon(plan: Plan, pool_bytes: int) -> LocalDaemon:
-    """A daemon on the plan's device, with its staging."""
-    options: dict[str, Any] = {}
-    if plan.staging_bytes is not None:
-        options["copy_staging"] = plan.staging_bytes
-    return LocalDaemon(device_of(plan), pool_bytes=pool_bytes, **options)
 
 
 def device_of(plan: Plan) -> str:
