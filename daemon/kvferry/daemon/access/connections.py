@@ -86,7 +86,6 @@ class Connections:
         self._live = Counter[int]()
         self._buckets: dict[int, TokenBucket] = {}
         self._bucket = TokenBucket(all_users, clock())
-        self.refused = 0
 
     def add_connection(self, descriptor: int) -> None:
         """Count an accepted connection, and shut it down if it exceeds a quota.
@@ -119,7 +118,6 @@ class Connections:
         bucket = self._bucket_of(uid, now)
         enough = bucket.refill_tokens(now) >= 1 and self._bucket.refill_tokens(now) >= 1
         if self._over(uid) or not enough:
-            self.refused += 1
             return Decision.LATER
         bucket.take_token()
         self._bucket.take_token()
