@@ -102,15 +102,6 @@ def test_a_load_planned_before_its_store_failed_is_not_copied(
     assert not queues.failed_stores
 
 
-def test_a_chunk_that_cannot_be_submitted_fails_only_its_plan(
-    fixture: WorkerFixture, stub: StubEngine
-) -> None:
-    fixture.map()
-    stub.refusals.append(ERROR)
-    failing, other = fixture.start(STORE, [0]), fixture.start(STORE, [1])
-    assert finish_all(fixture, stub) == [failed(failing), done(other)]
-
-
 def test_a_later_chunk_that_cannot_be_submitted_fails_the_plan_once(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:

@@ -120,23 +120,6 @@ def test_an_empty_transfer_is_done_at_once(fixture: WorkerFixture, stub: StubEng
     assert take_submitted(stub) == []
 
 
-def test_an_empty_transfer_ends_in_order(fixture: WorkerFixture, stub: StubEngine) -> None:
-    fixture.map()
-    first, empty = fixture.start(STORE, [0]), fixture.start(STORE, [])
-    assert serials(fixture.settle()) == []
-    assert serials(finish_all(fixture, stub)) == [first, empty]
-
-
-def test_a_plan_that_fails_at_once_ends_after_those_submitted_before(
-    fixture: WorkerFixture, stub: StubEngine
-) -> None:
-    fixture.map()
-    stub.refusals += [None, ERROR]
-    first, failing = fixture.start(STORE, [0]), fixture.start(STORE, [1])
-    assert serials(fixture.settle()) == []
-    assert serials(finish_all(fixture, stub)) == [first, failing]
-
-
 def test_results_behind_a_cancelled_transfer_are_reported_after_it(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
