@@ -19,7 +19,6 @@ from kvferry.proto.messages import (
     Hello,
     StatusReport,
     StatusRequest,
-    Welcome,
 )
 from kvferry.testing.engine import SmallEngine, StartSmallEngine
 from kvferry.testing.plugin import StartKvferryd
@@ -87,19 +86,6 @@ def test_a_message_too_large(beside: SmallEngine) -> None:
 def test_no_large_message_is_decoded_before_hello(beside: SmallEngine) -> None:
     with RawClient(beside.directory) as raw:
         assert refusal_of(raw, bytes(1 << 20)) == Code.NO_SESSION
-
-
-@pytest.mark.parametrize("versions", [(PROTOCOL + 1, PROTOCOL + 5), (0, PROTOCOL - 1), (9, 0)])
-def test_another_protocol_version_is_refused(
-    beside: SmallEngine, versions: tuple[int, int]
-) -> None:
-    with RawClient(beside.directory) as raw:
-        answer = raw.ask(Hello(*versions, "newer", "other"), Error)
-        assert answer.error.code == Code.PROTOCOL_VERSION
-        assert str(PROTOCOL) in answer.error.message
-        assert answer.boot_id == beside.client.daemon.boot_id
-        raw.ask(Hello(0, 99, "supports both", "other"), Welcome)
-        assert beside.client.status().errors == {Code.PROTOCOL_VERSION: 1}
 
 
 def test_unexpected_messages_are_refused(beside: SmallEngine) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvferry.client import Code, Gone, LocalDaemon, OffloadClient, Refused, shared_empty
-from kvferry.proto.memory import CudaAllocation, FdAllocation, Location
+from kvferry.proto.memory import FdAllocation, Location
 from kvferry.proto.messages import Error, Registered, RegisterKVCaches
 from kvferry.testing.engine import SmallEngine, StartSmallEngine
 from kvferry.testing.plugin import StartKvferryd
@@ -89,14 +89,6 @@ def test_after_a_refused_registration_the_same_session_may_register(
     assert raw.result(1).outcome == "done"
 
 
-def test_memory_smaller_than_registered(raw: RawClient) -> None:
-    descriptor = memfd(448)
-    (handle,) = raw.deposit(descriptor)
-    os.close(descriptor)
-    assert refusal_of(raw, allocations=(FdAllocation(handle, 512),)) == Code.BAD_LAYOUT
-    assert refusal_of(raw, allocations=(FdAllocation(handle, 512),)) == Code.UNKNOWN_HANDLE
-
-
 def test_handles_of_another_session(raw: RawClient, beside: SmallEngine) -> None:
     with RawClient(beside.directory, "thief") as thief:
         descriptor = memfd()
@@ -109,11 +101,6 @@ def test_handles_of_another_session(raw: RawClient, beside: SmallEngine) -> None
         assert refused.value.code == Code.UNKNOWN_HANDLE
         with pytest.raises(Gone):  # as for a session of an earlier daemon
             collect(beside.directory, "unknown", handle, 5)
-
-
-def test_cuda_memory_at_a_cpu_daemon(raw: RawClient) -> None:
-    cuda = (CudaAllocation("GPU-0", bytes(64), 512),)
-    assert refusal_of(raw, allocations=cuda) == Code.DEVICE_MISMATCH
 
 
 @pytest.mark.parametrize("what", [".", "pipe", "pyproject.toml", "internet", "unix"])
@@ -141,13 +128,6 @@ def test_descriptors_of_another_device(raw: RawClient) -> None:
     as_timeline = refusal_of(raw, timeline=timeline)
     assert as_tensor in (Code.BAD_LAYOUT, Code.MAP_FAILED, Code.NOT_SHAREABLE)
     assert as_timeline in (Code.NOT_SHAREABLE, Code.MAP_FAILED)
-
-
-def test_a_timeline_that_could_shrink(raw: RawClient) -> None:
-    descriptor = memfd(4096, os.MFD_ALLOW_SEALING)
-    (handle,) = raw.deposit(descriptor)
-    os.close(descriptor)
-    assert refusal_of(raw, timeline=handle) == Code.NOT_SHAREABLE
 
 
 def test_a_client_that_registers_twice(beside: SmallEngine) -> None:
