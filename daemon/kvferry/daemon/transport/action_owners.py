@@ -5,6 +5,7 @@ The server passes actions and ended reports here. Event loop only; nothing here 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from kvferry.daemon.core.actions import (
@@ -22,6 +23,7 @@ from kvferry.daemon.core.actions import (
     StartTransfer,
     TransferCompleted,
 )
+from kvferry.daemon.core.cache.deferred_free import FreedInSteps
 from kvferry.daemon.core.tier_actions import (
     DropStore,
     FetchBlocks,
@@ -30,7 +32,6 @@ from kvferry.daemon.core.tier_actions import (
     fetch_serial,
 )
 from kvferry.daemon.device.device_worker import Command, DeviceWorker
-from kvferry.daemon.memory.free_in_steps import free_in_steps
 from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
 from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.daemon.tiers.tiering import Tiering
@@ -88,9 +89,14 @@ class ActionOwners:
             case FindKeys() | DropStore():
                 self._tiering.perform(action)
             case FreeDeferred(deferred):
-                free_in_steps(deferred)
+                self._free_in_steps(deferred)
             case command:
                 self._worker.post_command(command)
+
+    def _free_in_steps(self, deferred: FreedInSteps) -> None:
+        """Free some entries now and the rest in later turns of the loop, between other work."""
+        if deferred.free_some():
+            asyncio.get_running_loop().call_soon(self._free_in_steps, deferred)
 
     def post_command(self, command: Command) -> None:
         """Pass a command to the device worker."""
