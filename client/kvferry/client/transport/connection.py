@@ -11,7 +11,6 @@ together with it, it waits forever. So a finalizer keeps the sockets, and closes
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import select
@@ -44,18 +43,8 @@ RECEIVED_MESSAGES = 256
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
 _monitors = count()
-_libc = ctypes.CDLL(None)
-
-
-class _PollFd(ctypes.Structure):
-    """Argument of ppoll, which is called through ctypes: Python's poll and epoll wait for whole
-    milliseconds, and its select accepts no descriptor above 1,023."""
-
-    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
-
-
-class _TimeSpec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+# Longest sleep in seconds: poll() takes the milliseconds as an int.
+MAX_SLEEP = 1e6
 
 
 class Connection:
@@ -72,7 +61,6 @@ class Connection:
         self._context = zmq.Context(io_threads=1)
         self._context.setsockopt(zmq.LINGER, 0)
         self._sockets: list[zmq.Socket[bytes]] = []
-        self._pollfds = (_PollFd * 2)()
         # Not at exit: another thread may still use the sockets, and the process ends anyway.
         weakref.finalize(self, _close_context, self._context, self._sockets).atexit = False
         self._open_socket()
@@ -91,8 +79,9 @@ class Connection:
         self.monitor = self.socket.get_monitor_socket(_EVENTS, address)
         self._sockets.append(self.monitor)
         self.socket.connect(f"ipc://{self.directory / 'kvferry.sock'}")
-        for index, socket in enumerate((self.socket, self.monitor)):
-            self._pollfds[index] = _PollFd(cast(int, socket.get(zmq.FD)), select.POLLIN)
+        self._poller = select.poll()
+        for descriptor in self.filenos():
+            self._poller.register(descriptor, select.POLLIN)
 
     def reopen(self) -> None:
         """Replace the socket by a new one. Queued messages are dropped.
@@ -143,16 +132,13 @@ class Connection:
     def wait_readable(self, seconds: float) -> None:
         """Sleep until a message may have arrived, or the daemon has disconnected, or the timeout.
 
-        The sockets' descriptors are edge-triggered, so their events are read first. A signal ends
-        the wait.
+        The sockets' descriptors are edge-triggered, so their events are read first.
         """
         if self.closed or any(
             cast(int, socket.get(zmq.EVENTS)) & POLLIN for socket in (self.socket, self.monitor)
         ):
             return
-        whole = int(seconds)
-        timeout = _TimeSpec(whole, int((seconds - whole) * 1e9))
-        _libc.ppoll(self._pollfds, len(self._pollfds), ctypes.byref(timeout), None)
+        self._poller.poll(1e3 * min(seconds, MAX_SLEEP))
 
     def filenos(self) -> tuple[int, ...]:
         """Descriptors that become readable when a message or a disconnect may have arrived."""
