@@ -14,10 +14,6 @@ from typing import NamedTuple, Protocol
 import msgspec
 import xxhash
 
-# Up to this size one call is cheaper than a streaming hash. Above it only a streaming hash releases
-# the GIL in every version of xxhash.
-ONE_CALL_BYTES = 64 << 10
-
 
 class Result(IntEnum):
     """What became of one key."""
@@ -124,10 +120,8 @@ class HostMemory(Protocol):
 
 def block_checksum(key: bytes, data: memoryview) -> int:
     """The XXH3 checksum of a block's bytes, seeded with its key: the one in the block table."""
-    seed = xxhash.xxh3_64_intdigest(key)
-    if data.nbytes <= ONE_CALL_BYTES:
-        return xxhash.xxh3_64_intdigest(data, seed)
-    digest = xxhash.xxh3_64(seed=seed)
+    # Releases the GIL in all versions of xxhash.
+    digest = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(key))
     digest.update(data)
     return digest.intdigest()
 
