@@ -77,7 +77,7 @@ class IngressFixture:
     # MessageHandler
 
     def receive_message(self, identity: bytes, peer: Peer | None, frames: Frames) -> None:
-        data = b"".join(f if isinstance(f, bytes) else f.bytes for f in frames)
+        data = b"".join(frame.bytes for frame in frames)
         (self.events if peer is not None else self.unknown).append(data)
         self.now += self.costs.get(data, 1e-5)
         self.on_receive(data)
@@ -221,26 +221,6 @@ async def test_waiting_messages_of_a_disconnected_client_are_dropped(
     await asyncio.sleep(0.01)
     assert (fixture.received(), fixture.unknown) == ([b"more", b"it died"], [])
     assert (fixture.ingress._count, fixture.ingress._nbytes) == (0, 0)
-
-
-async def test_a_second_hello_behind_a_goodbye_is_read_with_its_credentials(
-    fixture: IngressFixture,
-) -> None:
-    """The ingress reads the second hello while its sender is still a peer."""
-    client, kinds = fixture.client(), list[type]()
-
-    def receive(identity: bytes, peer: Peer | None, frames: Frames) -> None:
-        kinds.append(type(frames[0]))
-        if peer is not None:
-            fixture.peers.remove_peer(peer.session)
-
-    fixture.receive_message = receive  # type: ignore[method-assign]
-    for data in (b"goodbye", b"hello"):
-        client.send(data)
-    fixture.ingress.start()
-    await fixture.until(lambda: len(kinds) == 2)
-    assert kinds == [bytes, zmq.Frame]
-    assert not fixture.ingress._queues
 
 
 async def test_messages_are_received_before_the_end_of_their_connection(

@@ -38,7 +38,7 @@ READ_BEFORE_CLOSE = 1280
 # A plain int: arithmetic on zmq's flags takes longer than reading the socket option.
 POLLIN = int(zmq.POLLIN)
 
-Frames: TypeAlias = "list[bytes | zmq.Frame]"
+Frames: TypeAlias = list[zmq.Frame]
 
 
 class MessageHandler(Protocol):
@@ -172,18 +172,13 @@ class Ingress:
         return True
 
     def _enqueue(self, identity: bytes) -> None:
-        """Read the rest of a message and queue it.
-
-        Reading a copy costs less than a Frame, but only a Frame has the credentials that a Hello
-        needs: from connections without a session, and from peers whose Goodbye may be queued.
-        """
+        """Read the rest of a message and queue it, with the credentials that a Frame has."""
         queue = self._queues.get(identity)
         if queue is None:
             queue = self._queues[identity] = IncomingQueue(identity, self._served)
         frames: Frames = []
-        copy = not queue.messages and identity in self._peers.by_identity
         while self._socket.get(zmq.RCVMORE):
-            frames.append(self._socket.recv(zmq.NOBLOCK, copy=copy))
+            frames.append(self._socket.recv(zmq.NOBLOCK, copy=False))
         if not queue.messages:
             queue.used = max(queue.used, self._served)
             heapq.heappush(self._waiting, queue)

@@ -99,7 +99,7 @@ class Sessions:
             message = _decode(frames, in_session=peer is not None)
             if peer is not None:
                 self._owner.handle_message(peer.session, message)
-            elif isinstance(message, Hello) and isinstance(frames[0], zmq.Frame):
+            elif isinstance(message, Hello):
                 self._open_session(identity, frames[0], message)
             else:
                 kind = type(message).__name__
@@ -147,4 +147,4 @@ def _decode(frames: Frames, *, in_session: bool) -> ClientMessage:
     if not in_session and len(frame) > MAX_HELLO_BYTES:
         text = f"a message of {len(frame)} bytes was received before Hello; send Hello first"
         raise Refused(Code.NO_SESSION, text, len(frame))
-    return decode_client_message(frame if isinstance(frame, bytes) else frame.buffer)
+    return decode_client_message(frame.buffer)
