@@ -10,13 +10,11 @@ the content that belongs to its id.
 
 from __future__ import annotations
 
-import gzip
-import json
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -48,12 +46,6 @@ MULTIPLIER = np.int64(0x9E3779B97F4A7C15 - (1 << 64))
 
 # Yields when it has to wait. `next` continues it.
 Steps: TypeAlias = Generator[None, None, Any]
-
-
-def read_trace(path: Path, requests: int | None = None) -> list[list[int]]:
-    """The block ids of each request, in order."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        return [json.loads(line)["hash_ids"] for line in islice(lines, requests)]
 
 
 @dataclass
