@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from functools import lru_cache
 
 PAGE = mmap.PAGESIZE
 
 
-@lru_cache(maxsize=64)
-def _array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    return ctypes.c_char * nbytes
-
-
 def view_memory(address: int, nbytes: int) -> memoryview:
     """A writable view of memory that must stay mapped as long as the view is used."""
-    return memoryview(_array_type(nbytes).from_address(address)).cast("B")
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 class BounceBuffer:
@@ -27,8 +21,3 @@ class BounceBuffer:
         self.nbytes = len(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.view = memoryview(self._map)
-
-
-def copy_memory(to: int, source: int, nbytes: int) -> None:
-    """Copy bytes between addresses. Releases the GIL."""
-    ctypes.memmove(to, source, nbytes)

@@ -7,6 +7,7 @@ calls release the GIL. Any thread.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import struct
@@ -16,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvferry.daemon.tiers.block_memory import PAGE, BounceBuffer, copy_memory, view_memory
+from kvferry.daemon.tiers.block_memory import PAGE, BounceBuffer, view_memory
 
 # The last character is the version of the format.
 _MAGIC = b"kvfslot1"
@@ -106,7 +107,7 @@ class SlabFile:
             parts = [buffer.view[:PAGE], view_memory(address, nbytes)]
             expected = PAGE + nbytes
         else:
-            copy_memory(buffer.address + PAGE, address, nbytes)
+            ctypes.memmove(buffer.address + PAGE, address, nbytes)
             parts, expected = [buffer.view[: self.slot_bytes]], self.slot_bytes
         self.written = True
         written = os.pwritev(self._descriptor, parts, at)
@@ -127,7 +128,7 @@ class SlabFile:
         if os.preadv(self._descriptor, parts, at) < PAGE + nbytes:
             raise SlabTruncatedError(self.path)
         if len(parts) == 1:
-            copy_memory(address, buffer.address + PAGE, nbytes)
+            ctypes.memmove(address, buffer.address + PAGE, nbytes)
         return decode_header(buffer.view)
 
     def read_header(self, slot: int) -> SlotHeader | None:
