@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from kvferry.daemon.config import CustomTierConfig, DiskTierConfig
+from kvferry.daemon.core.tier_actions import MAX_TIER_KEYS
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.messages import (
-    MAX_KEYS,
     ContainsRequest,
     DropRequest,
     UsageRequest,
@@ -364,18 +364,12 @@ def test_it_is_closed_cleanly_while_it_writes(disk: ProcessSubject) -> None:
     assert child.wait(TIMEOUT) == 0
 
 
-@pytest.mark.parametrize("count", [0, MAX_KEYS + 1])
-def test_requests_are_bounded(disk: ProcessSubject, count: int) -> None:
-    with pytest.raises(ValueError, match="keys in one request"):
-        disk.contains(range(count))
-
-
 def test_the_largest_requests_fit(disk: ProcessSubject) -> None:
-    keys = [bytes(60) + n.to_bytes(4, "big") for n in range(MAX_KEYS)]
-    blocks = TierBlocks(NAMESPACE, keys, np.zeros(MAX_KEYS, np.int64), BLOCK)
+    keys = [bytes(60) + n.to_bytes(4, "big") for n in range(MAX_TIER_KEYS)]
+    blocks = TierBlocks(NAMESPACE, keys, np.zeros(MAX_TIER_KEYS, np.int64), BLOCK)
     fetches = [disk.begin_fetch(blocks, 30.0) for _ in range(8)]
     disk.wait_until(lambda: all(fetch.results for fetch in fetches))
-    assert all(fetch.results == [MISS] * MAX_KEYS for fetch in fetches)
+    assert all(fetch.results == [MISS] * MAX_TIER_KEYS for fetch in fetches)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a tmpfs")

@@ -17,6 +17,7 @@ import pytest
 from kvferry.daemon.config import CustomTierConfig
 from kvferry.daemon.core.actions import Report
 from kvferry.daemon.core.tier_actions import (
+    MAX_TIER_KEYS,
     BlocksFetched,
     DropStore,
     FetchReleased,
@@ -27,7 +28,6 @@ from kvferry.daemon.core.tier_actions import (
 from kvferry.daemon.core.writes import Writes
 from kvferry.daemon.tiers import drop_queue, tier_client, write_out
 from kvferry.daemon.tiers.drop_markers import add_marker, marked_stores
-from kvferry.daemon.tiers.messages import MAX_KEYS
 from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.tiers.tiering import DropTimes, start_tiers
 from kvferry.testing.tier_subjects import (
@@ -90,10 +90,10 @@ def test_the_fastest_tier_that_has_a_key_is_reported(two: TieringFixture) -> Non
 def test_the_keys_that_a_tier_has_and_has_not_are_counted(memory: TieringFixture) -> None:
     memory.start()
     memory.tiers[0].put([5])
-    found = memory.find(*range(MAX_KEYS))
+    found = memory.find(*range(MAX_TIER_KEYS))
     assert [n for n, tier in enumerate(found.tier_of) if tier == 0] == [5]
     (status,) = memory.tiering.status({})
-    assert (status.hits, status.misses) == (1, MAX_KEYS - 1)
+    assert (status.hits, status.misses) == (1, MAX_TIER_KEYS - 1)
 
 
 def test_fetched_blocks_are_reported_and_then_released(memory: TieringFixture) -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.core.records import RegionOwner
 
-# Keys of one FindKeys, FetchBlocks or WriteJob: what a tier accepts in one request.
+# Keys of one FindKeys, FetchBlocks or WriteJob: with the longest keys, a request to the
+# process of a tier fits a datagram.
 MAX_TIER_KEYS = 1024
 
 

@@ -1,6 +1,7 @@
 """What the daemon and the process of a tier send each other, as payloads of daemon_connection.py.
 
-Requests are answered in any order. Lists of numbers travel as the bytes of an array.
+A request has 1 to MAX_TIER_KEYS keys. Requests are answered in any order. Lists of numbers travel
+as the bytes of an array.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import msgspec
 
 from kvferry.daemon.tiers.base import TierUsage
 
-# Keys in a request: with the longest ones it fits a datagram.
-MAX_KEYS = 1024
 # In the answer to a lookup that failed.
 FAILED = 2
 

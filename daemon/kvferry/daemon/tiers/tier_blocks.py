@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvferry.daemon.core.layout import Int64s
-from kvferry.daemon.tiers.messages import MAX_KEYS
 
 Checksums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 
@@ -28,12 +27,5 @@ class TierBlocks:
     model: str = ""
 
     def fields(self) -> tuple[str, Sequence[bytes], bytes, int]:
-        """As a FetchRequest and a PutRequest have them. Raises ValueError for too many keys."""
-        check_count(self.keys)
+        """As a FetchRequest and a PutRequest have them."""
         return self.namespace, self.keys, self.offsets.astype(np.int64).tobytes(), self.nbytes
-
-
-def check_count(keys: Sequence[bytes]) -> None:
-    """Raise ValueError unless one request may have these keys."""
-    if not 0 < len(keys) <= MAX_KEYS:
-        raise ValueError(f"{len(keys)} keys in one request; give 1 to {MAX_KEYS}")

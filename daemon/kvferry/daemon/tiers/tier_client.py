@@ -39,7 +39,7 @@ from kvferry.daemon.tiers.messages import (
     decode_usage,
     encode,
 )
-from kvferry.daemon.tiers.tier_blocks import Checksums, TierBlocks, check_count
+from kvferry.daemon.tiers.tier_blocks import Checksums, TierBlocks
 from kvferry.daemon.tiers.tier_process import DEFAULT_TIMES, PoolFiles, TierTimes, tier_program
 
 # Seconds for a put and a drop: nobody waits for them, but one that takes longer shows a dead tier.
@@ -63,7 +63,7 @@ log = structlog.get_logger()
 
 
 class TierClient:
-    """Requests of at most MAX_KEYS keys to one tier. The process starts at once.
+    """Requests of at most MAX_TIER_KEYS keys to one tier. The process starts at once.
 
     config: its section of the configuration. namespaces: returns the namespaces in the pool, see
     UsageRequest. dropped_elsewhere: called with a namespace that another daemon has dropped.
@@ -141,7 +141,6 @@ class TierClient:
 
     async def contains(self, namespace: str, keys: Sequence[bytes], seconds: float) -> Results:
         """Find out which keys the tier has: OK, MISS or ERROR, or LATE after `seconds`."""
-        check_count(keys)
         self._last_lookup = namespace, keys
         if not self.is_prompt:
             return [Result.MISS] * len(keys)
