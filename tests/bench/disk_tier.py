@@ -28,7 +28,7 @@ from kvferry.daemon.config import CustomTierConfig
 from kvferry.daemon.memory.shared_memory import MappedFiles
 from kvferry.daemon.tiers.base import Result, block_checksum
 from kvferry.daemon.tiers.block_memory import view_memory
-from kvferry.daemon.tiers.tier_blocks import TierBlocks
+from kvferry.daemon.tiers.messages import TierBlocks
 from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles
 
@@ -87,13 +87,15 @@ class Bench:
     def batch(self, first: int) -> TierBlocks:
         keys = [n.to_bytes(16, "big") for n in range(first, min(first + BATCH, self.blocks))]
         places = [(first + n) % self.in_pool for n in range(len(keys))]
-        return TierBlocks("bench", keys, np.array(places) * self.block_bytes, self.block_bytes)
+        offsets = np.array(places, np.int64) * self.block_bytes
+        return TierBlocks("bench", keys, offsets.tobytes(), self.block_bytes)
 
     def checksums(self, blocks: TierBlocks) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        offsets = np.frombuffer(blocks.offsets, np.int64).tolist()
         return np.array(
             [
                 block_checksum(key, view_memory(self.pool.address + at, self.block_bytes))
-                for key, at in zip(blocks.keys, blocks.offsets.tolist(), strict=True)
+                for key, at in zip(blocks.keys, offsets, strict=True)
             ],
             np.uint64,
         )

@@ -31,10 +31,10 @@ from kvferry.daemon.config import CustomTierConfig
 from kvferry.daemon.memory.shared_memory import MappedFiles
 from kvferry.daemon.tiers.base import HostMemory, Result, block_checksum
 from kvferry.daemon.tiers.block_memory import view_memory
+from kvferry.daemon.tiers.messages import TierBlocks
 from kvferry.daemon.tiers.mooncake.store_client import StoreClient
 from kvferry.daemon.tiers.mooncake.tier import MooncakeTier
 from kvferry.daemon.tiers.mooncake.trailer import TRAILER_BYTES, ThreadTrailers
-from kvferry.daemon.tiers.tier_blocks import TierBlocks
 from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.tiers.tier_worker import NICER
@@ -148,7 +148,7 @@ class ThroughTier:
             for first in starts:
                 keys = self.keys[first : first + count]
                 offsets = np.arange(first, first + len(keys)) * self.block_bytes
-                blocks = TierBlocks(namespace, keys, offsets, self.block_bytes)
+                blocks = TierBlocks(namespace, keys, offsets.tobytes(), self.block_bytes)
                 if write:
                     call = self.client.put(blocks, self.sums[first:][: len(keys)])
                 else:

@@ -21,10 +21,10 @@ from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.messages import (
     ContainsRequest,
     DropRequest,
+    TierBlocks,
     UsageRequest,
     decode_request,
 )
-from kvferry.daemon.tiers.tier_blocks import TierBlocks
 from kvferry.daemon.tiers.tier_process import TierTimes
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
@@ -366,7 +366,7 @@ def test_it_is_closed_cleanly_while_it_writes(disk: ProcessSubject) -> None:
 
 def test_the_largest_requests_fit(disk: ProcessSubject) -> None:
     keys = [bytes(60) + n.to_bytes(4, "big") for n in range(MAX_TIER_KEYS)]
-    blocks = TierBlocks(NAMESPACE, keys, np.zeros(MAX_TIER_KEYS, np.int64), BLOCK)
+    blocks = TierBlocks(NAMESPACE, keys, bytes(8 * MAX_TIER_KEYS), BLOCK)
     fetches = [disk.begin_fetch(blocks, 30.0) for _ in range(8)]
     disk.wait_until(lambda: all(fetch.results for fetch in fetches))
     assert all(fetch.results == [MISS] * MAX_TIER_KEYS for fetch in fetches)

@@ -18,7 +18,7 @@ from kvferry.daemon.memory.shared_memory import MappedFiles
 from kvferry.daemon.processes import ProcessDied
 from kvferry.daemon.tiers.base import Blocks, Result, Tier, TierUsage, block_checksum
 from kvferry.daemon.tiers.block_memory import view_memory
-from kvferry.daemon.tiers.tier_blocks import TierBlocks
+from kvferry.daemon.tiers.messages import TierBlocks
 from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import DEFAULT_TIMES, PoolFiles, TierTimes
 
@@ -281,7 +281,7 @@ class ProcessSubject(Subject):
         offsets = np.array(
             [self.pool.offset(block_number) for block_number in block_numbers], np.int64
         )
-        return TierBlocks(namespace, keys, offsets, self.pool.block_bytes)
+        return TierBlocks(namespace, keys, offsets.tobytes(), self.pool.block_bytes)
 
     def _put(
         self, namespace: str, keys: list[bytes], block_numbers: Sequence[int], checksums: list[int]

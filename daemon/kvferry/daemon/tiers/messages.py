@@ -31,6 +31,17 @@ class TierArguments(msgspec.Struct, frozen=True):
     options: dict[str, Any]
 
 
+class TierBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """Host blocks of one namespace. offsets: int64, of each block in the pool. nbytes: of each
+    block. model: see Blocks."""
+
+    namespace: str
+    keys: Sequence[bytes]
+    offsets: bytes
+    nbytes: int
+    model: str = ""
+
+
 class _Tagged(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A message that begins with the name of its class."""
 
@@ -44,28 +55,18 @@ class ContainsRequest(_Tagged, frozen=True):
 
 
 class FetchRequest(_Tagged, frozen=True):
-    """offsets: int64, of each block in the pool. deadline: time.monotonic() in seconds."""
+    """deadline: time.monotonic() in seconds."""
 
-    namespace: str
-    keys: Sequence[bytes]
-    offsets: bytes
-    block_bytes: int
+    blocks: TierBlocks
     deadline: float
 
 
 class PutRequest(_Tagged, frozen=True):
-    """offsets: int64, of each block in the pool. checksums: uint64.
+    """checksums: uint64. generation: see Blocks."""
 
-    generation, model: see Blocks.
-    """
-
-    namespace: str
-    keys: Sequence[bytes]
-    offsets: bytes
-    block_bytes: int
+    blocks: TierBlocks
     checksums: bytes
     generation: int
-    model: str = ""
 
 
 class DropRequest(_Tagged, frozen=True):

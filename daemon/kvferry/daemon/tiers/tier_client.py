@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import structlog
@@ -33,13 +33,13 @@ from kvferry.daemon.tiers.messages import (
     LogLine,
     PutRequest,
     Started,
+    TierBlocks,
     UsageRequest,
     decode_answer,
     decode_notice,
     decode_usage,
     encode,
 )
-from kvferry.daemon.tiers.tier_blocks import Checksums, TierBlocks
 from kvferry.daemon.tiers.tier_process import DEFAULT_TIMES, PoolFiles, TierTimes, tier_program
 
 # Seconds for a put and a drop: nobody waits for them, but one that takes longer shows a dead tier.
@@ -55,6 +55,7 @@ USAGE_EVERY = 1.0
 # Of a lookup, by what the process answers: FAILED is the last.
 LOOKUP_RESULTS = Result.MISS, Result.OK, Result.ERROR
 Results: TypeAlias = Sequence[Result]
+Checksums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 # Ends with what became of the blocks, or with nothing if they were not sent; or with ProcessDied,
 # once the process is reaped. One who awaits it and is cancelled does not learn that it ended.
 Released: TypeAlias = asyncio.Future[Results]
@@ -162,7 +163,7 @@ class TierClient:
         if not self.is_prompt:
             return self._refuse(blocks, Result.MISS)
         begin_before = time.monotonic() + BEGIN_WITHIN * seconds
-        request = FetchRequest(*blocks.fields(), begin_before)
+        request = FetchRequest(blocks, begin_before)
         results, released = await self._move(blocks, request, seconds)
         fetched = results.count(Result.OK)
         self.counts["promoted"] += fetched
@@ -176,7 +177,7 @@ class TierClient:
             return self._refuse(blocks, Result.FULL)
         sums = checksums.astype(np.uint64).tobytes()
         generation = self._generations.get(without_part(blocks.namespace), -1)
-        request = PutRequest(*blocks.fields(), sums, generation, blocks.model)
+        request = PutRequest(blocks, sums, generation)
         results, released = await self._move(blocks, request, PUT_SECONDS, lambda: self._moved)
         written = results.count(Result.OK)
         self.counts["written"] += written

@@ -104,7 +104,7 @@ class _Queue:
             if self.closed:
                 return None
             job, part = (self.fetches or self.puts).popleft()
-            self.running[job.request.namespace] += 1
+            self.running[job.request.blocks.namespace] += 1
             return job, part
 
     def end(self, namespace: str) -> None:
@@ -118,7 +118,7 @@ class _Queue:
             removed = [
                 each
                 for each in (*self.fetches, *self.puts)
-                if is_part_of(each[0].request.namespace, namespace)
+                if is_part_of(each[0].request.blocks.namespace, namespace)
             ]
             for queue in (self.fetches, self.puts):
                 kept = [each for each in queue if each not in removed]
@@ -217,12 +217,12 @@ class TierWorker:
         self._daemon.close()
 
     def _start(self, number: int, request: FetchRequest | PutRequest) -> None:
-        count = len(request.keys)
-        offsets, checksums = array("q", request.offsets), array("Q")
+        count = len(request.blocks.keys)
+        offsets, checksums = array("q", request.blocks.offsets), array("Q")
         if isinstance(request, PutRequest):
             checksums.frombytes(request.checksums)
         job = _Job(number, request, offsets, checksums, bytearray(count), count)
-        step = max(1, self._call_bytes // request.block_bytes)
+        step = max(1, self._call_bytes // request.blocks.nbytes)
         parts = [slice(at, min(at + step, count)) for at in range(0, count, step)]
         self._queue.add(job, parts)
 
@@ -231,22 +231,22 @@ class TierWorker:
     def _move(self) -> None:
         while (taken := self._queue.take()) is not None:
             job, part = taken
-            request = job.request
+            request, named = job.request, job.request.blocks
             addresses = [self._address + offset for offset in job.offsets[part]]
-            blocks = Blocks(request.namespace, request.keys[part], addresses, request.block_bytes)
+            blocks = Blocks(named.namespace, named.keys[part], addresses, named.nbytes)
             results: Sequence[Result]
             try:
                 if isinstance(request, FetchRequest):
                     results = self._fetch(blocks, request.deadline)
                 else:
-                    blocks = blocks._replace(generation=request.generation, model=request.model)
+                    blocks = blocks._replace(generation=request.generation, model=named.model)
                     results = self._tier.put(blocks, job.checksums[part])
                     _check_results("put", results, blocks.keys)
                     results = [Result(each) for each in results]
             except Exception as error:
                 self._report_exception(type(request).__name__, error)
                 results = [Result.ERROR] * len(addresses)
-            self._queue.end(request.namespace)
+            self._queue.end(named.namespace)
             self._end_part(job, part, results)
 
     def _fetch(self, blocks: Blocks, deadline: float) -> list[Result]:

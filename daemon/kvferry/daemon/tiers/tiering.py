@@ -37,8 +37,8 @@ from kvferry.daemon.processes import ProcessDied
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.drop_markers import marker_directory
 from kvferry.daemon.tiers.drop_queue import DropQueue
+from kvferry.daemon.tiers.messages import TierBlocks
 from kvferry.daemon.tiers.read_rate import ReadRate
-from kvferry.daemon.tiers.tier_blocks import TierBlocks
 from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.tiers.write_check import WriteCheck
@@ -236,7 +236,8 @@ class Tiering:
         """Read blocks into the pool, and release them when nothing can write into them."""
         tier, number = self._tiers[action.tier], action.fetch
         nbytes = len(action.keys) * action.block_bytes
-        blocks = TierBlocks(action.store, action.keys, action.offsets, action.block_bytes)
+        offsets = action.offsets.tobytes()
+        blocks = TierBlocks(action.store, action.keys, offsets, action.block_bytes)
         tier.fetches[number] = begun = time.monotonic()
         counted_from = tier.rate.begin(nbytes)
         results, released = await tier.client.fetch(blocks, action.seconds)

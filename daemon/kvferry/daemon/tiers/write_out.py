@@ -24,8 +24,8 @@ from kvferry.daemon.core.tier_actions import BlocksWritten, WriteJob
 from kvferry.daemon.core.writes import Writes
 from kvferry.daemon.processes import ProcessDied
 from kvferry.daemon.tiers.base import IN_TIER, is_part_of
-from kvferry.daemon.tiers.tier_blocks import Checksums, TierBlocks
-from kvferry.daemon.tiers.tier_client import TierClient
+from kvferry.daemon.tiers.messages import TierBlocks
+from kvferry.daemon.tiers.tier_client import Checksums, TierClient
 from kvferry.proto.sizes import parse_bytes
 
 # Blocks taken at a time, and bytes in flight from which no more are taken.
@@ -144,7 +144,8 @@ class WriteOut:
         written = [False] * len(job.keys)
         if chosen.size:
             keys = [job.keys[place] for place in chosen.tolist()]
-            blocks = TierBlocks(job.store, keys, job.offsets[chosen], job.block_bytes, job.model)
+            offsets = job.offsets[chosen].tobytes()
+            blocks = TierBlocks(job.store, keys, offsets, job.block_bytes, job.model)
             results, released = await self._client.put(blocks, checksums[chosen])
             for place, result in zip(chosen.tolist(), results, strict=True):
                 written[place] = result in IN_TIER
