@@ -46,7 +46,17 @@ from kvferry.client import shared_empty
 from kvferry.client.vllm import compat
 from support.time_limits import TIMEOUT
 from support.vllm_engine import ONE_ALLOCATION
-from support.vllm_runner import PAGE, TOKENS, WIDTH, CheckedRunner, specs
+from support.vllm_runner import (
+    ALIGNED,
+    COMPRESSOR_PAGE,
+    COMPRESSOR_TOKENS,
+    PAGE,
+    PREFIX_UNIT,
+    TOKENS,
+    WIDTH,
+    CheckedRunner,
+    specs,
+)
 from support.vllm_stand_ins import wait_connected
 
 
@@ -77,6 +87,8 @@ class EngineCore:
         caches = _caches(groups, blocks, drafts)
         config.cache_config.num_gpu_blocks = blocks
         scheduler_block, hash_block = resolve_kv_cache_block_sizes(caches, config)
+        if "partial states" in groups:  # as vLLM resolves it
+            caches.hash_block_size = caches.cache_hit_alignment_tokens = hash_block
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(hash_block, sha256)
         config.scheduler_config.async_scheduling = overlaps
@@ -95,7 +107,8 @@ class EngineCore:
         rows = shared_empty((blocks, PAGE), torch.int8, "cpu")
         self.worker.register_kv_caches({group: _layer(rows, group) for group in groups})
         self.runner = CheckedRunner(groups, rows, random.Random(1), overlaps and drafts > 0)
-        self._early = config.use_v2_model_runner
+        # Whether blocks are set to zero and copied before the connector waits for stores.
+        self.writes_early = bool(config.use_v2_model_runner)
         self._wait_connected()
         self._drafts = drafts
         self._overlaps = overlaps
@@ -177,11 +190,11 @@ class EngineCore:
             loads = getattr(each, "load_jobs", {}).values()
             self.loaded += sum(self._count_chunks(job.src_spec) for job in loads)
         requests, tables = self.scheduler.requests, self.scheduler.kv_cache_manager.get_block_ids
-        if self._early:
+        if self.writes_early:
             self.runner.prepare(output, requests, tables)
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
-        if not self._early:
+        if not self.writes_early:
             self.runner.prepare(output, requests, tables)
         if not ONE_ALLOCATION:  # before 0.29
             worker.start_load_kv(None)
@@ -332,33 +345,53 @@ def _config(
 
 def _set_cache_layout(config: VllmConfig, groups: tuple[str, ...]) -> None:
     """As vLLM does after it has loaded the model."""
+    cache = config.cache_config
     if ONE_ALLOCATION:
-        config.cache_config.kv_cache_layout = "LBHNC"
-    if "aligned states" in groups or "all states" in groups:
-        config.cache_config.mamba_cache_mode = "align" if "aligned states" in groups else "all"
-        config.cache_config.mamba_block_size = TOKENS
+        cache.kv_cache_layout = "BLHNC" if "compressor" in groups else "LBHNC"
+    if any(group.endswith("states") for group in groups):
+        cache.mamba_cache_mode = "align" if any(group in ALIGNED for group in groups) else "all"
+        cache.mamba_block_size = TOKENS
+    if "partial states" in groups:  # --prefix-match-unit
+        cache.prefix_match_unit = PREFIX_UNIT
 
 
 def _layer(rows: torch.Tensor, group: str) -> Any:
     """A layer's KV cache in the form in which vLLM gives it to connectors."""
     if group.endswith("states"):
         return rows
-    shape = (1, TOKENS, WIDTH) if ONE_ALLOCATION else (TOKENS, WIDTH)
+    if group == "compressor":
+        rows = rows[:, :COMPRESSOR_PAGE].view(torch.float32)
+        shape: tuple[int, ...] = COMPRESSOR_TOKENS, 2
+    else:
+        shape = TOKENS, WIDTH
+    shape = (1, *shape) if ONE_ALLOCATION else shape
     return rows.view(rows.shape[0], *shape)
 
 
 def _caches(groups: tuple[str, ...], blocks: int, drafts: int) -> KVCacheConfig:
     drafting = groups[0] if drafts and len(groups) == 1 else "draft"
-    if ONE_ALLOCATION:
-        tensors = [KVCacheTensor(blocks * PAGE, [name], blocks * PAGE, PAGE) for name in groups]
-    else:
-        tensors = [KVCacheTensor(size=blocks * PAGE, shared_by=list(groups))]
     return KVCacheConfig(
         num_blocks=blocks,
-        kv_cache_tensors=tensors,
+        kv_cache_tensors=_tensors(groups, blocks * PAGE, packed="compressor" in groups),
         kv_cache_groups=[
             # The layers that draft are in a group of their own, or in the only one.
             KVCacheGroupSpec([name], specs(drafts)[name], is_eagle_group=name == drafting)
             for name in groups
         ],
     )
+
+
+def _tensors(groups: tuple[str, ...], size: int, packed: bool) -> list[KVCacheTensor]:
+    """packed: as vLLM packs groups whose blocks have different sizes, into rows of PAGE bytes."""
+    if ONE_ALLOCATION:
+        pages = {name: COMPRESSOR_PAGE if name == "compressor" else PAGE for name in groups}
+        strides = {name: page if packed else size for name, page in pages.items()}
+        return [KVCacheTensor(size, [name], strides[name], PAGE) for name in groups]
+    if not packed:
+        return [KVCacheTensor(size=size, shared_by=list(groups))]
+    # Before 0.29 a tensor is a slot of the row.
+    large = [name for name in groups if name != "compressor"]
+    return [
+        KVCacheTensor(size=size, shared_by=list(groups), block_stride=PAGE),
+        KVCacheTensor(size=size, shared_by=large, offset=COMPRESSOR_PAGE, block_stride=PAGE),
+    ]

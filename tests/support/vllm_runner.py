@@ -23,14 +23,22 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
 # Tokens of a block, of a window, and of a chunk of local attention.
 TOKENS, WINDOW, LOCAL = 16, 40, 48
-# Bytes of a token: a hash. Of a block, of each group.
+# Bytes of a token: a hash. Of a block, of each group but "compressor".
 WIDTH = 4
 PAGE = TOKENS * WIDTH
+# A compressor's block is smaller: in tokens, whose hash it has twice, and in bytes.
+COMPRESSOR_TOKENS, COMPRESSOR_WINDOW = 4, 8
+COMPRESSOR_PAGE = COMPRESSOR_TOKENS * 2 * WIDTH
+# Tokens between two positions at which a prefix can end in a model with "partial states".
+PREFIX_UNIT = 4
+# Mamba states in vLLM's cache mode "align".
+ALIGNED = "aligned states", "partial states"
 # The block ids of a request, per group.
 Tables: TypeAlias = Callable[[str], tuple[list[int], ...]]
 HEAD: dict[str, Any] = {"num_kv_heads": 1, "head_size": WIDTH // 2, "dtype": torch.int8}
@@ -40,8 +48,11 @@ STATE: dict[str, Any] = {"block_size": TOKENS, "shapes": ((TOKENS,),), "dtypes":
 def specs(drafts: int) -> dict[str, KVCacheSpec]:
     """The kinds of KV cache groups. drafts: tokens that are drafted per step.
 
-    "narrow" has another precision than "window"; "draft" is the layer of a drafting model.
+    "narrow" has another precision than "window"; "draft" is the layer of a drafting model. The
+    states of a compressor are those of DeepSeek V4. "partial states" are also kept at the last
+    multiple of PREFIX_UNIT tokens in a prompt, in the middle of a block.
     """
+    aligned = MambaSpec(**STATE, mamba_cache_mode="align", num_speculative_blocks=drafts)
     return {
         "full": FullAttentionSpec(TOKENS, **HEAD),
         "draft": FullAttentionSpec(TOKENS, **HEAD),
@@ -49,9 +60,15 @@ def specs(drafts: int) -> dict[str, KVCacheSpec]:
         "narrow": SlidingWindowSpec(TOKENS, **HEAD | {"dtype": torch.uint8}, sliding_window=WINDOW),
         "local": ChunkedLocalAttentionSpec(TOKENS, **HEAD, attention_chunk_size=LOCAL),
         "latent": MLAAttentionSpec(TOKENS, **HEAD | {"head_size": WIDTH}),
-        "aligned states": MambaSpec(
-            **STATE, mamba_cache_mode="align", num_speculative_blocks=drafts
+        "compressor": SlidingWindowMLASpec(
+            block_size=COMPRESSOR_TOKENS,
+            num_kv_heads=1,
+            head_size=2,
+            dtype=torch.float32,
+            sliding_window=COMPRESSOR_WINDOW,
         ),
+        "aligned states": aligned,
+        "partial states": aligned,
         "all states": MambaSpec(**STATE, mamba_cache_mode="all", num_speculative_blocks=drafts),
     }
 
@@ -76,6 +93,8 @@ class CheckedRunner:
     ) -> None:
         self._groups, self._rng, self._optimistic = groups, rng, optimistic
         self._rows: NDArray[np.uint32] = rows.numpy().view(np.uint32)
+        # Of each group, the hashes in a block: (blocks, tokens, copies).
+        self._slots = {group: _slots(self._rows, group) for group in groups}
         self._requests: dict[str, RunningRequest] = {}
         self.wrong: list[str] = []
         self.reads = self.compared = 0
@@ -100,7 +119,7 @@ class CheckedRunner:
             column = (running.computed + count - 1) // TOKENS
             if running.column != column:
                 for group, table in zip(self._groups, tables(name), strict=True):
-                    if group == "aligned states" and running.column >= 0:
+                    if group in ALIGNED and running.column >= 0:
                         source = table[running.column + running.offset]
                         self._rows[table[column]] = self._rows[source]
                 running.column, running.offset = column, 0
@@ -141,15 +160,18 @@ class CheckedRunner:
             "window": max(0, end - WINDOW + 1),
             "narrow": max(0, end - WINDOW + 1),
             "local": end // LOCAL * LOCAL,
+            "compressor": max(0, end - COMPRESSOR_WINDOW + 1),
         }.get(group, 0)
         positions = np.arange(first, end)
         if group == "draft":
             # The next token of a block's last one is not in its key, so vLLM reads it from any
             # block with this key: a wrong draft is only not accepted.
             positions = positions[positions % TOKENS < TOKENS - 1]
-        blocks = np.asarray(table)[positions // TOKENS]
-        hashes = running.hashes(group)[positions]
-        self._compare(running, group, blocks, self._rows[blocks, positions % TOKENS], hashes)
+        slots = self._slots[group]
+        tokens = slots.shape[1]
+        blocks = np.asarray(table)[positions // tokens]
+        hashes = running.hashes(group)[positions, np.newaxis]
+        self._compare(running, group, blocks, slots[blocks, positions % tokens], hashes)
 
     def _write_tokens(
         self, running: RunningRequest, group: str, table: list[int], step: tuple[int, int, int]
@@ -159,13 +181,16 @@ class CheckedRunner:
         positions = np.arange(first, end)
         hashes = running.hashes(group)[positions]
         hashes[known - first :] ^= np.uint32(1)
-        self._rows[np.asarray(table)[positions // TOKENS], positions % TOKENS] = hashes
+        slots = self._slots[group]
+        tokens = slots.shape[1]
+        blocks = np.asarray(table)[positions // tokens]
+        slots[blocks, positions % tokens] = hashes[:, np.newaxis]
 
     def _compute_states(
         self, running: RunningRequest, group: str, table: list[int], end: int, drafts: int
     ) -> None:
         """Of drafted tokens, each state is in a block of its own."""
-        begin, aligned = running.computed, group == "aligned states"
+        begin, aligned = running.computed, group in ALIGNED
         hashes = running.hashes(group)
         if begin:
             column = running.column + running.offset if aligned else (begin - 1) // TOKENS
@@ -187,7 +212,7 @@ class CheckedRunner:
             return
         column = aligned // TOKENS - 1
         for group, table in zip(self._groups, tables, strict=True):
-            if group == "aligned states":
+            if group in ALIGNED:
                 self._rows[table[column]] = self._rows[table[running.column + offset]]
         if column == running.column:
             running.offset = 0
@@ -204,6 +229,13 @@ class CheckedRunner:
         self.compared += len(set(blocks.tolist()))
         if not blocks.all() or not (found == wanted).all():
             self.wrong.append(f"{running.name} in {group}, at {running.computed} tokens: {blocks}")
+
+
+def _slots(rows: NDArray[np.uint32], group: str) -> NDArray[np.uint32]:
+    if group == "compressor":
+        rows = rows[:, : COMPRESSOR_PAGE // WIDTH]
+        return rows.reshape(-1, COMPRESSOR_TOKENS, 2, copy=False)
+    return rows[:, :, np.newaxis]
 
 
 class RunningRequest:

@@ -1,15 +1,16 @@
 """Random requests of every kind of model, with vLLM's scheduler and block pool and the connector.
 
-The worker writes blocks in the order of vLLM's model runner v2, and compares every token and state
-that attention and Mamba layers would read. --long: 100,000 loaded chunks, in about 20 minutes; and
-as many with vLLM's own connector.
+The worker writes blocks in the order of vLLM's model runner, v1 or v2, and compares every token and
+state that attention and Mamba layers would read. --long: 100,000 loaded chunks, in about 20
+minutes; and as many with vLLM's own connector.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import fields
 from importlib.util import find_spec
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import pytest
 
@@ -19,21 +20,45 @@ from support.vllm_traffic import RandomRequests, create_engine, gpu_blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
-# KV cache groups (vllm_runner.specs), and tokens drafted per step.
+
+class ModelCase(NamedTuple):
+    """A model of random requests. groups: of vllm_runner.specs. drafts: tokens drafted per step."""
+
+    groups: tuple[str, ...]
+    drafts: int = 0
+    runner: str = "v2"
+
+    def __str__(self) -> str:
+        return ", ".join(self.groups) + self.drafts * " +" + (self.runner == "v1") * ", v1"
+
+
 MODELS = [
-    (("full",), 2),
-    (("full", "aligned states"), 0),
-    (("full", "all states"), 0),
-    (("full", "narrow"), 0),
-    (("full", "narrow", "aligned states"), 0),
-    (("full", "local"), 0),
-    (("latent", "window"), 0),
-    (("latent", "window", "local"), 0),
-    (("full", "draft"), 2),
-    (("full", "aligned states", "draft"), 2),
+    ModelCase(("full",), drafts=2),
+    ModelCase(("full", "aligned states")),
+    ModelCase(("full", "all states")),
+    ModelCase(("full", "narrow")),
+    ModelCase(("full", "narrow", "aligned states")),
+    ModelCase(("full", "local")),
+    ModelCase(("latent", "window")),
+    ModelCase(("latent", "window", "local")),
+    ModelCase(("latent", "window", "compressor")),
+    ModelCase(("full", "draft"), drafts=2),
+    ModelCase(("full", "aligned states", "draft"), drafts=2),
+    ModelCase(("full", "partial states")),
+    ModelCase(("full", "partial states", "draft"), drafts=2),
+    ModelCase(("full", "narrow", "aligned states"), runner="v1"),
+    ModelCase(("full", "aligned states", "draft"), drafts=2, runner="v1"),
+    ModelCase(("full", "partial states"), runner="v1"),
 ]
-# In these vLLM's model runner v2 writes blocks before it lets a connector wait for stores.
-EARLY = [(("full", "aligned states"), 0), (("full", "narrow"), 0)]
+# Models whose blocks change before they are stored, unless kvferry prevents it.
+CHANGING = [
+    ModelCase(("full", "aligned states")),
+    ModelCase(("full", "narrow")),
+    ModelCase(("latent", "window", "compressor")),
+    ModelCase(("full", "partial states")),
+    ModelCase(("full", "aligned states"), runner="v1"),
+    ModelCase(("full", "partial states"), runner="v1"),
+]
 HOST_BYTES = 1 << 18
 LONG_CHUNKS = 100_000
 
@@ -48,14 +73,15 @@ def core() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def environment(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(core: Any, monkeypatch: pytest.MonkeyPatch, case: ModelCase) -> None:
     """Model runner v2 is the default from vLLM 0.29."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(core.ONE_ALLOCATION)))
+    uses_v2 = core.ONE_ALLOCATION and case.runner == "v2"
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(uses_v2)))
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
 
 
-def has_model(core: Any, groups: tuple[str, ...]) -> bool:
+def has_model(core: Any, case: ModelCase) -> bool:
     """Whether this vLLM has models with these groups, and kvferry does not refuse them."""
     from vllm.config import cache
 
@@ -64,22 +90,24 @@ def has_model(core: Any, groups: tuple[str, ...]) -> bool:
     has = {
         "aligned states": compat.OFFLOADS_MAMBA_STATES,
         "all states": compat.OFFLOADS_MAMBA_STATES and "all" in get_args(cache.MambaCacheMode),
+        "partial states": compat.OFFLOADS_MAMBA_STATES
+        and "prefix_match_unit" in {field.name for field in fields(cache.CacheConfig)},
         "local": compat.can_offload_local_attention(),
         "draft": core.ONE_ALLOCATION,  # before 0.29 in the group of the model's layers
     }
-    return all(has.get(group, True) for group in groups)
+    return all(has.get(group, True) for group in case.groups)
 
 
-def start(core: Any, daemon: Any, groups: tuple[str, ...], drafts: int, **options: Any) -> Any:
+def start(core: Any, daemon: Any, case: ModelCase, **options: Any) -> Any:
     """With one block per chunk: of larger ones, prompts with drafting layers would load none."""
     extra = core.kvferry_options(daemon.directory, HOST_BYTES) | {"blocks_per_chunk": 1}
     return create_engine(
-        daemon.directory, groups, drafts, kv_connector_extra_config=extra, **options
+        daemon.directory, case.groups, case.drafts, kv_connector_extra_config=extra, **options
     )
 
 
 def wanted_chunks(core: Any, config: pytest.Config) -> int:
-    models = sum(has_model(core, groups) for groups, _ in MODELS)
+    models = sum(has_model(core, case) for case in MODELS)
     return LONG_CHUNKS // (2 * models) if config.option.long else 1
 
 
@@ -91,18 +119,17 @@ def run(requests: RandomRequests, steps: int) -> None:
 
 @pytest.mark.timeout(3600)  # the long form
 @pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize(("groups", "drafts"), MODELS)
+@pytest.mark.parametrize("case", MODELS, ids=str)
 def test_nothing_wrong_is_read(
     core: Any,
     start_kvferryd: StartKvferryd,
     pytestconfig: pytest.Config,
-    groups: tuple[str, ...],
-    drafts: int,
+    case: ModelCase,
     overlaps: bool,
 ) -> None:
-    if not has_model(core, groups):
+    if not has_model(core, case):
         pytest.skip("this vLLM has no such model, or kvferry refuses it")
-    engine = start(core, start_kvferryd(), groups, drafts, overlaps=overlaps)
+    engine = start(core, start_kvferryd(), case, overlaps=overlaps)
     requests = RandomRequests(engine, random.Random(pytestconfig.option.seed))
     wanted = wanted_chunks(core, pytestconfig)
     while not requests.resets or (engine.loaded < wanted and not engine.wrong):
@@ -112,15 +139,16 @@ def test_nothing_wrong_is_read(
     engine.close()
 
 
-@pytest.mark.parametrize(("groups", "drafts"), EARLY)
-def test_without_holding_blocks_other_bytes_are_read(
-    core: Any, start_kvferryd: StartKvferryd, groups: tuple[str, ...], drafts: int
+@pytest.mark.parametrize("case", CHANGING, ids=str)
+def test_other_bytes_are_read_if_blocks_change_before_they_are_stored(
+    core: Any, start_kvferryd: StartKvferryd, case: ModelCase
 ) -> None:
-    """So these tests can see that a block changed before it was stored."""
+    """So these tests can see it."""
     if not core.ONE_ALLOCATION:
         pytest.skip("this vLLM lets a connector wait for stores before it writes blocks")
-    engine = start(core, start_kvferryd(), groups, drafts)
-    assert engine.scheduler.connector._held is not None
+    engine = start(core, start_kvferryd(), case)
+    assert engine.writes_early == (engine.scheduler.connector._held is not None)
+    engine.writes_early = True
     engine.scheduler.connector._held = None
     requests = RandomRequests(engine, random.Random(0))
     for _ in range(200):  # a round usually is enough, but the store may always be faster
@@ -130,25 +158,43 @@ def test_without_holding_blocks_other_bytes_are_read(
     engine.close()
 
 
+@pytest.mark.parametrize("case", [ModelCase(("full", "partial states"))], ids=str)
+def test_a_state_in_the_middle_of_a_block_is_found(
+    core: Any, start_kvferryd: StartKvferryd, case: ModelCase
+) -> None:
+    """The last multiple of four tokens in a prompt that leaves one to compute."""
+    if not has_model(core, case):
+        pytest.skip("this vLLM has no such states")
+    engine = start(core, start_kvferryd(), case)
+    prompt = [n * 11 % 900 for n in range(151)]
+    assert engine.run(prompt) == [0]
+    engine.settle()
+    assert engine.scheduler.kv_cache_manager.reset_prefix_cache()
+    assert engine.run(prompt) == [148]
+    assert not engine.wrong
+    engine.close()
+
+
 @pytest.mark.timeout(3600)  # the long form
 @pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize(("groups", "drafts"), MODELS)
+@pytest.mark.parametrize("case", MODELS, ids=str)
 def test_what_vllms_own_connector_reads(
     core: Any,
     pytestconfig: pytest.Config,
-    groups: tuple[str, ...],
-    drafts: int,
+    case: ModelCase,
     overlaps: bool,
 ) -> None:
     """It stores blocks that vLLM has set to zero, although this worker copies at once."""
-    if not (installed_version("vllm") or "").startswith("0.33.") or not has_model(core, groups):
+    if not (installed_version("vllm") or "").startswith("0.33.") or not has_model(core, case):
         pytest.skip("vLLM 0.33 is not installed, or has no such model")
-    if groups != ("full", "narrow") and not pytestconfig.option.long:
+    is_short = case == ModelCase(("full", "narrow"))
+    if not is_short and not pytestconfig.option.long:
         pytest.skip("only with --long")
     from support.vllm_own import OwnEngineCore
 
+    blocks = gpu_blocks(case.groups, case.drafts)
     engine: Any = OwnEngineCore(
-        groups, 4096, blocks=gpu_blocks(groups, drafts), drafts=drafts, overlaps=overlaps
+        case.groups, 4096, blocks=blocks, drafts=case.drafts, overlaps=overlaps
     )
     requests = RandomRequests(engine, random.Random(pytestconfig.option.seed))
     while engine.loaded < wanted_chunks(core, pytestconfig):
@@ -156,5 +202,5 @@ def test_what_vllms_own_connector_reads(
     print(
         f"{engine.loaded} chunks loaded; {len(engine.wrong)} of {engine.runner.reads} reads wrong"
     )
-    assert engine.wrong or groups != ("full", "narrow")
+    assert engine.wrong or not is_short
     engine.close()
