@@ -1,4 +1,4 @@
-"""What differs between versions of vLLM, and what is refused. Skipped without vLLM."""
+"""The probes for differences between versions of vLLM. Skipped without vLLM."""
 
 from __future__ import annotations
 
@@ -63,13 +63,14 @@ def test_sleep_mode_needs_exported_memory_and_notices(vllm: Any, exported: bool 
     from kvferry.client.vllm.connector import KVFerryConnector
     from kvferry.client.vllm.kv_memory import check_sleep_mode
 
-    config = vllm_config("engine", {} if exported is None else {"kvferry_exported_kv": exported})
+    extra = {} if exported is None else {"kvferry_exported_kv": exported}
+    config = vllm_config("engine", extra)
     config.model_config.enable_sleep_mode = True
     supported = compat.CALLS_BEFORE_SLEEP and exported is not False
     assert KVFerryConnector.supports_sleep_mode(config.kv_transfer_config) is supported
     refusal = pytest.raises(Refused, match="without --enable-sleep-mode")
     with nullcontext() if supported else refusal:
-        check_sleep_mode(config)
+        check_sleep_mode(config, extra)
 
 
 def test_a_vllm_without_the_hook_for_its_block_pool_is_refused(vllm: Any) -> None:

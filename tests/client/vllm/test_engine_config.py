@@ -17,6 +17,7 @@ from kvferry.client.vllm import engine_config as module
 from kvferry.client.vllm.engine_config import (
     BlockSizes,
     EngineConfig,
+    check_options,
     chunk_factor,
     provided_config,
     read_engine_config,
@@ -126,12 +127,23 @@ def test_a_pipeline_of_uneven_ranks_is_told_once(
     assert said in "".join(errors)
 
 
-def test_a_key_of_ours_that_there_is_not_is_refused() -> None:
-    with pytest.raises(Refused, match="kvferry_dirs") as refused:
-        place({"kvferry_dir": "/run/kvferry/cpu"})
-    assert (refused.value.code, refused.value.value) == (Code.BAD_CONFIG, "kvferry_dir")
-    vllms = {"spec_name": "KVFerrySpec", "spec_module_path": "kvferry.client.vllm", "other": 1}
-    assert place(vllms).options == place().options
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"kvferry_dir": "/run/kvferry/cpu"}, "use kvferry_dirs, .* kvferry_dir"),
+        ({"kvferry_exported_kv": "false"}, "'false' is not true or false"),
+        ({"store_threshold": "twice"}, "store_threshold = 'twice'"),
+        ({"cpu_bytes_to_use": "64 apples"}, "64 apples"),
+    ],
+)
+def test_invalid_options_are_refused(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refused, match=message) as refused:
+        check_options(extra)
+    assert refused.value.code == Code.BAD_CONFIG
+
+
+def test_options_of_vllm_are_accepted() -> None:
+    check_options({"spec_name": "KVFerrySpec", "block_size": 16, "kvferry_exported_kv": False})
 
 
 def test_a_layout_whose_blocks_are_not_contiguous_is_refused() -> None:

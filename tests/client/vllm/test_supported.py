@@ -1,4 +1,4 @@
-"""What is refused, with what to change, before vLLM loads the weights if possible."""
+"""kvferry refuses models and options that it cannot serve, and says what to change."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def of_model(**attributes: Any) -> str:
     for name, value in attributes.items():
         target = config.cache_config if hasattr(config.cache_config, name) else config.model_config
         setattr(target, name, value)
-    return refusal(check_config, config)
+    return refusal(check_config, config, {})
 
 
 def of_layer(spec: Any, **group: Any) -> str:
@@ -73,9 +73,8 @@ def test_models_whose_prefixes_vllm_does_not_cache_are_refused(core: Any) -> Non
     assert remedy in of_model(is_prefix_caching_supported=False, enable_prefix_caching=False)
     assert not of_model(is_prefix_caching_supported=False, enable_prefix_caching=True)
     assert "CrossAttentionSpec" in of_layer(interface.CrossAttentionSpec(block_size=16, **SHAPE))
-    if "non_causal" in interface.FullAttentionSpec.__dataclass_fields__:  # not in 0.26
-        full = interface.FullAttentionSpec(block_size=16, **SHAPE, non_causal=True)
-        assert "attend to later ones" in of_layer(full)
+    full = interface.FullAttentionSpec(block_size=16, **SHAPE, non_causal=True)
+    assert "attend to later ones" in of_layer(full)
 
 
 def test_mamba_layers_need_prefix_caching_and_a_newer_vllm(core: Any) -> None:
@@ -122,6 +121,26 @@ def test_vllm_checks_the_configuration_before_it_loads_weights(
         assert "--disable-hybrid-kv-cache-manager" in message
     other = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
     assert not refusal(lambda: core._config(options, **other))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_options_are_checked_before_vllm_loads_weights(core: Any, inside: bool) -> None:
+    """inside: kvferry is in a MultiConnector."""
+    options = {"kvferry_dirs": "nowhere", "cpu_bytes_to_use": "64 apples"}
+    child = core.kvferry_transfer(options)
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_module_path": None,
+        "kv_connector_extra_config": {"connectors": [child]},
+    }
+    assert "64 apples" in refusal(lambda: core._config(options, **(multi if inside else {})))
+
+
+def test_a_layout_is_checked_before_vllm_loads_weights(
+    core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.client.vllm.supported.kv_layout", lambda _: "LHBNC")
+    assert "unset VLLM_KV_CACHE_LAYOUT" in of_model()
 
 
 def test_groups_that_vllm_does_not_cache_are_named_in_the_log(

@@ -43,13 +43,13 @@ class KVFerryConnector(OffloadingConnector):
     """For --kv-transfer-config, with kv_connector_module_path "kvferry.client.vllm"."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        supported.check_config(vllm_config)
+        transfer = vllm_config.kv_transfer_config
+        supported.check_config(vllm_config, transfer.kv_connector_extra_config)
         supported.check_kv_cache(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             supported.log_excluded_groups(kv_cache_config)
         turn_synchronous_loads_off(vllm_config)
         choose_spec(vllm_config)
-        transfer = vllm_config.kv_transfer_config
         if transfer.kv_load_failure_policy != "recompute":
             log.warning("kvferry: kv_load_failure_policy set to recompute, because loads may fail")
             transfer.kv_load_failure_policy = "recompute"
@@ -71,7 +71,9 @@ class KVFerryConnector(OffloadingConnector):
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """Asked before the model is loaded."""
-        return compat.CALLS_BEFORE_SLEEP and exports(kv_transfer_config) is not False
+        return compat.CALLS_BEFORE_SLEEP and (
+            exports(kv_transfer_config.kv_connector_extra_config) is not False
+        )
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:

@@ -132,8 +132,7 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any, blocks: BlockSize
     """The EngineConfig of this process. Raises Refused (BAD_CONFIG)."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     extra = transfer.kv_connector_extra_config
-    _check_extra_keys(extra)
-    _check_layout(kv_layout(vllm_config, kv_cache_config))
+    check_layout(kv_layout(vllm_config, kv_cache_config))
     _check_pipeline(vllm_config)
     directories = extra.get("kvferry_dirs") or ()
     return EngineConfig(
@@ -180,11 +179,16 @@ def _first_device(parallel: Any) -> int:
 
 def _options(extra: Mapping[str, Any], world_size: int) -> NamespaceOptions:
     """Named as for vLLM's CPUOffloadingSpec; cpu_bytes_to_use is the sum of all ranks, too."""
-    nbytes = extra.get("cpu_bytes_to_use")
+    nbytes, threshold = extra.get("cpu_bytes_to_use"), extra.get("store_threshold", 1)
+    try:
+        threshold = max(1, int(threshold))
+    except (TypeError, ValueError):
+        message = f"store_threshold = {threshold!r} is not a number; set it to 1 or more"
+        raise Refused(Code.BAD_CONFIG, message, threshold) from None
     return {
         "cpu_bytes_to_use": None if nbytes is None else _parse_bytes(nbytes) // world_size,
         "eviction_policy": str(extra.get("eviction_policy", "lru")),
-        "store_threshold": max(1, int(extra.get("store_threshold", 1))),
+        "store_threshold": threshold,
     }
 
 
@@ -193,15 +197,23 @@ def _parse_bytes(value: object) -> int:
     return parse_bytes(str(value), "cpu_bytes_to_use")
 
 
-def _check_extra_keys(extra: Mapping[str, Any]) -> None:
-    """Raise Refused (BAD_CONFIG) for unknown keys that begin with "kvferry"."""
+def check_options(extra: Mapping[str, Any]) -> None:
+    """Raise Refused (BAD_CONFIG) for unknown keys that begin with "kvferry", and invalid values.
+
+    extra: the kv_connector_extra_config.
+    """
     for key in extra.keys() - set(EXTRA_KEYS):
         if key.startswith("kvferry"):
             message = f"unknown key in kv_connector_extra_config; use {', '.join(EXTRA_KEYS)}"
             raise Refused(Code.BAD_CONFIG, message, key)
+    exported = extra.get(EXPORTED_KV)
+    if not isinstance(exported, bool | None):
+        message = f"{EXPORTED_KV} = {exported!r} is not true or false; write it without quotes"
+        raise Refused(Code.BAD_CONFIG, message, exported)
+    _options(extra, world_size=1)
 
 
-def _check_layout(layout: str) -> None:
+def check_layout(layout: str) -> None:
     """Raise Refused (BAD_CONFIG) if the bytes of a layer's block are not contiguous, as in LHBNC.
 
     Since 0.29 a user can set this layout; vLLM's connector would then copy only a part of a block.

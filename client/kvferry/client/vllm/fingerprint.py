@@ -186,10 +186,11 @@ def packed_groups(vllm_config: Any, kv_cache_config: Any) -> PackedGroups | None
     return read_packed_groups(kv_cache_config, offloaded_groups(kv_cache_config), layout)
 
 
-def kv_layout(vllm_config: Any, kv_cache_config: Any) -> str:
+def kv_layout(vllm_config: Any, kv_cache_config: Any = None) -> str:
     """The layout that vLLM resolved (since 0.29), as "LBHNC"; else the one that the user set.
 
-    Before 0.29 the layout follows from that, the attention backend and the connector.
+    kv_cache_config: None before vLLM has planned it. Before 0.29 the layout follows from that
+    setting, the attention backend and the connector.
     """
     resolved = _resolved_layout(vllm_config, kv_cache_config)
     return resolved or os.environ.get("VLLM_KV_CACHE_LAYOUT", "")

@@ -9,6 +9,7 @@ it is used for sleep mode only, or if the user asks for it. Used in the worker.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,7 +30,7 @@ class KVMemory:
 
     def __init__(self, vllm_config: Any) -> None:
         self._sleeps = sleeps(vllm_config)
-        self._wanted = exports(vllm_config.kv_transfer_config)
+        self._wanted = exports(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._pool: ExportedPool | None = None
 
     def allocation_context(self) -> AbstractContextManager[Any] | None:
@@ -65,13 +66,13 @@ def sleeps(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
 
 
-def exports(transfer: Any) -> bool | None:
-    """The user's choice; None if the user makes none. transfer: vLLM's KVTransferConfig."""
-    chosen = transfer.kv_connector_extra_config.get(EXPORTED_KV)
+def exports(extra: Mapping[str, Any]) -> bool | None:
+    """The user's choice; None if the user makes none. extra: the kv_connector_extra_config."""
+    chosen = extra.get(EXPORTED_KV)
     return None if chosen is None else bool(chosen)
 
 
-def check_sleep_mode(vllm_config: Any) -> None:
+def check_sleep_mode(vllm_config: Any, extra: Mapping[str, Any]) -> None:
     """Raise Refused (BAD_CONFIG) if the memory of the KV caches changed without a notice."""
     if not sleeps(vllm_config):
         return
@@ -81,9 +82,10 @@ def check_sleep_mode(vllm_config: Any) -> None:
             "--enable-sleep-mode, or use vLLM 0.33"
         )
         raise Refused(Code.BAD_CONFIG, message, "enable_sleep_mode")
-    if exports(vllm_config.kv_transfer_config) is False:
+    if exports(extra) is False:
         message = (
-            "the daemon cannot map the memory of vLLM's own sleep mode; remove it, or start vLLM "
-            "without --enable-sleep-mode"
+            "the daemon cannot map the memory that vLLM's sleep mode allocates; remove "
+            f"{EXPORTED_KV} from kv_connector_extra_config, or start vLLM without "
+            "--enable-sleep-mode"
         )
         raise Refused(Code.BAD_CONFIG, message, EXPORTED_KV)

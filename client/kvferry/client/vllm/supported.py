@@ -7,6 +7,7 @@ planned them, which is after that. Needs vLLM.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
 from functools import wraps
 from typing import Any
 
@@ -14,7 +15,8 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
 
 from kvferry.client.vllm import compat
-from kvferry.client.vllm.fingerprint import offloaded_groups
+from kvferry.client.vllm.engine_config import check_layout, check_options
+from kvferry.client.vllm.fingerprint import kv_layout, offloaded_groups
 from kvferry.client.vllm.kv_memory import check_sleep_mode
 from kvferry.proto.errors import Code, Refused
 
@@ -26,23 +28,30 @@ def check_before_weights(connector: str) -> None:
 
     Called when the connector is imported. vLLM imports it while it completes its configuration,
     and passes the configuration to no method of a connector before it has loaded the weights. Its
-    own check of connectors, which it does last, is a method of the configuration.
+    own check of connectors, which it does last, is a method of the configuration. It comes second,
+    because it names no remedy.
     """
     verify = VllmConfig._verify_kv_transfer_compat  # noqa: SLF001 - vLLM has no hook
 
     @wraps(verify)
-    def verify_and_check(vllm_config: Any) -> None:
+    def check_and_verify(vllm_config: Any) -> None:
+        for extra in _extra_configs(vllm_config.kv_transfer_config, connector):
+            check_config(vllm_config, extra)
         verify(vllm_config)
-        if connector in _connectors(vllm_config.kv_transfer_config):
-            check_config(vllm_config)
 
-    VllmConfig._verify_kv_transfer_compat = verify_and_check  # noqa: SLF001
+    VllmConfig._verify_kv_transfer_compat = check_and_verify  # noqa: SLF001
 
 
-def check_config(vllm_config: Any) -> None:
-    """Raise Refused (BAD_CONFIG) if the bytes of this model's KV could not be right."""
+def check_config(vllm_config: Any, extra: Mapping[str, Any]) -> None:
+    """Raise Refused (BAD_CONFIG) if the bytes of this model's KV could not be right.
+
+    extra: the kv_connector_extra_config of kvferry, which may be in a MultiConnector. Its values
+    are checked, too.
+    """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    check_sleep_mode(vllm_config)
+    check_options(extra)
+    check_layout(kv_layout(vllm_config))
+    check_sleep_mode(vllm_config, extra)
     attention = getattr(vllm_config, "attention_config", None)
     if getattr(attention, "hisparse_config", None) is not None:
         raise _host_resident()
@@ -131,9 +140,12 @@ def _host_resident() -> Refused:
     return Refused(Code.BAD_CONFIG, message, "host_resident")
 
 
-def _connectors(transfer: Any) -> list[str]:
-    """The names of the configured connector, or of those in a MultiConnector."""
-    if transfer is None:
-        return []
-    children = transfer.kv_connector_extra_config.get("connectors", ())
-    return [transfer.kv_connector, *(child.get("kv_connector") for child in children)]
+def _extra_configs(transfer: Any, connector: str) -> Iterator[Mapping[str, Any]]:
+    """The kv_connector_extra_config of this connector, also of those in a MultiConnector."""
+    if transfer is not None:
+        extra = transfer.kv_connector_extra_config
+        if transfer.kv_connector == connector:
+            yield extra
+        for child in extra.get("connectors", ()):
+            if child.get("kv_connector") == connector:
+                yield child.get("kv_connector_extra_config") or {}
