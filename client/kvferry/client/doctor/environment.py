@@ -76,7 +76,7 @@ def shared_memory(_: CheckContext, minimum: int = MIN_SHM) -> Iterator[Finding]:
 
 
 def allocator(context: CheckContext) -> Iterator[Finding]:
-    """Memory of expandable segments has no IPC handle."""
+    """Whether torch allocates expandable segments, which have no IPC handle."""
     if context.status is not None and context.status.device.kind == "cpu":
         return
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -85,8 +85,9 @@ def allocator(context: CheckContext) -> Iterator[Finding]:
             yield warn(
                 "allocator",
                 f"{name}={setting}: torch's tensors may not be shareable by CUDA IPC",
-                f"if KV caches are refused (not_shareable), unset {name}, or use "
-                "allocate_kv_caches. The same applies to vLLM's sleep mode",
+                f"unset {name}, or use allocate_kv_caches. vLLM does not start with "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and a connector, unless "
+                "--enable-cumem-allocator is set, too",
             )
             return
     yield ok("allocator", "torch uses its default allocator")
