@@ -6,15 +6,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvferry.client.vllm.scheduler_side import (
-    LookupCodes,
-    SchedulerSide,
-)
+from kvferry.client.vllm.scheduler_side import SchedulerSide
+from kvferry.proto.keys import Lookup
 from support.time_limits import TIMEOUT
 from support.vllm_stand_ins import engine_config_at, request, wait_connected
 
 A, B, C, D = b"a" * 8, b"b" * 8, b"c" * 8, b"d" * 8
-LOOKUP_CODES = LookupCodes("hit", "miss", "pending", "retry")
+LOOKUP_CODES = {
+    Lookup.HIT: "hit",
+    Lookup.MISS: "miss",
+    Lookup.HIT_PENDING: "pending",
+    Lookup.RETRY: "retry",
+}
 
 
 def open_side(daemon: Any, **options: Any) -> SchedulerSide:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient, session
-from kvferry.client.vllm import scheduler_side
 from kvferry.proto.status import TierStatus
 from kvferry.testing.engine import until
 from support.patient_daemon import PatientDaemon
@@ -64,7 +63,6 @@ def test_prompts_are_found_on_disk(
 
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     monkeypatch.setattr(session, "SEARCH_TIMEOUT", TIMEOUT)
-    monkeypatch.setattr(scheduler_side, "LOOKUP_TIMEOUT", TIMEOUT)
     daemon = start(tmp_path, tier_disk_write="write_through")
     first = core.EngineCore(daemon.directory, groups)
     first.run(*PROMPTS)
@@ -79,6 +77,9 @@ def test_prompts_are_found_on_disk(
     other = start(tmp_path)
     until(lambda: tier_of(other).state == "on")
     second = core.EngineCore(other.directory, groups)
+    core.kvferry_of(
+        second.scheduler.connector
+    ).connector_scheduler.manager._lookup_timeout = TIMEOUT
     cached = second.run(*PROMPTS)
     assert min(cached) >= 128
     if compat.DISK_SOURCE is not None:

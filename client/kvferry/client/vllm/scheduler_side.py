@@ -1,7 +1,7 @@
 """The scheduler's side: the methods of vLLM's OffloadingManager. None waits or raises.
 
-Called in the scheduler's thread. It does not import vLLM: lookup results are passed as
-`LookupCodes`, and spec.py derives vLLM's class from it.
+Called in the scheduler's thread. It does not import vLLM: spec.py derives vLLM's class from it, and
+passes vLLM's values for the results of a lookup.
 
 While a daemon is disconnected, every lookup is a miss, nothing is stored, and polling reconnects;
 pins and resets are then restored (kvferry.client.link).
@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
@@ -48,16 +48,6 @@ Keys: TypeAlias = tuple[OffloadKey, ...]
 
 # The ready keys before the first lookup of a step, and without a daemon.
 NO_KEYS: tuple[Set[OffloadKey], ...] = (frozenset(),)
-
-
-@dataclass(frozen=True, slots=True)
-class LookupCodes:
-    """vLLM's values for the results of a lookup."""
-
-    hit: Any
-    miss: Any
-    pending: Any
-    retry: Any
 
 
 @dataclass(slots=True)
@@ -127,29 +117,13 @@ def catch_errors(
 class SchedulerSide:
     """The connector in vLLM's scheduler: lookups, and which blocks are stored and loaded.
 
-    events: whether vLLM publishes events. lookup_timeout, touch_interval: seconds, see
-    LOOKUP_TIMEOUT and TOUCH_INTERVAL.
+    codes: vLLM's values for the results of a lookup. events: whether vLLM publishes events.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        codes: LookupCodes,
-        *,
-        events: bool,
-        lookup_timeout: float | None = None,
-        touch_interval: float = TOUCH_INTERVAL,
-    ) -> None:
+    def __init__(self, config: EngineConfig, codes: Mapping[Lookup, Any], *, events: bool) -> None:
         self._config, self._events = config, events
-        self._lookup_timeout = LOOKUP_TIMEOUT if lookup_timeout is None else lookup_timeout
-        self._touch_interval = touch_interval
-        self._hit = codes.hit
-        self._codes = {
-            Lookup.HIT: codes.hit,
-            Lookup.MISS: codes.miss,
-            Lookup.HIT_PENDING: codes.pending,
-            Lookup.RETRY: codes.retry,
-        }
+        self._lookup_timeout, self._touch_interval = LOOKUP_TIMEOUT, TOUCH_INTERVAL
+        self._codes, self._hit = codes, codes[Lookup.HIT]
         # False after vLLM's keys did not have the namespace's length.
         self._usable = True
         self._manager = self._connect()

@@ -18,13 +18,13 @@ from kvferry.client.vllm.engine_config import (
     read_engine_config,
 )
 from kvferry.client.vllm.fingerprint import offloaded_groups
-from kvferry.client.vllm.scheduler_side import KeysSpec, LookupCodes, SchedulerSide
+from kvferry.client.vllm.scheduler_side import KeysSpec, SchedulerSide
 from kvferry.client.vllm.worker_side import WorkerSide
+from kvferry.proto.keys import Lookup
 
 log = logging.getLogger("kvferry")
 
-_results = base.LookupResult
-LOOKUP_CODES = LookupCodes(_results.HIT, _results.MISS, _results.HIT_PENDING, _results.RETRY)
+LOOKUP_CODES = {result: base.LookupResult[result.name] for result in Lookup}
 
 
 class KVFerryManager(SchedulerSide, base.OffloadingManager):
