@@ -223,7 +223,7 @@ class StartedEngine:
         return stored
 
     def _pages(self, name: str, spec: Any) -> torch.Tensor:
-        """What a layer's pages hold, without padding: (blocks, bytes)."""
+        """The pages of a layer, without padding: (blocks, bytes)."""
         (placed,) = [t for t in self._caches.kv_cache_tensors if name in t.layers]
         nbytes = (
             spec.state_content_size_bytes
@@ -248,7 +248,7 @@ def blocks_of(groups: list[Any], chosen: Any, ids: list[int]) -> Any:
 
 
 def start(family: PlannedFamily, directory: str) -> dict[str, Any]:
-    """What is printed of a family."""
+    """Start a family. Returns the line to print."""
     try:
         config = configure(family, directory)
     except KVFerryError as error:  # before any weights are loaded

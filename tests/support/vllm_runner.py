@@ -101,7 +101,7 @@ class CheckedRunner:
         self.weights = 1
 
     def prepare(self, output: Any, requests: dict[str, Any], tables: Tables) -> None:
-        """What vLLM writes before the forward pass. requests: vLLM's, by name."""
+        """Write what vLLM writes before the forward pass. requests: vLLM's, by name."""
         for block in output.new_block_ids_to_zero or ():
             self._rows[block] = 0
         for copy in output.kv_cache_block_copies or ():

@@ -74,7 +74,7 @@ def in_the_end(engine: VLLMConnectorEngine, request: Any) -> int | None:
     return found
 
 
-def test_what_one_engine_computed_another_loads(
+def test_an_engine_loads_blocks_that_another_computed(
     vllm: Any, start: Start, start_kvferryd: StartKvferryd
 ) -> None:
     daemon = start_kvferryd()

@@ -66,7 +66,7 @@ def test_a_chunk_has_64_tokens_and_8_mib_at_most(tokens: int, nbytes: int, facto
     assert chunk_factor(vllm_config("engine", {}), caches(nbytes), blocks, full=True) == factor
 
 
-def test_whatever_the_user_says_of_chunks_holds() -> None:
+def test_a_chunk_size_that_the_user_sets_is_kept() -> None:
     for extra in ({"block_size": 16}, {"blocks_per_chunk": 1}, {"blocks_per_chunk": 2}):
         said = BlockSizes((16,), 16, extra.get("blocks_per_chunk", 1))
         assert chunk_factor(vllm_config("engine", extra), caches(), said, full=True) == said.factor
@@ -104,7 +104,7 @@ def test_sizes_are_written_as_for_the_daemon(said: Any, nbytes: int | None) -> N
 
 
 @pytest.mark.parametrize("said", ["64 apples", "", -1, True, [1 << 30], float("nan"), 1e300])
-def test_what_is_no_size_is_refused_by_name(said: Any) -> None:
+def test_an_invalid_size_is_refused_by_name(said: Any) -> None:
     with pytest.raises(Refused, match=r"cpu_bytes_to_use.*64GiB") as refused:
         place({"cpu_bytes_to_use": said})
     assert refused.value.code == Code.BAD_CONFIG
@@ -185,9 +185,8 @@ def test_else_it_is_the_daemon_of_the_ranks_device(
         listen(tmp_path / f"GPU-{device}")
     replica = place(world_size=2, tensor_parallel_size=2, data_parallel_index=1)
     assert [replica.for_rank(rank).find_daemon().name for rank in (0, 1)] == ["GPU-2", "GPU-3"]
-    assert (
-        replica.for_rank(1).find_daemon("GPU-2").name == "GPU-2"
-    )  # whoever has the tensors knows better
+    # The UUID of the tensors' GPU, if known, is preferred.
+    assert replica.for_rank(1).find_daemon("GPU-2").name == "GPU-2"
     with pytest.raises(Gone):
         place(world_size=2).for_rank(0).find_daemon()  # another GPU's will not do
 
@@ -201,7 +200,7 @@ def test_one_rank_takes_the_only_daemon(tmp_path: Path, monkeypatch: pytest.Monk
     assert place().find_daemon() == tmp_path / "cpu"
 
 
-# What is not there
+# Without the connector, or without vLLM
 
 
 def test_a_spec_needs_our_connector() -> None:

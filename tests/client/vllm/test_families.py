@@ -54,7 +54,7 @@ REFUSED = "whisper", "bert"
 
 @pytest.fixture(scope="module")
 def started() -> dict[str, dict[str, Any]]:
-    """What starting each family printed."""
+    """The lines that the start of each family prints."""
     if not (installed_version("vllm") or "").startswith("0.33."):
         pytest.skip("vLLM 0.33 is not installed")
     environment = {

@@ -87,7 +87,7 @@ def test_the_places_of_pages_in_a_block_of_all_layers_are_in_the_fingerprint() -
         {"shapes": ((4, 64),)},
     ],
 )
-def test_what_the_attention_backend_makes_of_a_page_is_in_the_fingerprint(
+def test_the_page_of_an_attention_backend_is_in_the_fingerprint(
     field: dict[str, Any],
 ) -> None:
     changed = caches(SimpleNamespace(**vars(BF16), **field))
@@ -128,7 +128,7 @@ def kept_as(said: str, *specs: Any, change: Callable[[Any], None] = nothing) -> 
         ("auto", "bfloat16", BF16),
     ],
 )
-def test_what_layers_make_of_the_cache_dtype_is_the_same_on_both_sides(
+def test_both_sides_read_the_same_cache_dtype_from_the_layers(
     scheduler: str, worker: str, spec: Any
 ) -> None:
     """vLLM's layers write it into the configuration of their process, a worker's."""
@@ -143,7 +143,7 @@ def test_ranks_of_a_pipeline_agree_on_the_dtype() -> None:
     assert kept_as("fp8", FP8, change=pipeline) != kept_as("fp8_e5m2", FP8, change=pipeline)
 
 
-def test_what_kv_is_kept_as_is_in_the_fingerprint() -> None:
+def test_the_dtype_of_kv_is_in_the_fingerprint() -> None:
     states = (SimpleNamespace(dtypes=(of, of)) for of in ("torch.float32", "torch.bfloat16"))
     kinds = [kept_as("fp8_e5m2", BF16, one) for one in states]
     kinds += [kept_as("auto", one) for one in (BF16, FP8, SPARSE, NVFP4)]
@@ -264,7 +264,7 @@ def other(path: str = "", value: Any = None) -> Fingerprint:
         ("speculative_config.draft_model_config.hf_overrides", {"num_hidden_layers": 2}),
     ],
 )
-def test_what_a_model_computes_with_is_in_the_fingerprint(path: str, value: Any) -> None:
+def test_options_of_the_computation_are_in_the_fingerprint(path: str, value: Any) -> None:
     changed = other(path, value)
     assert changed.differences(other())
     assert changed == other(path, value)  # workers read it as the scheduler does
@@ -297,7 +297,7 @@ def test_a_plug_in_may_have_an_additional_config_with_a_hash() -> None:
 @pytest.mark.parametrize(
     "path", ["cache_config.calculate_kv_scales", "lora_config", "model_config.enable_sleep_mode"]
 )
-def test_what_another_start_may_not_have_the_same_is_of_this_start(
+def test_a_part_that_cannot_be_identified_is_of_this_start(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def started(when: str, **extra: Any) -> Fingerprint:

@@ -19,7 +19,7 @@ from kvferry.proto.fingerprint import Fingerprint
 
 interface = pytest.importorskip("vllm.v1.kv_cache_interface")
 
-# What vLLM imports is deprecated in the installed torch.
+# vLLM imports names that are deprecated in the installed torch.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 GIB = 1 << 30

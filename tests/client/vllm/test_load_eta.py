@@ -95,7 +95,7 @@ def test_a_load_is_on_its_way_for_a_while_first(arrivals: LoadEta) -> None:
     assert arrivals.wait_seconds(60.102 + LATE) > 0
 
 
-def test_what_was_long_ago_is_forgotten(arrivals: LoadEta) -> None:
+def test_old_loads_are_forgotten(arrivals: LoadEta) -> None:
     loaded(arrivals, 1, 10.0, 0.0, 0.05)
     for number in range(SAMPLES):
         loaded(arrivals, 10 + number, 20.0 + 10 * number, 0.005, 0.1)

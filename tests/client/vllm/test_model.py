@@ -1,4 +1,4 @@
-"""What tells the weights of an engine from others of the same name. No vLLM needed."""
+"""Fields that tell the weights of an engine from others of the same name. No vLLM needed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_weights_of_a_commit_or_in_files_are_found_again(
     assert not caplog.text
 
 
-def test_weights_in_the_hubs_cache_are_known_by_what_they_have(tmp_path: Path) -> None:
+def test_weights_in_the_hubs_cache_are_identified_by_content(tmp_path: Path) -> None:
     """With HF_HUB_OFFLINE vLLM's model is a folder of links, whose files a new machine has anew."""
     (tmp_path / "blobs").mkdir()
     link = tmp_path / "snapshots" / "aaaa" / "model.safetensors"

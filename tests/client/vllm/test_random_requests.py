@@ -178,7 +178,7 @@ def test_a_state_in_the_middle_of_a_block_is_found(
 @pytest.mark.timeout(3600)  # the long form
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("case", MODELS, ids=str)
-def test_what_vllms_own_connector_reads(
+def test_vllms_own_connector_reads_other_bytes(
     core: Any,
     pytestconfig: pytest.Config,
     case: ModelCase,

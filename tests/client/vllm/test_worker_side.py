@@ -46,7 +46,7 @@ def ended(worker: WorkerSide, count: int) -> dict[int, bool]:
     return {job_id: result.success for job_id, result in finished(worker, count).items()}
 
 
-def test_what_was_stored_is_loaded(start_kvferryd: StartKvferryd) -> None:
+def test_a_stored_block_is_loaded(start_kvferryd: StartKvferryd) -> None:
     caches = kv_caches()
     tensor = caches.tensors[0].tensor
     worker = open_worker(start_kvferryd(), caches)
@@ -60,13 +60,13 @@ def test_what_was_stored_is_loaded(start_kvferryd: StartKvferryd) -> None:
     worker.shutdown()
 
 
-def test_who_awaits_a_load_is_told_of_everything_once(
+def test_waiting_for_loads_reports_each_result_once(
     start_kvferryd: StartKvferryd, start_worker: Start
 ) -> None:
     worker = start_worker(start_kvferryd())
     worker.wait_next_load()
     worker.store(1, gpu_blocks(1), KeysSpec((A,)))
-    worker.wait_next_load()  # a store is nothing to wait for
+    worker.wait_next_load()  # it does not wait for stores
     assert ended(worker, 1) == {1: True}
     told: list[int] = []
     for job_id in range(2, 20):

@@ -1,4 +1,4 @@
-"""What each GPU block holds, so that nothing is stored from a block that another request has.
+"""The contents of each GPU block, so that nothing is stored from a block that another request has.
 
 vLLM's offloading scheduler keeps the block ids of each request. It does not learn when a block
 leaves a sliding window, when a request is preempted, or when a finished request is freed; it looks

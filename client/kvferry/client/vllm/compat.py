@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM that kvferry supports. Needs vLLM.
+"""The differences between the versions of vLLM that kvferry supports. Needs vLLM.
 
 Each difference is probed by feature, not by version number; the version in a comment says when it
 came. So a newer vLLM works as long as the probes find what they look for.
@@ -110,7 +110,7 @@ def worker_arguments(spec: Any, vllm_config: Any, kv_cache_config: Any) -> tuple
 
 
 def transfer_results(received: set[str], failed: set[str]) -> Any:
-    """What get_transfer_results returns, which is called from 0.30 on."""
+    """The result of get_transfer_results, which is called from 0.30 on."""
     return _transfer_results(finished_recving=received, failed_recving=failed)
 
 

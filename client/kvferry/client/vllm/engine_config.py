@@ -100,7 +100,7 @@ class EngineConfig:
     first_device: int
     # The devices assigned to vLLM, in the driver's numbering; empty if all are.
     assigned: tuple[int, ...] = ()
-    # What a block of each group holds, if that is not what vLLM's connector copies.
+    # The bytes of a block of each group, if vLLM's connector copies others.
     packed: PackedGroups | None = None
     # vLLM's kv_role: a kv_producer only stores, a kv_consumer only loads.
     stores: bool = True

@@ -4,10 +4,10 @@ Called when an engine starts, in the scheduler's process and in the workers'. Al
 same, so nothing is used that a worker changes when it creates the model. Options are read by their
 path; one that a version of vLLM lacks adds nothing.
 
-In the fingerprint is what changes the format of KV (dtypes, layouts, sizes), and what changes the
-function that the model computes, its precision included. Not in it are options that choose another
-kernel, schedule or collective for the same function at the same precision. The table in
-tests/support/vllm_fields.py says it for each field of vLLM's configuration.
+The fingerprint contains the options that change the format of KV (dtypes, layouts, sizes), and
+those that change the function that the model computes, its precision included. It does not contain
+options that choose another kernel, schedule or collective for the same function at the same
+precision. tests/support/vllm_fields.py has a table of all fields of vLLM's configuration.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def _capability(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def _pages(vllm_config: Any, kv_cache_config: Any, layout: str) -> str:
-    """What pages hold, and where they are in a block if it holds the pages of all layers.
+    """The contents of pages, and their places in a block that holds the pages of all layers.
 
     It depends on the attention backend that vLLM chose, which the scheduler does not know. Ranks of
     a pipeline have other layers, and the scheduler knows those of rank 0 only: nothing then.
@@ -235,7 +235,7 @@ def _pages(vllm_config: Any, kv_cache_config: Any, layout: str) -> str:
 
 
 def _group_bytes(packed: PackedGroups | None) -> Iterator[tuple[str, str]]:
-    """What host blocks hold if it is not what vLLM's connector copies: no field otherwise."""
+    """The bytes of host blocks, if vLLM's connector copies others: no field otherwise."""
     if packed is not None:
         yield "group bytes", _short(",".join(map(str, packed.group_bytes)))
 

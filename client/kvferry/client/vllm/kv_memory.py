@@ -1,4 +1,4 @@
-"""Where vLLM allocates its KV caches: in memory that the daemon maps by file descriptor.
+"""Memory for vLLM's KV caches that the daemon maps by file descriptor.
 
 vLLM asks connectors for it from 0.31 on. So an engine and its daemon may run in different PID and
 IPC namespaces, as in containers, and sleep mode can release the memory. Of several connectors in a

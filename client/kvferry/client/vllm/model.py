@@ -105,7 +105,7 @@ def digest(*texts: str) -> str:
 
 
 def _sources(model: Any, vllm_config: Any) -> Iterator[str]:
-    """What identifies a model's weights and configuration."""
+    """Texts that identify a model's weights and configuration."""
     commit = hub_snapshot(str(model.model)).commit
     yield commit or str(getattr(getattr(model, "hf_config", None), "_commit_hash", None))
     for name in ("model", "hf_config_path", "model_weights"):
@@ -123,7 +123,7 @@ def _sources(model: Any, vllm_config: Any) -> Iterator[str]:
 
 
 def _draft(vllm_config: Any) -> str:
-    """What identifies the model that drafts tokens, if it has layers with KV."""
+    """A text that identifies the model that drafts tokens, if it has layers with KV."""
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     # Methods without a model, as ngram, name the target's.
@@ -135,7 +135,7 @@ def _draft(vllm_config: Any) -> str:
 
 
 def _media(model: Any) -> str:
-    """What turns media into embeddings: vLLM's block hashes identify only its inputs."""
+    """Options that turn media into embeddings: vLLM's block hashes identify only the media."""
     media = getattr(model, "multimodal_config", None)
     if media is None:
         return ""

@@ -1,4 +1,4 @@
-"""What a GPU block of each KV cache group holds, where one buffer has the blocks of all groups.
+"""The bytes of a GPU block of each KV cache group, if one buffer has the blocks of all groups.
 
 vLLM packs the layers of models with several page sizes (DeepSeek V4) into rows. A row is as large
 as the largest group, and a GPU block of any group is the front of a row:

@@ -1,5 +1,5 @@
-"""How fast the engine computes prompts: from the step in which a request is first scheduled to its
-first token.
+"""The rate at which the engine computes prompts: from the step in which a request is first
+scheduled to its first token.
 
 The rate is that of a request beside all others, as its user sees it. Steps cannot be timed alone:
 with asynchronous scheduling vLLM schedules a step before the one ahead of it has ended. Called in
@@ -81,6 +81,6 @@ class PrefillRate:
             self._prefills.pop(request_id, None)
 
     def seconds(self, tokens: float) -> float:
-        """How long computing so many tokens takes; 0 if not known."""
+        """The time to compute so many tokens; 0 if not known."""
         rate = median(self._rates) if self._rates else self._short_rate
         return tokens / rate if rate else 0.0

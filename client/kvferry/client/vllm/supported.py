@@ -1,7 +1,7 @@
-"""What kvferry refuses, with what to change. Called when vLLM starts, in each of its processes.
+"""kvferry refuses models and options that it cannot serve, and says what to change.
 
-The configuration is checked before vLLM loads the weights, the KV cache groups when vLLM has
-planned them, which is after that. Needs vLLM.
+Called when vLLM starts, in each of its processes. The configuration is checked before vLLM loads
+the weights, the KV cache groups when vLLM has planned them, which is after that. Needs vLLM.
 """
 
 from __future__ import annotations
