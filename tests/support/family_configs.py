@@ -67,6 +67,17 @@ DEEPSEEK_V4: dict[str, Any] = {
     "mlp_layer_types": ["moe"] * 6,
 }
 QWEN35 = QWEN | {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+# Its attention layers have an indexer, whose last keys are in a ring buffer.
+QWEN4 = QWEN | {
+    "architectures": ["Qwen4ExpForCausalLM"],
+    "model_type": "qwen4_exp_text",
+    "output_gate_type": "silu",
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+}
 KIMI_LINEAR = DEEPSEEK | {
     "architectures": ["KimiLinearForCausalLM"],
     "model_type": "kimi_linear",
@@ -86,6 +97,12 @@ KIMI_LINEAR = DEEPSEEK | {
         "num_heads": 16,
         "short_conv_kernel_size": 4,
     },
+}
+KIMI_K3 = {
+    "architectures": ["KimiK3ForConditionalGeneration"],
+    "model_type": "kimi_k3",
+    "torch_dtype": "bfloat16",
+    "text_config": {key: value for key, value in KIMI_LINEAR.items() if key != "architectures"},
 }
 GRANITE = SMALL | {
     "architectures": ["GraniteMoeHybridForCausalLM"],
@@ -154,7 +171,9 @@ FAMILIES = {
     "deepseek-v4": PlannedFamily(DEEPSEEK_V4),
     "qwen3-next": PlannedFamily(QWEN),
     "qwen3.5": PlannedFamily(QWEN35),
+    "qwen4-exp": PlannedFamily(QWEN4),
     "kimi-linear": PlannedFamily(KIMI_LINEAR),
+    "kimi-k3": PlannedFamily(KIMI_K3, {"limit_mm_per_prompt": {"image": 0, "video": 0}}),
     "nemotron-h": PlannedFamily(NEMOTRON),
     "granite4": PlannedFamily(GRANITE),
     "falcon-h1": PlannedFamily(FALCON_H1),

@@ -29,7 +29,7 @@ class ModelCase(NamedTuple):
     runner: str = "v2"
 
     def __str__(self) -> str:
-        return ", ".join(self.groups) + self.drafts * " +" + (self.runner == "v1") * ", v1"
+        return ", ".join((*self.groups, f"{self.drafts} drafts", self.runner))
 
 
 MODELS = [
