@@ -141,8 +141,8 @@ def _check_ipc(tensor: torch.Tensor) -> None:
         raise Refused(
             Code.NOT_SHAREABLE,
             f"CUDA IPC cannot share a tensor of shape {_describe(tensor)}; allocate KV caches "
-            "without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and without a sleep mode, or "
-            "with allocate_kv_caches",
+            "without expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF, "
+            "and without vLLM's --enable-cumem-allocator, or with allocate_kv_caches",
             _describe(tensor),
         )
 
