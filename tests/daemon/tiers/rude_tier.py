@@ -69,6 +69,8 @@ class RudeTier(MemoryTier):
         self._fail("drop")
         self._wait_for("slow drop")
         super().drop(namespace, keys)
+        if keys is None and (known := self.generation(namespace)) >= 0:
+            (self._folder / "generation").write_text(str(known + 1))
 
     def generation(self, namespace: str) -> int:
         """The number in the file "generation"; without it, not known."""

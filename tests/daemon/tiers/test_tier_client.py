@@ -405,6 +405,17 @@ def test_another_generation_of_a_namespace_that_was_never_searched_is_noticed(ru
     assert dropped == [NAMESPACE]
 
 
+def test_a_drop_by_this_daemon_is_not_reported_as_one_of_another(rude: Rude) -> None:
+    client, dropped = rude.tier.client, list[str]()
+    client.dropped_elsewhere = dropped.append
+    (rude.folder / "generation").write_text("7")
+    for generation in (7, 8):
+        rude.tier.contains([1])
+        assert client._generations == {NAMESPACE: generation}
+        rude.tier.drop()
+    assert dropped == []
+
+
 def test_the_process_is_told_which_stores_are_in_use(rude: Rude) -> None:
     rude.tier.client.namespaces = lambda: {"a": "a-part", "b": "", "c": "c-part"}
     rude.tier.usage()

@@ -21,6 +21,16 @@ def test_keys_are_freed_in_steps() -> None:
     assert not deferred
 
 
+def test_one_step_frees_a_bounded_number_of_keys() -> None:
+    """From both tables of the index: each takes 100 ms for a million keys."""
+    index = full_index(8 * SOME)
+    keys, numbers = len(index._keys), len(index._numbers)
+    while index.free_some():
+        assert len(index._keys) == max(0, keys - SOME)
+        assert min(SOME, numbers) <= numbers - len(index._numbers) < SOME + 2 * SHARD_KEYS
+        keys, numbers = len(index._keys), len(index._numbers)
+
+
 def test_an_empty_index_needs_no_freeing() -> None:
     assert not DeferredFree(KeyIndex(4))
     assert not DeferredFree().free_some()
