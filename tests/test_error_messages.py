@@ -267,7 +267,7 @@ def corrupt_block(_: pytest.FixtureRequest) -> ErrorInfo:
     fixture = SingleCore()
     fixture.end(fixture.store([0], [3]))
     started = fixture.load([3], [1])
-    fixture.core.report(BlocksCorrupted(engine_owner("engine"), np.array([3]), ()))
+    fixture.core.report(BlocksCorrupted(engine_owner("engine"), np.array([3])))
     return sent_error(fixture.end(started))
 
 

@@ -48,6 +48,7 @@ from kvferry.client import (
 )
 from kvferry.client.mirror import Mirror
 from kvferry.daemon.app import GC_THRESHOLDS
+from kvferry.daemon.core.block_table import UNCOMMITTED, BlockTable
 from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.cache.policies import POLICIES
 from kvferry.daemon.core.namespace import SNAPSHOT_BLOCKS
@@ -105,7 +106,8 @@ def tune_gc() -> None:
 
 def bench_core(count: int, policy: str) -> None:
     before = memory_bytes()
-    cache, steps = Cache(count, policy), list[float]()
+    table, steps = BlockTable(count, KEY_BYTES), list[float]()
+    cache = Cache(count, policy, table=table)
     tune_gc()
     random = np.random.default_rng(0)
     for at in range(0, 4 * count, BATCH):
@@ -127,16 +129,17 @@ def bench_core(count: int, policy: str) -> None:
     show(f"{policy}: touch of {BATCH} keys", steps[::2])
     show(f"{policy}: store of {BATCH} keys", steps[1::2])
     show_one(f"{policy}: memory per key", (memory_bytes() - before) / count, "bytes")
-    entries = cache.entries()
+    blocks = table.find(*UNCOMMITTED)
+    table.commit(blocks, table.lines.versions(blocks), np.zeros(count, np.uint64))
     slices = range(0, count, SNAPSHOT_BLOCKS)
     parts = [timed(partial(cache.keys_between, at, at + SNAPSHOT_BLOCKS)) for at in slices]
     show(f"{policy}: parts of a snapshot", parts)
     show(f"{policy}: change of the policy", [timed(lambda: cache.configure(_other(policy), 1))])
     cache.configure(policy, 1)
-    deferred = list[object]()
+    deferred, lines = list[object](), table.lines.memory.copy()
     show(f"{policy}: reset", [timed(lambda: deferred.append(cache.reset()))])
-    restored = Cache(count, policy)
-    show(f"{policy}: restore", [timed(lambda: restored.restore_keys(entries))])
+    restored = Cache(count, policy, table=BlockTable(count, KEY_BYTES, lines))
+    show(f"{policy}: restore", [timed(lambda: restored.restore_keys(1))])
 
 
 def _other(policy: str) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from contextlib import closing
 
-from kvferry.daemon.persistence.block_table import BlockTable
+import numpy as np
+
+from kvferry.daemon.persistence.table_file import TableFile
 from kvferry.testing.engine import until
 from support.service_manager import ServiceManager
 
@@ -25,5 +27,5 @@ def _count_committed(manager: ServiceManager, name: str) -> int:
         descriptor = os.dup(manager.kept(name))
     except (StopIteration, OSError):  # the daemon has just removed it
         return 0
-    with closing(BlockTable(descriptor)) as table:
-        return table.committed_blocks().size
+    with closing(TableFile(descriptor)) as file:
+        return int(np.count_nonzero(file.lines["committed"]))

@@ -23,11 +23,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvferry.daemon.core.block_states import BlockStates
+from kvferry.daemon.core.block_states import _UNVERIFIED, BlockStates
+from kvferry.daemon.core.block_table import UNCHECKED, WITH_CONTENTS, BlockTable
 from kvferry.daemon.core.layout import BlockLayout, ResolvedBlocks
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
+from support.committed_blocks import commit_all, next_table
 
 HOSTS = 4
 FACTOR = 3
@@ -87,7 +89,8 @@ class BlockStatesMachine(RuleBasedStateMachine):
         groups = tuple((TensorRef(number, page),) for number, page in enumerate(pages))
         self.layout = LayoutArrays.from_layout(KVLayout(tensors, groups, FACTOR))
         self.block_layout = BlockLayout(self.layout, 0, HOSTS)
-        self.states = BlockStates.for_layout(self.layout, HOSTS)
+        self.table = BlockTable(HOSTS)
+        self.states = BlockStates.for_layout(self.layout, self.table)
         # The content after all jobs in the queue.
         self.cells = Cells()
 
@@ -154,17 +157,22 @@ class BlockStatesMachine(RuleBasedStateMachine):
             if serial == job.serial:
                 del self.cells.content[cell]
 
+    @precondition(lambda self: self.queue)
+    @rule(which=st.integers(0, 5))
+    def cancel(self, which: int) -> None:
+        """Cancel a job, which ends at once, although the jobs before it have not ended."""
+        self.queue.insert(0, self.queue.pop(which % len(self.queue)))
+        self.end(done=False)
+
     @precondition(lambda self: not self.queue)
     @rule()
     def restart(self) -> None:
         """Restore the committed blocks in another daemon."""
-        hosts = np.arange(HOSTS)
-        parts = self.states.loadable_parts(hosts)
-        complete = [int(host) for host in hosts if int(host) not in parts]
-        committed = {**dict.fromkeys(complete, (0, FACTOR)), **parts}
-        committed = {host: part for host, part in committed.items() if part[1]}
-        self.states = BlockStates.for_layout(self.layout, HOSTS)
-        self.states.restore_blocks(committed.items())
+        committed = self.stored_parts()
+        commit_all(self.table)
+        self.table = next_table(self.table, 0)
+        self.states = BlockStates.for_layout(self.layout, self.table)
+        self.states.restore_blocks()
         kept = {(h, sub) for h, part in committed.items() for sub in range(*part)}
         if self.sizes > 1:
             kept = set()
@@ -184,20 +192,31 @@ class BlockStatesMachine(RuleBasedStateMachine):
                 del cells.content[cell]
                 cells.unverified.discard(cell)
 
-    @invariant()
-    def unverified_sub_blocks_are_counted(self) -> None:
-        """Stores void checksums only while this number is not 0."""
-        if hasattr(self, "states"):
-            assert self.states._unverified == len(self.cells.unverified)
+    def stored_parts(self) -> dict[int, tuple[int, int]]:
+        """The sub-blocks of each host block that the next daemon may load."""
+        hosts = self.table.find(*WITH_CONTENTS).tolist()
+        return {host: self.table.part(host) or (0, FACTOR) for host in hosts}
 
     @invariant()
-    def committed_blocks_are_loadable(self) -> None:
+    def stored_blocks_have_loadable_bytes_and_no_store_in_flight(self) -> None:
         if not hasattr(self, "states"):
             return
-        for host, part in self.states.loadable_parts(np.arange(HOSTS)).items():
+        self.table.check_integrity()
+        written = {
+            int(host)
+            for job in self.queue
+            if job.direction is Direction.STORE
+            for host in job.blocks.host_blocks
+        }
+        assert not written & self.stored_parts().keys()
+        unverified = {host for host, _ in self.cells.unverified}
+        assert unverified == {*self.table.find(*UNCHECKED).tolist()}
+        sub_blocks = np.argwhere(self.states._by_block == _UNVERIFIED).tolist()
+        assert {(host, sub) for host, sub in sub_blocks} == self.cells.unverified
+        for host, part in self.stored_parts().items():
+            assert part[0] < part[1]
             for sub in range(*part):
                 assert self.cells.content[host, sub] in self.done
-                assert (host, sub) not in self.cells.unverified
 
 
 @pytest.mark.parametrize("sizes", PAGES)

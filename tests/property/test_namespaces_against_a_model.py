@@ -281,7 +281,7 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
             assert new.cache.ready_keys() == []
             assert set(new.cache.pending_keys()) == namespace.hits()
             blocks = np.array(list(entries.values()), dtype=np.int64)
-            restarted.report(BlocksVerified(new.region.owner, blocks, tuple(entries)))
+            restarted.report(BlocksVerified(new.region.owner, blocks))
             assert set(new.cache.ready_keys()) == namespace.hits()
         old_regions, new_regions = (
             {region.owner: (region.start, region.nbytes) for region in core._regions}

@@ -13,14 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from kvferry.daemon.core.block_table import BlockTable
 from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.cache.cache_events import CacheEvent
 from kvferry.daemon.core.cache.jobs import Pins, Reservation
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind, Lookup
+from support.committed_blocks import commit_all, next_table
 from support.plain_policies import PLAIN
 
 PENDING, READY = "pending", "ready"
+KEY_BYTES, SUB_BLOCKS = 1, 4
 
 
 class ModelCacheJob(NamedTuple):
@@ -49,9 +52,10 @@ class CacheModelState:
         self.epoch = 0
         self.start()
 
-    def start(self) -> None:
-        """Start a daemon."""
-        self.cache = Cache(self.capacity, self.policy_name, self.threshold, (1, 1))
+    def start(self, table: BlockTable | None = None) -> None:
+        """Start a daemon. table: that of the earlier daemon."""
+        table = table or BlockTable(self.capacity, KEY_BYTES)
+        self.cache = Cache(self.capacity, self.policy_name, self.threshold, (1, 1), table)
         self.policy = PLAIN[self.policy_name](self.capacity)
         self.state: dict[bytes, str] = {}
         # In the order in which they were stored.
@@ -91,7 +95,7 @@ class CacheModelState:
     def stored_again(self, key: bytes, parts: dict[bytes, tuple[int, int]]) -> bool:
         if self.state.get(key) != READY or key in self.pinned():
             return False
-        all_subs = (0, 4)
+        all_subs = (0, SUB_BLOCKS)
         new, old = (set(range(*p.get(key, all_subs))) for p in (parts, self.parts))
         return key in self.unverified or new > old
 
@@ -229,7 +233,7 @@ class CacheModel(CacheModelState):
         writing = sum(len(job.keys) for job in self.tier_jobs if job.tier == tier)
         allowed = min(limit, max(1, self.capacity // 4) - writing)
         wanted = [key for key in self.block_of if key in self.hits() - self.in_tier[tier]]
-        self.cache.tier_access.mark_committed(self.cache.entries())
+        commit_all(self.cache.table)
         keys, blocks = self.cache.tier_access.take_writes(tier, limit, 1.0)
         assert keys == wanted[: max(0, allowed)]
         assert blocks.tolist() == [self.block_of[key] for key in keys]
@@ -267,18 +271,20 @@ class CacheModel(CacheModelState):
         if job := self.ending(Pins, which):
             self.cache.complete_load(job.handle)
 
+    def blocks_of(self, keys: list[bytes]) -> Any:
+        found = {self.block_of[key] for key in keys if key in self.block_of}
+        return np.array(sorted(found), np.int64)
+
     def discard(self, keys: list[bytes]) -> None:
-        """Report lost bytes, also for keys that are in other blocks now."""
-        self.cache.discard_keys([(key, self.block_of.get(key, 0)) for key in keys])
-        self.cache.discard_keys([(key, self.block_of.get(key, 0) + 1) for key in keys])
+        """Report lost bytes, also for keys that are being stored."""
+        self.cache.discard_blocks(self.blocks_of(keys))
         for key in set(keys) & self.keys_that_are(READY):
             self.policy.forget(key)
             self.forget(key)
 
     def verify(self, keys: list[bytes]) -> None:
-        """Report equal checksums, also for keys that are in other blocks now."""
-        self.cache.mark_verified([(key, self.block_of.get(key, 0) + 1) for key in keys])
-        self.cache.mark_verified([(key, self.block_of.get(key, 0)) for key in keys])
+        """Report equal checksums, also for keys that are not unverified."""
+        self.cache.mark_verified(self.blocks_of(keys))
         self.unverified -= set(keys)
 
     def end_again(self, which: int, success: bool) -> None:
@@ -315,9 +321,12 @@ class CacheModel(CacheModelState):
 
     def restart(self) -> None:
         """The next daemon finds the ready keys. It has no jobs."""
-        entries, parts = self.cache.entries(), self.parts
-        self.start()
-        self.cache.restore_keys(entries, parts)
+        ready, parts = self.keys_that_are(READY), self.parts
+        commit_all(self.cache.table)
+        self.start(next_table(self.cache.table, KEY_BYTES))
+        self.cache.restore_keys(SUB_BLOCKS)
+        entries = self.cache.entries()
+        assert {key for key, _ in entries} == ready
         self.policy.admit([key for key, _ in reversed(entries)], self.capacity, lambda key: False)
         self.state = {key: READY for key, _ in entries}
         self.block_of = dict(reversed(entries))  # as if stored from the head of a prompt on

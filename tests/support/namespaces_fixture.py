@@ -14,9 +14,7 @@ import pytest
 
 from kvferry.daemon.core.actions import (
     Action,
-    BlockSet,
     Broadcast,
-    CommitBlocks,
     CopyPlan,
     FreeDeferred,
     MapTensors,
@@ -32,7 +30,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.identity import DaemonIdentity
-from kvferry.daemon.core.tier_actions import BlocksCommitted, TierDescription
+from kvferry.daemon.core.tier_actions import TierDescription
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
@@ -47,6 +45,7 @@ from kvferry.proto.specs import (
     TensorRef,
     TransferSpec,
 )
+from support.committed_blocks import commit_all
 from support.region_records_model import RegionRecordsModel
 
 PAGE = 1024
@@ -114,8 +113,6 @@ class NamespacesFixture:
         )
         self.region_records = RegionRecordsModel()
         self.commits = True
-        # The blocks of the most recent store.
-        self.stored_last: BlockSet
         self.job_ids = count(1)
         self.registrations: dict[str, int] = {}
         for session in sessions:
@@ -135,15 +132,9 @@ class NamespacesFixture:
     def report(self, report: Report) -> list[Any]:
         """Report to the core. If `commits`, stored blocks get their checksums at once."""
         actions = self.core.report(report)
-        for action in actions:
-            if isinstance(action, CommitBlocks):
-                self.stored_last = action.block_set
-                if self.commits:
-                    self.commit(action.block_set)
+        for namespace in self.core._namespaces if self.commits else ():
+            commit_all(namespace.region.table)
         return self.region_records.observe(actions)
-
-    def commit(self, blocks: BlockSet) -> None:
-        self.core.report(BlocksCommitted(blocks.owner, blocks.blocks, blocks.keys))
 
     def error(self, session: str, message: wire.ClientMessage) -> tuple[str, str]:
         """The code with which a request is refused, and the value."""

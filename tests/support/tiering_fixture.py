@@ -11,8 +11,6 @@ import msgspec
 import numpy as np
 
 from kvferry.daemon.core.actions import Report
-from kvferry.daemon.core.layout import Bools, Int64s
-from kvferry.daemon.core.records import RegionOwner
 from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
     BlocksWritten,
@@ -34,7 +32,6 @@ from kvferry.testing.tier_subjects import (
 from support.time_limits import TIMEOUT
 
 BLOCK = 16 << 10
-OWNER = RegionOwner("namespace", "n")
 DROP_TIMES = DropTimes()
 R = TypeVar("R", bound=Report)
 
@@ -70,7 +67,6 @@ class TieringFixture:
         self.reports: list[Report] = []
         self.promoted: list[tuple[str, float]] = []
         self.core = FakeWrites()
-        self.no_checksum: set[int] = set()
         self.running: asyncio.Task[None] | None = None
         self.attached = [
             AttachedTier(tier.client, markers / str(n)) for n, tier in enumerate(tiers)
@@ -87,7 +83,6 @@ class TieringFixture:
             return Tiering(
                 self.attached,
                 cast(Writes, self.core),
-                self.checksums_of,
                 self._receive,
                 lambda *seen: self.promoted.append(seen),
                 times,
@@ -117,11 +112,6 @@ class TieringFixture:
             else:
                 self.reports.append(each)
 
-    def checksums_of(self, _: RegionOwner, blocks: Int64s) -> tuple[Any, Bools]:
-        sums = [self.pool.checksum(block, key_of(block)) for block in blocks.tolist()]
-        valid = [block not in self.no_checksum for block in blocks.tolist()]
-        return np.array(sums, np.uint64), np.array(valid)
-
     def perform(self, action: Any) -> None:
         async def act() -> None:
             self.tiering.perform(action)
@@ -148,14 +138,16 @@ class TieringFixture:
         self.reports.clear()
         blocks = np.arange(32, 32 + len(numbers))
         keys, offsets = tuple(map(key_of, numbers)), blocks * BLOCK + self.pool.start
-        self.perform(FetchBlocks(3, tier, NAMESPACE, keys, offsets, BLOCK, seconds, OWNER, blocks))
+        self.perform(FetchBlocks(3, tier, NAMESPACE, keys, offsets, BLOCK, seconds))
 
     def write_job(self, number: int, *blocks: int) -> WriteJob:
         for block in blocks:
             self.pool.block(block)[:] = content_of(block, BLOCK)
         array = np.array(blocks, np.int64)
         keys = tuple(map(key_of, blocks))
-        return WriteJob(number, OWNER, NAMESPACE, keys, array, array * BLOCK, BLOCK)
+        sums = [self.pool.checksum(block, key_of(block)) for block in blocks]
+        checksums = np.array(sums, np.uint64)
+        return WriteJob(number, NAMESPACE, keys, checksums, array * BLOCK, BLOCK)
 
     def write(self, *jobs: WriteJob) -> None:
         self.core.jobs += jobs

@@ -51,7 +51,6 @@ from kvferry.proto.results import Outcome
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
 from kvferry.shm.memfd import sealed_memfd
-from support.region_records_model import NO_BLOCKS
 from support.time_limits import TIMEOUT
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
@@ -261,7 +260,7 @@ class WorkerFixture:
             requires,
         )
         self.plans[plan.serial] = plan
-        self.worker.post_command(StartTransfer(plan, "session", plan.serial, NO_BLOCKS))
+        self.worker.post_command(StartTransfer(plan, "session", plan.serial))
         return self.serial
 
     def receive_batch(self, batch: list[Report]) -> None:

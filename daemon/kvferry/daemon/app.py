@@ -163,7 +163,6 @@ async def run(
             tiering = Tiering(
                 tiers,
                 core.writes,
-                region_store.checksums_of,
                 reports.put_reports,
                 metrics.jobs.observe_promotion,
             )

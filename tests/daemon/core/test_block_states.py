@@ -8,7 +8,6 @@ import pytest
 from kvferry.daemon.core.actions import (
     BlocksCorrupted,
     BlocksVerified,
-    CommitBlocks,
     TensorsMapped,
     TensorsUnmapped,
     TransferCompleted,
@@ -18,6 +17,7 @@ from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import CPULoadStoreSpec, GPULoadStoreSpec
+from support.committed_blocks import residents_of
 from support.core_fixture import LAYOUT, CoreFixture, load, store
 
 
@@ -100,17 +100,14 @@ def test_a_completed_store_is_committed_with_the_parts_that_are_loadable() -> No
         fixture.start("a", 1, store(0, hosts=(1,))),
         fixture.start("a", 2, store(1, 2, hosts=(0,))),
     ]
-    for plan, parts in zip(plans, ({1: (0, 1)}, {}), strict=True):
-        _, commit = fixture.core.report(TransferCompleted(plan.serial, Outcome.DONE))
-        assert isinstance(commit, CommitBlocks)
-        assert (commit.serial, commit.block_set.parts) == (plan.serial, parts)
-        assert commit.block_set.owner == engine_owner("a")
+    for plan, parts in zip(plans, ({1: (0, 1)}, {1: (0, 1), 0: None}), strict=True):
+        fixture.report(TransferCompleted(plan.serial, Outcome.DONE))
+        (found,) = fixture.region_records.found()
+        assert {each.block: each.part for each in residents_of(found.lines)} == parts
     rest = GPULoadStoreSpec([3], (1,), (1,)), CPULoadStoreSpec([1])
-    _, commit = fixture.core.report(
-        TransferCompleted(fixture.start("a", 3, rest).serial, Outcome.DONE)
-    )
-    assert isinstance(commit, CommitBlocks)
-    assert commit.block_set.parts == {}  # both halves are stored
+    fixture.report(TransferCompleted(fixture.start("a", 3, rest).serial, Outcome.DONE))
+    (found,) = fixture.region_records.found()
+    assert {each.block: each.part for each in residents_of(found.lines)} == {0: None, 1: None}
 
 
 def test_loads_in_flight_of_a_corrupt_block_fail_and_the_block_becomes_stale() -> None:

@@ -24,6 +24,7 @@ from kvferry.proto.specs import (
     TensorLayout,
     TensorRef,
 )
+from support.committed_blocks import residents_of
 from support.namespaces_fixture import (
     FINGERPRINT_OF_THREE,
     HYBRID,
@@ -122,24 +123,26 @@ def test_a_restored_namespace_has_its_keys_and_parts_and_sends_no_events(
     all_parts = blocks([0, 1, 2])
     assert (fixture.snapshot("b"), fixture.loadable("b", b"x")) == ((b"", b"x"), b"")
     region, keys = fixture.region_records.found()[0].record.owner, each(b"xy")
-    block_of = {found.key: found.block for found in fixture.region_records.found()[0].residents}
+    residents = residents_of(fixture.region_records.found()[0].lines)
+    block_of = {resident.key: resident.block for resident in residents}
     verified = np.array([block_of[key] for key in keys])
-    actions = fixture.report(BlocksVerified(region, verified, keys))
+    actions = fixture.report(BlocksVerified(region, verified))
     assert key_events_of(actions, PublishKVEvents) == [("stored", b"x")]
     fixture.start("b", load(b"x", all_parts))
     assert fixture.refused("b", load(b"y", all_parts)) == Code.KEY_ABSENT
     fixture.start("b", load(b"y", blocks([0, 1])))
 
 
-def test_a_restored_namespace_with_inconsistent_keys_is_refused() -> None:
+def test_a_restored_namespace_with_a_damaged_block_table_is_refused() -> None:
     fixture = NamespacesFixture("a", quota=POOL)
     fixture.stored("a", b"ab")
     (found,) = fixture.region_records.found()
     restarted = NamespacesFixture()
-    duplicated = msgspec.structs.replace(found, residents=found.residents[:1] * 2)
+    assert found.lines is not None
+    found.lines["part"][residents_of(found.lines)[0].block] = (2, 1)
     with pytest.raises(Refused) as caught:
-        restarted.core.restore_region(duplicated)
-    assert caught.value.code == Code.BAD_SPEC
+        restarted.core.restore_region(found)
+    assert caught.value.code == Code.BAD_LAYOUT
     assert (restarted.namespaces(), restarted.core.reserved_bytes) == ((), 0)
 
 

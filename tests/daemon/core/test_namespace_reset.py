@@ -10,6 +10,7 @@ from kvferry.proto.errors import Code
 from kvferry.proto.keys import EventKind
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import KeyLoadStoreSpec
+from support.committed_blocks import residents_of
 from support.namespaces_fixture import (
     CANCELLED,
     DONE,
@@ -40,7 +41,7 @@ def test_a_reset_makes_every_key_absent_at_once() -> None:
     assert fixture.loadable("a") == b""
     assert fixture.snapshot("a") == (b"", b"")
     (found,) = fixture.region_records.found()
-    assert (found.residents, found.record.generation) == ((), 2)
+    assert (residents_of(found.lines), found.record.generation) == ((), 2)
 
 
 @pytest.mark.parametrize("outcome", [DONE, FAILED, CANCELLED])

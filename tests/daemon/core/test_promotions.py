@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.daemon.core.actions import CommitBlocks, SendMessage
+from kvferry.daemon.core.actions import SendMessage
 from kvferry.daemon.core.search_queue import MAX_SEARCHES
 from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
@@ -21,6 +21,7 @@ from kvferry.daemon.core.tier_actions import (
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
 from kvferry.proto.specs import KVLayout, TensorRef
+from support.committed_blocks import residents_of
 from support.namespaces_fixture import (
     OTHER,
     PAGE,
@@ -86,7 +87,7 @@ def test_a_prefix_is_promoted_up_to_the_first_missing_key() -> None:
     assert reply_of(actions) == wire.TiersFound(1, 3, 2, 0.25)
     (fetch,) = actions_of(actions, FetchBlocks)
     assert (fetch.tier, fetch.store, fetch.keys) == (0, search.store, search.keys[:2])
-    assert fetch.offsets.tolist() == (fetch.blocks * PAGE).tolist()
+    assert fetch.offsets.tolist() == [PAGE, 2 * PAGE]
     assert isinstance(actions[-1], SendMessage)
 
 
@@ -97,7 +98,7 @@ def test_blocks_of_a_second_namespace_are_fetched_into_its_region() -> None:
     fixture.register("b")
     (search,) = fixture.send("b", wire.FindInTiers(1, each(b"c")))
     (fetch,) = actions_of(end_search(fixture, search, 0), FetchBlocks)
-    assert fetch.offsets.tolist() == (QUOTA + fetch.blocks * PAGE).tolist()
+    assert fetch.offsets.tolist() == [QUOTA]
 
 
 def test_fetched_keys_become_loadable_and_committed_and_failed_ones_absent() -> None:
@@ -106,9 +107,8 @@ def test_fetched_keys_become_loadable_and_committed_and_failed_ones_absent() -> 
     fetch = promote(fixture, b"ab")
     actions = fixture.core.report(BlocksFetched(fetch.fetch, (True, False)))
     assert key_events_of(actions) == [("stored", b"a"), ("abandoned", b"b")]
-    (commit,) = actions_of(actions, CommitBlocks)
-    assert (commit.serial, commit.block_set.keys) == (-fetch.fetch, each(b"a"))
-    assert commit.block_set.blocks.tolist() == fetch.blocks[:1].tolist()
+    (found,) = fixture.region_records.found()
+    assert [resident.key for resident in residents_of(found.lines)] == [b"a"]
     assert fixture.usage("free", "ready", "orphaned") == (14, 1, 1)
     fixture.report(FetchReleased(fetch.fetch))
     assert fixture.usage("free", "ready", "orphaned") == (15, 1, 0)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvferry.daemon.core.actions import RegionFreed
 from kvferry.daemon.core.records import RecoveredRegion, RegionRecord, engine_owner
-from kvferry.daemon.core.regions import ALIGNMENT, Region, Regions
+from kvferry.daemon.core.region import Region
+from kvferry.daemon.core.regions import ALIGNMENT, Regions
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef

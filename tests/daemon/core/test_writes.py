@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 
-from kvferry.daemon.core.actions import Action, BlockSet, PublishKVEvents, SendMessage
+from kvferry.daemon.core.actions import Action, PublishKVEvents, SendMessage
+from kvferry.daemon.core.block_table import STORED
 from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
     BlocksWritten,
@@ -73,8 +75,8 @@ def test_each_stored_key_is_written_once_and_the_oldest_first() -> None:
     fixture = new_fixture(b"abc")
     (job,) = take_writes(fixture, limit=2)
     assert keys_of([job]) == b"ab"
-    assert job.offsets.tolist() == (job.blocks * PAGE).tolist()
-    assert (job.block_bytes, job.store.partition("-")[0]) == (PAGE, job.owner.name)
+    assert job.offsets.tolist() == [0, PAGE]
+    assert (job.block_bytes, job.store.partition("-")[0]) == (PAGE, FINGERPRINT.name)
     end_write(fixture, job, [True, False])
     assert write_all(fixture) == b"bc"
     assert take_writes(fixture) == []
@@ -112,14 +114,12 @@ def test_keys_are_written_after_they_have_a_checksum() -> None:
     fixture = new_fixture()
     fixture.commits = False
     fixture.stored("a", b"ab")
-    owner, blocks, keys = (
-        getattr(fixture.stored_last, name) for name in ("owner", "blocks", "keys")
-    )
     assert take_writes(fixture) == []
-    fixture.commit(BlockSet(owner, blocks, keys[::-1]))
-    assert take_writes(fixture) == []  # they are in other blocks
-    fixture.commit(BlockSet(owner, blocks[:1], keys[:1]))
-    assert write_all(fixture) == keys[0]
+    table = fixture.core._namespaces.find_namespace(FINGERPRINT.name).region.table  # type: ignore[union-attr]
+    first = table.find(STORED)[:1]
+    table.commit(first, table.lines.versions(first), np.array([77], np.uint64))
+    (job,) = take_writes(fixture)
+    assert (job.keys, job.checksums.tolist()) == ((b"a",), [77])
 
 
 def test_each_written_key_that_was_used_is_returned_once() -> None:
@@ -344,7 +344,7 @@ def test_blocks_of_a_second_namespace_are_written_from_its_region() -> None:
     fixture.register("b")
     fixture.stored("b", b"cd")
     (job,) = take_writes(fixture)
-    assert job.offsets.tolist() == (QUOTA + job.blocks * PAGE).tolist()
+    assert job.offsets.tolist() == [QUOTA, QUOTA + PAGE]
 
 
 def test_a_namespace_is_in_use_while_it_has_a_session() -> None:

@@ -38,7 +38,6 @@ from kvferry.proto.errors import KVFerryError
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus
-from support.region_records_model import NO_BLOCKS
 from support.time_limits import TIMEOUT
 
 from .simulated_driver import SimulatedDriver
@@ -239,7 +238,7 @@ class ModelledRegistration:
             serial, self.number, direction, runs, self.block_layout.count_bytes(runs), 0, 0,
             self.block_layout.end_offset(runs),
         )  # fmt: skip
-        return StartTransfer(plan, "session", plan.serial, NO_BLOCKS)
+        return StartTransfer(plan, "session", plan.serial)
 
     def model(self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]) -> None:
         shape, host_blocks, gpu_blocks = self.shape, list(hosts), spec.block_ids.tolist()

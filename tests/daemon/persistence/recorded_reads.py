@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.daemon.persistence.block_table import BlockTable
+from kvferry.daemon.core.region import Region
 from kvferry.daemon.persistence.checksum_client import Purpose
 
 
@@ -26,12 +25,10 @@ class RecordedReads:
         """The blocks of each read."""
         return [blocks for _, blocks in self.reads]
 
-    async def read_checksums(
-        self, table: BlockTable, blocks: Any, keys: Sequence[bytes], purpose: Purpose
-    ) -> Any:
+    async def read_checksums(self, region: Region, blocks: Any, purpose: Purpose) -> Any:
         assert purpose is self.purpose
-        checksums = table.checksums(blocks)
-        self.reads.append((table.record.owner.kind, blocks.tolist()))
+        checksums = region.table.lines.checksums(blocks)
+        self.reads.append((region.owner.kind, blocks.tolist()))
         self.waiting.append(asyncio.get_running_loop().create_future())
         await self.waiting[-1]
         return checksums

@@ -1,4 +1,4 @@
-"""A pool of random bytes, its checksum process, and block tables with committed blocks."""
+"""A pool of random bytes, its checksum process, and regions with committed blocks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import msgspec
 import numpy as np
 import xxhash
 
-from kvferry.daemon.core.actions import Report
+from kvferry.daemon.core.actions import BlocksCorrupted, BlocksVerified, Report
+from kvferry.daemon.core.block_lines import UseClock
+from kvferry.daemon.core.block_table import OCCUPIED
 from kvferry.daemon.core.records import RegionRecord
+from kvferry.daemon.core.region import Region
 from kvferry.daemon.memory.shared_memory import MappedFiles
-from kvferry.daemon.persistence.block_table import BlockTable, UseClock
 from kvferry.daemon.persistence.checksum_client import ChecksumClient
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
+from support.committed_blocks import next_table
 
 BLOCK, COUNT = 4096, 16
 FINGERPRINT = Fingerprint("llama", BLOCK, key_bytes=8)
@@ -43,6 +46,27 @@ def numbers(*blocks: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.array(blocks, dtype=np.int64)
 
 
+def region_of(record: RegionRecord) -> Region:
+    """The region of a record, with a new block table."""
+    return Region(record.owner, record.contents, record.start, record.nbytes)
+
+
+def overwrite(region: Region, *blocks: int) -> Any:
+    """A store of these blocks starts. Returns the blocks."""
+    table, some = region.table, numbers(*blocks)
+    table.drop(some[table.among(some, *OCCUPIED)])
+    table.set_pending(some)
+    return some
+
+
+def mark_unverified(region: Region) -> None:
+    """As if an earlier daemon had committed the blocks."""
+    restored = next_table(region.table, 8 if region.owner.kind == "namespace" else 0)
+    restored.lines.use_clock(region.table.lines._clock)
+    restored.restore(1)
+    region.table = restored
+
+
 class StoredPool:
     """Two regions of COUNT blocks. Each block is one chunk of the pool."""
 
@@ -53,32 +77,41 @@ class StoredPool:
         self.bytes[:] = np.random.default_rng(1).integers(0, 255, self.bytes.shape)
         self.checksums = ChecksumClient(self.memory.descriptors, BLOCK, 2)
         self.clock = UseClock()
-        self.tables: list[BlockTable] = []
+        self.regions: list[Region] = []
         self.reports: list[Report] = []
 
-    def table(self, record: RegionRecord) -> BlockTable:
-        self.tables.append(table := BlockTable.create(record, self.clock))
-        return table
+    def new_region(self, record: RegionRecord) -> Region:
+        self.regions.append(region := region_of(record))
+        region.table.lines.use_clock(self.clock)
+        return region
 
-    def commit(self, table: BlockTable, *blocks: int, keys: Sequence[bytes] = ()) -> None:
-        block_ids, record = numbers(*blocks), table.record
-        names = keys or (tuple(map(key, blocks)) if record.key_bytes else ())
+    def report(self, reports: list[Report]) -> None:
+        """Record reports, and change the block tables as the core does."""
+        self.reports += reports
+        for report in reports:
+            for region in self.regions:
+                match report:
+                    case BlocksVerified(owner, blocks) if owner == region.owner:
+                        region.table.set_verified(blocks)
+                    case BlocksCorrupted(owner, blocks) if owner == region.owner:
+                        region.table.drop(blocks)
+
+    def commit(self, region: Region, *blocks: int, keys: Sequence[bytes] = ()) -> None:
+        keyed = region.owner.kind == "namespace"
+        names = keys or (tuple(map(key, blocks)) if keyed else ())
         seeds = [xxhash.xxh3_64_intdigest(name) for name in names] or blocks
-        starts = [record.start + block * BLOCK for block in blocks]
+        starts = [region.start + block * BLOCK for block in blocks]
         checksums = [
             xxhash.xxh3_64_intdigest(self.bytes[at : at + BLOCK].tobytes(), seed)
             for at, seed in zip(starts, seeds, strict=True)
         ]
-        versions = table.invalidate(block_ids)
-        table.store(block_ids, table.unchanged(block_ids, versions), names, {})
-        table.commit(block_ids, versions, np.array(checksums, np.uint64))
+        table, block_ids = region.table, overwrite(region, *blocks)
+        table.set_stored(block_ids, names)
+        table.commit(block_ids, table.lines.versions(block_ids), np.array(checksums, np.uint64))
 
-    def damage(self, table: BlockTable, block: int) -> None:
-        self.bytes[table.record.start + block * BLOCK + 100] ^= 1
+    def damage(self, region: Region, block: int) -> None:
+        self.bytes[region.start + block * BLOCK + 100] ^= 1
 
     async def close(self) -> None:
         await self.checksums._process.close()
-        for table in self.tables:
-            if not table.closed:
-                table.close()
         self.memory.close()

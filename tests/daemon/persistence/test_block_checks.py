@@ -9,44 +9,53 @@ from typing import Any
 import pytest
 
 from kvferry.daemon.core.actions import BlocksCorrupted, BlocksVerified
+from kvferry.daemon.core.block_table import CHECKED, UNCHECKED
 from kvferry.daemon.core.records import RegionRecord
+from kvferry.daemon.core.region import Region
 from kvferry.daemon.persistence import block_checks
 from kvferry.daemon.persistence.block_checks import BATCH_SECONDS, check_blocks, unverified_batches
-from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.checksum_client import BATCH_BYTES, Purpose
 from support.background import in_background
 from support.eventually import eventually
 
 from .recorded_reads import RecordedReads
-from .stored_pool import BLOCK, COUNT, KEYED, RAW, StoredPool, key, numbers, with_block_bytes
+from .stored_pool import (
+    BLOCK,
+    COUNT,
+    KEYED,
+    RAW,
+    StoredPool,
+    mark_unverified,
+    numbers,
+    overwrite,
+    with_block_bytes,
+)
 
 FAST = 1 << 30
 
 
-def new_unverified_table(pool: StoredPool, record: RegionRecord) -> BlockTable:
-    table = pool.table(record)
-    pool.commit(table, *range(COUNT))
-    table.mark_unverified(numbers(*range(COUNT)))
-    return table
+def new_unverified_region(pool: StoredPool, record: RegionRecord) -> Region:
+    region = pool.new_region(record)
+    pool.commit(region, *range(COUNT))
+    mark_unverified(region)
+    return region
 
 
 async def check(
-    pool: StoredPool, table: BlockTable, *blocks: int, during: Callable[[], Any] = lambda: None
+    pool: StoredPool, region: Region, *blocks: int, during: Callable[[], Any] = lambda: None
 ) -> list[Any]:
-    """Check blocks. Returns (type, owner, blocks, keys) of each report to the core.
+    """Check blocks. Returns (type, owner, blocks) of each report to the core.
 
     during: called while the blocks are read.
     """
     pool.reports.clear()
-    batch = table, numbers(*blocks)
-    reading = asyncio.create_task(
-        check_blocks(pool.checksums, pool.reports.extend, batch, Purpose.VERIFY)
-    )
+    batch = region, numbers(*blocks)
+    reading = asyncio.create_task(check_blocks(pool.checksums, pool.report, batch, Purpose.VERIFY))
     await asyncio.sleep(0)
     during()
     await reading
     return [
-        (type(report), report.owner, report.blocks.tolist(), report.keys)
+        (type(report), report.owner, report.blocks.tolist())
         for report in pool.reports
         if isinstance(report, BlocksVerified | BlocksCorrupted)
     ]
@@ -56,54 +65,50 @@ async def check(
 async def test_each_block_is_reported_once_as_verified_or_corrupt(
     pool: StoredPool, record: RegionRecord
 ) -> None:
-    table, keyed = new_unverified_table(pool, record), record is KEYED
-    pool.damage(table, 5)
-    assert await check(pool, table, 4, 5, 6) == [
-        (BlocksVerified, record.owner, [4, 6], (key(4), key(6)) if keyed else ()),
-        (BlocksCorrupted, record.owner, [5], (key(5),) if keyed else ()),
+    region = new_unverified_region(pool, record)
+    pool.damage(region, 5)
+    assert await check(pool, region, 4, 5, 6) == [
+        (BlocksVerified, record.owner, [4, 6]),
+        (BlocksCorrupted, record.owner, [5]),
     ]
-    assert table.unverified is not None
-    assert not table.unverified[[4, 5, 6]].any()
-    assert table.committed_blocks().tolist() == [n for n in range(COUNT) if n != 5]
-    assert await check(pool, table, 4, 6) == []
+    assert region.table.find(*CHECKED).tolist() == [4, 6]
+    assert await check(pool, region, 4, 6) == []
 
 
 async def test_a_block_with_the_bytes_of_another_is_corrupt(pool: StoredPool) -> None:
-    table = new_unverified_table(pool, RAW)
+    region = new_unverified_region(pool, RAW)
     start = RAW.start
     pool.bytes[start : start + 4096] = pool.bytes[start + 4096 : start + 8192]
-    assert [kind for kind, *_ in await check(pool, table, 0)] == [BlocksCorrupted]
+    assert [kind for kind, *_ in await check(pool, region, 0)] == [BlocksCorrupted]
 
 
 async def test_a_block_overwritten_while_read_is_not_reported(pool: StoredPool) -> None:
-    table = new_unverified_table(pool, KEYED)
-    pool.damage(table, 3)
-    versions = list[Any]()
-    overwrite = lambda: versions.append(table.invalidate(numbers(2, 3)))  # noqa: E731
-    assert await check(pool, table, 2, 3, during=overwrite) == []
-    assert table.unchanged(numbers(2, 3), versions[0]).all()
+    region = new_unverified_region(pool, KEYED)
+    pool.damage(region, 3)
+    assert await check(pool, region, 2, 3, during=lambda: overwrite(region, 2, 3)) == []
 
 
 async def test_no_report_is_sent_if_the_region_is_freed_during_the_check(pool: StoredPool) -> None:
-    table = new_unverified_table(pool, KEYED)
-    assert await check(pool, table, 2, during=table.close) == []
+    region = new_unverified_region(pool, KEYED)
+    assert await check(pool, region, 2, during=lambda: free(region)) == []
 
 
 # Verification
 
 
-async def verify(pool: StoredPool, *tables: BlockTable, **options: int) -> None:
-    await block_checks.verify(
-        pool.checksums, pool.reports.extend, unverified_batches(tables, **options)
-    )
+def free(region: Region) -> None:
+    region.table.closed = True
+
+
+async def verify(pool: StoredPool, *regions: Region) -> None:
+    await block_checks.verify(pool.checksums, pool.report, unverified_batches(regions))
 
 
 async def test_all_restored_blocks_are_verified_except_damaged_ones(pool: StoredPool) -> None:
-    keyed, raw = new_unverified_table(pool, KEYED), new_unverified_table(pool, RAW)
+    keyed, raw = new_unverified_region(pool, KEYED), new_unverified_region(pool, RAW)
     pool.damage(raw, 7)
     await verify(pool, keyed, raw)
-    assert keyed.unverified is None
-    assert raw.unverified is None
+    assert keyed.table.find(*UNCHECKED).size == raw.table.find(*UNCHECKED).size == 0
     verified = sum(r.blocks.size for r in pool.reports if isinstance(r, BlocksVerified))
     (corrupted,) = (r for r in pool.reports if isinstance(r, BlocksCorrupted))
     assert verified == 2 * COUNT - 1
@@ -111,11 +116,11 @@ async def test_all_restored_blocks_are_verified_except_damaged_ones(pool: Stored
 
 
 async def test_a_region_may_be_freed_before_its_verification(pool: StoredPool) -> None:
-    keyed, raw = new_unverified_table(pool, KEYED), new_unverified_table(pool, RAW)
+    keyed, raw = new_unverified_region(pool, KEYED), new_unverified_region(pool, RAW)
     unverified = unverified_batches([keyed, raw])
-    raw.close()
-    await block_checks.verify(pool.checksums, pool.reports.extend, unverified)
-    assert keyed.unverified is None
+    free(raw)
+    await block_checks.verify(pool.checksums, pool.report, unverified)
+    assert not keyed.table.find(*UNCHECKED).size
     assert {r.owner for r in pool.reports if isinstance(r, BlocksVerified)} == {KEYED.owner}
 
 
@@ -126,14 +131,14 @@ def test_nothing_is_verified_without_regions() -> None:
 async def test_the_most_recently_used_blocks_of_all_regions_are_verified_first(
     pool: StoredPool,
 ) -> None:
-    keyed, raw = pool.table(KEYED), pool.table(RAW)
-    for table, block in ((keyed, 1), (raw, 1), (raw, 5), (keyed, 9), (keyed, 3), (raw, 4)):
-        pool.commit(table, block)
-    keyed.touch(numbers(1))
-    for table in (keyed, raw):
-        table.mark_unverified(table.committed_blocks())
+    keyed, raw = pool.new_region(KEYED), pool.new_region(RAW)
+    for region, block in ((keyed, 1), (raw, 1), (raw, 5), (keyed, 9), (keyed, 3), (raw, 4)):
+        pool.commit(region, block)
+    keyed.table.lines.touch(numbers(1))
+    mark_unverified(keyed)
+    mark_unverified(raw)
     order = unverified_batches([keyed, raw], range_blocks=2)
-    assert [(table.record.owner.kind, blocks.tolist()) for table, blocks in order] == [
+    assert [(region.owner.kind, blocks.tolist()) for region, blocks in order] == [
         ("namespace", [1]),
         ("engine", [4]),
         ("namespace", [3, 9]),
@@ -144,23 +149,23 @@ async def test_the_most_recently_used_blocks_of_all_regions_are_verified_first(
 async def test_batches_in_flight_are_bounded_and_overwritten_blocks_skipped(
     pool: StoredPool,
 ) -> None:
-    table = pool.table(with_block_bytes(KEYED, BATCH_BYTES // 2))
-    pool.commit(table, *reversed(range(8)))
-    table.mark_unverified(table.committed_blocks())
+    region = pool.new_region(with_block_bytes(KEYED, BATCH_BYTES // 2))
+    pool.commit(region, *reversed(range(8)))
+    mark_unverified(region)
     reads = RecordedReads(Purpose.VERIFY, window=2)
-    unverified = unverified_batches([table])
+    unverified = unverified_batches([region])
     async with in_background(
-        block_checks.verify(reads, pool.reports.extend, unverified)  # type: ignore[arg-type]
+        block_checks.verify(reads, pool.report, unverified)  # type: ignore[arg-type]
     ) as verification:
         await eventually(lambda: reads.waiting)
         assert reads.blocks == [[7, 6], [5, 4]]
-        table.invalidate(numbers(3, 1, 0))
+        overwrite(region, 3, 1, 0)
         reads.complete_next()
         await eventually(lambda: len(reads.blocks) > 2)
         assert reads.blocks[2:] == [[2]]
         reads.complete_all()
         await verification
-    assert table.unverified is None
+    assert not region.table.find(*UNCHECKED).size
     assert len(reads.blocks) == 3
 
 
@@ -172,7 +177,7 @@ class ScrubFixture:
 
     def __init__(self) -> None:
         self.reads = RecordedReads(Purpose.SCRUB)
-        self.tables: list[BlockTable] = []
+        self.regions: list[Region] = []
         self.pauses: list[float] = []
         self._resumed = asyncio.Event()
 
@@ -180,7 +185,7 @@ class ScrubFixture:
         await block_checks.scrub(
             self.reads,  # type: ignore[arg-type]
             lambda _: None,
-            lambda: self.tables,
+            lambda: self.regions,
             rate,
             sleep=self._sleep,
             **options,
@@ -225,11 +230,11 @@ async def fixture() -> ScrubFixture:
 
 
 async def test_each_damaged_block_is_reported_once_and_no_other(pool: StoredPool) -> None:
-    keyed, raw = pool.table(KEYED), pool.table(RAW)
+    keyed, raw = pool.new_region(KEYED), pool.new_region(RAW)
     pool.commit(keyed, 3, 9)
     pool.commit(raw, 2, 4)
     scrub = block_checks.scrub(
-        pool.checksums, pool.reports.extend, lambda: [keyed, raw], FAST, round_bytes=0
+        pool.checksums, pool.report, lambda: [keyed, raw], FAST, round_bytes=0
     )
     async with in_background(scrub):
         pool.damage(raw, 4)
@@ -238,12 +243,12 @@ async def test_each_damaged_block_is_reported_once_and_no_other(pool: StoredPool
         await eventually(lambda: len(pool.reports) == 2)
     found = [(r.owner, r.blocks.tolist()) for r in pool.reports if isinstance(r, BlocksCorrupted)]
     assert found == [(RAW.owner, [4]), (KEYED.owner, [9])]
-    assert keyed.committed_blocks().tolist() == [3]
+    assert keyed.table.find(*CHECKED).tolist() == [3]
 
 
 async def test_every_committed_block_is_read(pool: StoredPool, fixture: ScrubFixture) -> None:
     """Blocks committed during the scrub are read. Corrupt and unverified blocks are not."""
-    keyed, raw = fixture.tables = [pool.table(KEYED), pool.table(RAW)]
+    keyed, raw = fixture.regions = [pool.new_region(KEYED), pool.new_region(RAW)]
     pool.commit(keyed, 0, 1, 2, 8)
     pool.commit(raw, 5)
     rate = int(2 * BLOCK / BATCH_SECONDS)
@@ -251,13 +256,13 @@ async def test_every_committed_block_is_read(pool: StoredPool, fixture: ScrubFix
         assert await fixture.next_blocks() == [0, 1]
         assert await fixture.read_next() == [2]
         pool.commit(keyed, 7)
-        keyed.mark_corrupt(numbers(8))
+        keyed.table.drop(numbers(8))
         assert await fixture.read_next() == [7]
         assert await fixture.read_next() == [5]
-        keyed.mark_unverified(numbers(1, 7))
-        keyed.clear_unverified(numbers(7))
+        mark_unverified(keyed)
+        keyed.table.set_verified(numbers(7))
         assert await fixture.read_next() == [7]
-        raw.close()
+        free(raw)
         assert await fixture.read_next() == [7]
 
 
@@ -269,8 +274,8 @@ async def test_the_pause_after_a_batch_follows_from_the_rate(
     pool: StoredPool, fixture: ScrubFixture, rate: int, blocks: int, counted: int, pause: float
 ) -> None:
     """counted: the bytes that a smaller block counts as."""
-    fixture.tables.append(pool.table(RAW))
-    pool.commit(fixture.tables[0], *range(8))
+    fixture.regions.append(pool.new_region(RAW))
+    pool.commit(fixture.regions[0], *range(8))
     async with in_background(fixture.scrub(rate, counted_bytes=counted)):
         assert await fixture.next_blocks() == list(range(blocks))
         assert await fixture.next_pause() == pause
@@ -280,8 +285,8 @@ async def test_the_pause_after_a_batch_follows_from_the_rate(
 async def test_a_round_over_few_blocks_is_not_repeated_at_once(
     pool: StoredPool, fixture: ScrubFixture, rate: int, seconds: float
 ) -> None:
-    fixture.tables.append(pool.table(RAW))
-    pool.commit(fixture.tables[0], 1)
+    fixture.regions.append(pool.new_region(RAW))
+    pool.commit(fixture.regions[0], 1)
     async with in_background(fixture.scrub(rate)):
         assert await fixture.next_blocks() == [1]
         await fixture.next_pause()
@@ -296,7 +301,7 @@ async def test_the_scrub_waits_for_the_first_region(
 ) -> None:
     async with in_background(fixture.scrub(FAST)):
         assert await fixture.next_pause() > 0
-        fixture.tables.append(pool.table(RAW))
-        pool.commit(fixture.tables[0], 6)
+        fixture.regions.append(pool.new_region(RAW))
+        pool.commit(fixture.regions[0], 6)
         fixture.resume()
         assert await fixture.next_blocks() == [6]

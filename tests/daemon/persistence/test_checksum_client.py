@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvferry.daemon.core.records import RegionRecord
+from kvferry.daemon.core.records import engine_owner, namespace_owner
+from kvferry.daemon.core.region import Region
 from kvferry.daemon.memory.shared_memory import PAGE, MappedFiles
-from kvferry.daemon.persistence.block_table import BlockTable
 from kvferry.daemon.persistence.checksum_client import (
     BATCH_BLOCKS,
     MAX_DEATHS,
@@ -27,6 +27,7 @@ from kvferry.daemon.persistence.checksum_client import (
 )
 from kvferry.daemon.processes import ProcessTimes
 from kvferry.proto.errors import Failed
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import MAX_KEY_BYTES
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
@@ -62,7 +63,6 @@ class ClientFixture:
         self.bytes[:] = rng.integers(0, 256, self.pool.nbytes, np.uint8).tolist()
         self.client = ChecksumClient(self.pool.descriptors, chunk_bytes, 2, **options)
         self.reads: list[asyncio.Task[Any]] = []
-        self.tables: dict[int, BlockTable] = {}
 
     @property
     def pid(self) -> int | None:
@@ -77,10 +77,7 @@ class ClientFixture:
         self.reads.append(
             asyncio.create_task(
                 self.client.read_checksums(
-                    self._table(request.block_bytes),
-                    np.array(request.numbers),
-                    request.keys,
-                    purpose,
+                    self._region(request), np.array(request.numbers), purpose
                 )
             )
         )
@@ -102,19 +99,22 @@ class ClientFixture:
         for read in self.reads:
             read.cancel()
         await self.client._process.close()
-        for table in self.tables.values():
-            table.close()
         self.pool.close()
 
-    def _table(self, block_bytes: int) -> BlockTable:
-        if block_bytes not in self.tables:
-            layout = KVLayout(
-                (TensorLayout(4, block_bytes, block_bytes),), ((TensorRef(0, block_bytes),),)
-            )
-            self.tables[block_bytes] = BlockTable.create(
-                RegionRecord("one", START, 8 * LARGE, LayoutArrays.from_layout(layout))
-            )
-        return self.tables[block_bytes]
+    def _region(self, request: BlockRequest) -> Region:
+        """A region of blocks with these keys."""
+        nbytes = request.block_bytes
+        if not request.keys:
+            rows, refs = (TensorLayout(4, nbytes, nbytes),), ((TensorRef(0, nbytes),),)
+            layout = LayoutArrays.from_layout(KVLayout(rows, refs))
+            return Region(engine_owner("one"), layout, START, 8 * LARGE)
+        key_bytes = len(request.keys[0])
+        fingerprint = Fingerprint("one", nbytes, key_bytes=key_bytes)
+        region = Region(namespace_owner("one"), fingerprint, START, 64 * LARGE)
+        blocks, first = np.unique(np.array(request.numbers), return_index=True)
+        region.table.set_pending(blocks)
+        region.table.set_stored(blocks, [request.keys[place] for place in first.tolist()])
+        return region
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ async def test_commits_and_verification_alternate_and_the_scrub_waits_for_both(
 
 async def test_the_largest_requests_are_queued_for_the_process(fixture: ClientFixture) -> None:
     numbers = [number % 64 for number in range(BATCH_BLOCKS)]
-    keys = [bytes(MAX_KEY_BYTES - 8) + number.to_bytes(8, "big") for number in range(BATCH_BLOCKS)]
+    keys = [bytes(MAX_KEY_BYTES - 8) + number.to_bytes(8, "big") for number in numbers]
     request = BlockRequest(numbers, keys)
     for _ in range(30):
         fixture.read(request)

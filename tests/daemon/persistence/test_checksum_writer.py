@@ -5,51 +5,60 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import numpy as np
 import pytest
 
-from kvferry.daemon.core.actions import Report
-from kvferry.daemon.core.records import RegionRecord, ResidentBlock
-from kvferry.daemon.core.tier_actions import BlocksCommitted
-from kvferry.daemon.persistence.block_table import BlockTable
+from kvferry.daemon.core.block_table import CHECKED, UNCOMMITTED
+from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.persistence.checksum_client import BATCH_BYTES, Purpose
 from kvferry.daemon.persistence.checksum_writer import write_checksums
 from support.background import in_background
+from support.committed_blocks import ResidentBlock, residents_of
 from support.eventually import eventually
 
 from .recorded_reads import RecordedReads
-from .stored_pool import KEYED, RAW, key, numbers, with_block_bytes
+from .stored_pool import KEYED, RAW, key, overwrite, region_of, with_block_bytes
 
 
 class WriterFixture:
-    """A writer whose rounds start at once, and a table of COUNT blocks."""
+    """A writer whose rounds start at once, and a region of COUNT blocks."""
 
     def __init__(self, record: RegionRecord = KEYED) -> None:
         self.reads = RecordedReads(Purpose.COMMIT)
-        self.reports: list[Report] = []
-        self.table = BlockTable.create(record)
+        # How often blocks were committed.
+        self.commits = 0
+        self.region = region_of(record)
+        self.table = self.region.table
         self.stored = asyncio.Event()
 
     async def run(self) -> None:
         await write_checksums(
             self.reads,  # type: ignore[arg-type]
-            self.reports.extend,
-            lambda: [] if self.table.closed else [self.table],
+            lambda: [] if self.table.closed else [self.region],
             self.stored,
+            self.count_commit,
             commit_after=0,
         )
 
+    def count_commit(self) -> None:
+        self.commits += 1
+
+    def residents(self) -> tuple[ResidentBlock, ...]:
+        return residents_of(self.table.lines.memory)
+
     def add(self, blocks: list[int], keys: list[int], **parts: tuple[int, int]) -> None:
         """Store blocks. An argument `b3` is the stored part of block 3."""
-        of, part_of = numbers(*blocks), {int(name[1:]): part for name, part in parts.items()}
-        valid = self.table.unchanged(of, self.table.invalidate(of))
-        self.table.store(of, valid, tuple(map(key, keys)), part_of)
+        part_of = {int(name[1:]): part for name, part in parts.items()}
+        self.table.set_stored(overwrite(self.region, *blocks), tuple(map(key, keys)), part_of)
         self.stored.set()
 
     async def complete_round(self) -> None:
         await eventually(lambda: self.reads.waiting)
         read = self.reads.blocks[-1]
         self.reads.complete_all()
-        await eventually(lambda: self.reads.waiting or not self.table.stored[read].any())
+        await eventually(
+            lambda: self.reads.waiting or not self.table.among(np.array(read), *UNCOMMITTED).any()
+        )
 
 
 @pytest.fixture
@@ -58,8 +67,6 @@ async def fixture(request: pytest.FixtureRequest) -> AsyncIterator[WriterFixture
     fixture = WriterFixture(getattr(request, "param", KEYED))
     async with in_background(fixture.run()):
         yield fixture
-    if not fixture.table.closed:
-        fixture.table.close()
 
 
 async def test_the_last_store_of_a_block_in_a_round_is_committed(fixture: WriterFixture) -> None:
@@ -68,27 +75,25 @@ async def test_the_last_store_of_a_block_in_a_round_is_committed(fixture: Writer
     fixture.add([1], [8], b1=(2, 3))
     await fixture.complete_round()
     assert fixture.reads.blocks == [[1, 2]]
-    assert fixture.table.residents() == (ResidentBlock(2, key(9)), ResidentBlock(1, key(8), (2, 3)))
+    assert fixture.residents() == (ResidentBlock(2, key(9)), ResidentBlock(1, key(8), (2, 3)))
 
 
-async def test_committed_blocks_are_reported_with_their_keys(fixture: WriterFixture) -> None:
-    """Blocks that were overwritten while they were read are not reported."""
+async def test_blocks_that_were_overwritten_while_they_were_read_are_not_committed(
+    fixture: WriterFixture,
+) -> None:
     fixture.add([1, 2, 3], [1, 2, 3])
     await eventually(lambda: fixture.reads.waiting)
-    fixture.table.invalidate(numbers(2))
+    overwrite(fixture.region, 2)
     await fixture.complete_round()
-    (report,) = fixture.reports
-    assert isinstance(report, BlocksCommitted)
-    found = report.owner, report.blocks.tolist(), report.keys
-    assert found == (KEYED.owner, [1, 3], (key(1), key(3)))
+    assert fixture.commits == 1
+    assert [resident.key for resident in fixture.residents()] == [key(3), key(1)]
 
 
 @pytest.mark.parametrize("fixture", [RAW], indirect=True)
-async def test_blocks_without_keys_are_not_reported(fixture: WriterFixture) -> None:
+async def test_blocks_without_keys_are_committed(fixture: WriterFixture) -> None:
     fixture.add([1], [])
     await fixture.complete_round()
-    assert fixture.table.committed_blocks().tolist() == [1]
-    assert fixture.reports == []
+    assert fixture.table.find(*CHECKED).tolist() == [1]
 
 
 @pytest.mark.parametrize("fixture", [with_block_bytes(KEYED, BATCH_BYTES // 3)], indirect=True)
@@ -97,7 +102,7 @@ async def test_a_large_store_needs_several_requests(fixture: WriterFixture) -> N
     await eventually(lambda: len(fixture.reads.waiting) == 4)
     await fixture.complete_round()
     assert fixture.reads.blocks == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
-    found = {resident.block: resident for resident in fixture.table.residents()}
+    found = {resident.block: resident for resident in fixture.residents()}
     expected = {n: ResidentBlock(n, key(100 + n), (1, 2) if n == 4 else None) for n in range(10)}
     assert found == expected
 
@@ -110,7 +115,7 @@ async def test_blocks_that_are_stored_during_a_round_wait_for_the_next(
     await eventually(lambda: fixture.reads.blocks)
     for number in range(10):
         fixture.add([2, 3, 4], [10 + number, 30 + number, 50 + number])
-    fixture.table.invalidate(numbers(4))
+    overwrite(fixture.region, 4)
     await asyncio.sleep(0.01)
     assert fixture.reads.blocks == [[1]]
     await fixture.complete_round()
@@ -118,7 +123,7 @@ async def test_blocks_that_are_stored_during_a_round_wait_for_the_next(
     assert fixture.reads.blocks == [[1], [2, 3]]
     await asyncio.sleep(0.01)
     assert not fixture.reads.waiting
-    assert set(fixture.table.residents()) == {
+    assert set(fixture.residents()) == {
         ResidentBlock(1, key(1)),
         ResidentBlock(2, key(19)),
         ResidentBlock(3, key(39)),
@@ -130,9 +135,9 @@ async def test_a_region_may_be_freed_before_its_commit(fixture: WriterFixture, r
     fixture.add([1], [1])
     if read:
         await eventually(lambda: fixture.reads.waiting)
-    fixture.table.close()
+    fixture.table.closed = True
     fixture.reads.complete_all()
     await eventually(lambda: not fixture.stored.is_set())
     await asyncio.sleep(0.01)
     assert len(fixture.reads.blocks) == read
-    assert fixture.reports == []
+    assert fixture.commits == 0

@@ -38,7 +38,7 @@ from kvferry.testing.tier_subjects import (
     content_of,
     open_subject,
 )
-from support.tiering_fixture import BLOCK, OWNER, FakeWrites, TieringFixture
+from support.tiering_fixture import BLOCK, FakeWrites, TieringFixture
 from support.time_limits import TIMEOUT
 
 from .rude_fixtures import Rude
@@ -329,14 +329,6 @@ def test_without_anything_to_write_the_core_is_not_asked(disk: TieringFixture) -
     assert len(disk.core.asked) == 1
 
 
-def test_a_block_without_a_checksum_is_unpinned_and_asked_for_again(disk: TieringFixture) -> None:
-    disk.start("write_through")
-    disk.no_checksum = {1}
-    disk.write(disk.write_job(1, 1), disk.write_job(2, 0, 1))
-    disk.tiers[0].wait_until(lambda: len(disk.core.ended) == 2)
-    assert disk.core.ended == {1: [False], 2: [True, False]}
-
-
 def test_a_block_that_the_tier_has_is_not_counted_as_written(disk: TieringFixture) -> None:
     """As after a restart, when the pool was restored."""
     disk.start("write_through")
@@ -393,8 +385,7 @@ def test_a_store_that_is_being_dropped_is_not_written(
 
 def test_a_tier_that_takes_nothing_is_left_alone_for_a_while(memory: TieringFixture) -> None:
     job = memory.write_job(1, 0)
-    large = WriteJob(1, OWNER, NAMESPACE, job.keys, job.blocks, job.offsets, 5 << 20)
-    memory.checksums_of = lambda _, blocks: (np.zeros(1, np.uint64), np.ones(1, np.bool_))  # type: ignore[method-assign]
+    large = WriteJob(1, NAMESPACE, job.keys, job.checksums, job.offsets, 5 << 20)
     memory.start("write_through")
     memory.write(large)
     memory.tiers[0].wait_until(lambda: memory.core.ended)

@@ -13,11 +13,12 @@ from typing import TypeAlias
 
 import msgspec
 
+from kvferry.daemon.core.block_table import BlockTable
 from kvferry.daemon.core.cache.deferred_free import FreedInSteps
 from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s
 from kvferry.daemon.core.records import KeptTensorsRecord, RegionOwner, RegionRecord
+from kvferry.daemon.core.region import Region
 from kvferry.daemon.core.tier_actions import (
-    BlocksCommitted,
     BlocksFetched,
     BlocksWritten,
     DropStore,
@@ -30,7 +31,6 @@ from kvferry.daemon.core.tier_actions import (
 )
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.events import HOST_POOL, Place
-from kvferry.proto.keys import OffloadKey
 from kvferry.proto.memory import Allocation, Location
 from kvferry.proto.messages import ClientMessage, DaemonMessage, KeyEvents
 from kvferry.proto.results import Outcome
@@ -171,40 +171,37 @@ class UnmapTensors:
     registration: int
 
 
-class BlockSet(msgspec.Struct, frozen=True):
-    """The host blocks of a transfer, and in a namespace the key that a store gives each.
-
-    parts: of blocks that are not stored whole, the sub-blocks (from, to).
-    """
-
-    owner: RegionOwner
-    blocks: Int64s
-    keys: tuple[OffloadKey, ...] = ()
-    parts: dict[int, tuple[int, int]] = {}
-
-
 class StartTransfer(msgspec.Struct, frozen=True):
-    """Start a transfer. session, job_id: its session, and its id there."""
+    """Start a transfer. session, job_id: its session, and its id there.
+
+    loaded: the host blocks of a load, and their block table.
+    """
 
     plan: CopyPlan
     session: str
     job_id: int
-    block_set: BlockSet
+    loaded: tuple[BlockTable, Int64s] | None = None
+
+    def record_use(self) -> None:
+        """Record the use of a load's blocks. Called when the device worker has the transfer."""
+        if self.loaded is not None:
+            table, blocks = self.loaded
+            table.lines.touch(blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class RegionCreated:
-    """A region was created; none of its blocks is committed."""
+    """A region was created; none of its blocks was used."""
 
     record: RegionRecord
+    region: Region
 
 
 @dataclass(frozen=True, slots=True)
 class RegionUpdated:
-    """The record of a region changed. wipe: none of its blocks is committed any longer."""
+    """The record of a region changed."""
 
     record: RegionRecord
-    wipe: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,16 +209,6 @@ class RegionFreed:
     """A region was freed."""
 
     owner: RegionOwner
-
-
-class CommitBlocks(msgspec.Struct, frozen=True):
-    """A store completed: record its blocks as good as soon as their checksums are computed.
-
-    block_set: its host blocks, and for each the key or the sub-blocks (from, to) that are loadable.
-    """
-
-    serial: int
-    block_set: BlockSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +237,6 @@ OwnersAction: TypeAlias = (
     | ReleaseTensors
     | UnmapTensors
     | StartTransfer
-    | CommitBlocks
     | CancelTransfers
     | ForgetStores
     | RegionCreated
@@ -307,26 +293,22 @@ class TransferCompleted(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class BlocksVerified:
-    """Host blocks that an earlier daemon stored match their checksums.
-
-    keys: in a namespace the key of each block; otherwise none.
-    """
+    """Host blocks that an earlier daemon stored match their checksums."""
 
     owner: RegionOwner
     blocks: Int64s
-    keys: tuple[OffloadKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksCorrupted:
     """Host blocks do not match their checksums: their bytes are lost.
 
-    keys: in a namespace the key of each block; otherwise none.
+    Reports are handled in order, and before later messages. So no store that began after the
+    comparison has completed, and those of the blocks that have contents still have these.
     """
 
     owner: RegionOwner
     blocks: Int64s
-    keys: tuple[OffloadKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +362,6 @@ Report: TypeAlias = (
     | Pong
     | PoolRegistered
     | OwnRequest
-    | BlocksCommitted
     | KeysFound
     | BlocksFetched
     | FetchReleased

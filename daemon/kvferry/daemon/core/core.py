@@ -33,11 +33,11 @@ from kvferry.daemon.core.layout import split_spec
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.promotions import Promotions
 from kvferry.daemon.core.records import KeptTensorsRecord, RecoveredRegion
+from kvferry.daemon.core.region import Region
 from kvferry.daemon.core.regions import MAX_REGIONS, Regions
 from kvferry.daemon.core.registration import OWN, OWN_SESSION
 from kvferry.daemon.core.registrations import Registrations
 from kvferry.daemon.core.tier_actions import (
-    BlocksCommitted,
     BlocksFetched,
     BlocksWritten,
     FetchReleased,
@@ -160,7 +160,8 @@ class Core:
             case KeysFound():
                 actions, error = self._promotions.handle_found(report), None
             case BlocksFetched():
-                actions, error = self._promotions.end_fetch(report), None
+                self._promotions.end_fetch(report)
+                actions, error = [], None
             case FetchReleased():
                 self._promotions.release_fetch(report)
                 actions, error = self._retry_requests(), None
@@ -169,24 +170,20 @@ class Core:
                 actions, error = [*written, *self._retry_requests()], None
             case StoreDropped() | StoreDroppedElsewhere():
                 actions, error = self._promotions.handle_drop(report), None
-            case BlocksCommitted():
-                self._namespaces.mark_committed(report)
-                return []
             case Continue(command):
                 return [command]
         if error is not None:
             self.errors[error.code] += 1
         return [*self._regions.take_changes(), *actions, *self._namespaces.take_key_events()]
 
-    def restore_region(self, found: RecoveredRegion) -> None:
+    def restore_region(self, found: RecoveredRegion) -> Region:
         """Restore a region of an earlier daemon, before the first session.
 
         If it raises Refused, nothing has changed.
         """
         if found.record.layout is None:
-            self._namespaces.restore_namespace(found)
-        else:
-            self._regions.restore_region(found)
+            return self._namespaces.restore_namespace(found)
+        return self._regions.restore_region(found)
 
     def restore_kept_tensors(self, record: KeptTensorsRecord) -> int:
         """Restore kept tensors of an earlier daemon, after its regions.

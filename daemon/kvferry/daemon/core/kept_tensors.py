@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from kvferry.daemon.core.actions import Action, KeepTensors, ReleaseTensors, TensorsMapped
 from kvferry.daemon.core.records import KeptTensorsRecord
-from kvferry.daemon.core.regions import Region, Regions
+from kvferry.daemon.core.region import Region
+from kvferry.daemon.core.regions import Regions
 from kvferry.daemon.core.registration import Registration, RegistrationRequest
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays

@@ -14,13 +14,13 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from kvferry.daemon.core.cache.block_contents import Part
+from kvferry.daemon.core.block_lines import Part
 from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.cache.jobs import Pins, Reservation
 from kvferry.daemon.core.layout import BlockLayout, GroupExtent, Int64s, ResolvedBlocks
-from kvferry.daemon.core.records import RecoveredRegion, RegionRecord
-from kvferry.daemon.core.regions import Region
+from kvferry.daemon.core.records import RegionRecord
+from kvferry.daemon.core.region import Region
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import OffloadKey
@@ -75,7 +75,7 @@ class Namespace:
         self.sequence = 0
         self.generation = 1
         self.policy, self.threshold = policy, threshold
-        self.cache = Cache(region.num_blocks, policy, threshold, min_uses)
+        self.cache = Cache(region.num_blocks, policy, threshold, min_uses, region.table)
         self.cache.events.on_event = partial(changed, self)
         self._pages: tuple[tuple[int, ...], ...] | None = None
         # GPU blocks in a host block.
@@ -160,14 +160,13 @@ class Namespace:
             factor=self._factor,
         )
 
-    def restore_keys(self, found: RecoveredRegion) -> None:
-        """Restore the keys of an earlier daemon into a new namespace."""
-        record = found.record
+    def restore_keys(self, record: RegionRecord) -> None:
+        """Restore the keys of an earlier daemon into a new namespace.
+
+        Raises ValueError if the block table of its region is damaged.
+        """
         self.generation, self._pages, self._factor = record.generation, record.pages, record.factor
-        self.cache.restore_keys(
-            [(resident.key, resident.block) for resident in found.residents],
-            {resident.key: resident.part for resident in found.residents if resident.part},
-        )
+        self.cache.restore_keys(record.factor)
 
     def check_keys(self, keys: Sequence[OffloadKey]) -> None:
         wanted = self.fingerprint.key_bytes

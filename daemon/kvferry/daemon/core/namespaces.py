@@ -25,9 +25,10 @@ from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.cache.policies import POLICIES
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.records import RecoveredRegion, namespace_owner
-from kvferry.daemon.core.regions import Region, Regions
+from kvferry.daemon.core.region import Region
+from kvferry.daemon.core.regions import Regions
 from kvferry.daemon.core.session_pins import SessionPins
-from kvferry.daemon.core.tier_actions import BlocksCommitted, TierDescription
+from kvferry.daemon.core.tier_actions import TierDescription
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.messages import (
@@ -135,51 +136,33 @@ class Namespaces:
         """The namespace of a session, if any."""
         return self._by_session.get(session)
 
-    def restore_namespace(self, found: RecoveredRegion) -> None:
+    def restore_namespace(self, found: RecoveredRegion) -> Region:
         """Restore a namespace of an earlier daemon. Raises Refused if its record is wrong."""
         record = found.record
         fingerprint, policy = record.fingerprint, record.policy
         if fingerprint is None or fingerprint.name != record.name or policy not in POLICIES:
             message = f"the record of namespace {record.name!r} has a wrong fingerprint or policy"
             raise Refused(Code.BAD_SPEC, message, record.name)
-        if found.residents and record.factor < 1:
-            message = f"the record of namespace {record.name!r} has no block_size_factor"
-            raise Refused(Code.BAD_LAYOUT, message, record.name)
         region = self._regions.restore_region(found)
         try:
             namespace = self._make_namespace(region, fingerprint, policy, record.threshold)
-            namespace.restore_keys(found)
+            namespace.restore_keys(record)
         except ValueError as error:
             self._regions.free_region(region.owner)
             message = f"the block table of namespace {record.name!r} is wrong: {error}"
-            raise Refused(Code.BAD_SPEC, message, record.name) from error
+            raise Refused(Code.BAD_LAYOUT, message, record.name) from error
         self._by_name[namespace.name] = namespace
+        return region
 
     def mark_verified(self, report: BlocksVerified) -> None:
-        """These keys match their checksums and are loadable from now on."""
-        namespace = self._namespace_of_report(report)
-        if namespace is not None:
-            namespace.cache.mark_verified(zip(report.keys, report.blocks.tolist(), strict=True))
+        """The keys in these blocks are loadable from now on."""
+        if (namespace := self._by_name.get(report.owner.name)) is not None:
+            namespace.cache.mark_verified(report.blocks)
 
     def mark_corrupted(self, report: BlocksCorrupted) -> None:
-        """The bytes of these keys are lost: they are absent from now on."""
-        namespace = self._namespace_of_report(report)
-        if namespace is not None:
-            namespace.cache.discard_keys(zip(report.keys, report.blocks.tolist(), strict=True))
-
-    def mark_committed(self, report: BlocksCommitted) -> None:
-        """These keys have a checksum: tiers can write them."""
-        namespace = self._namespace_of_report(report)
-        if namespace is not None and self._tiers:
-            entries = zip(report.keys, report.blocks.tolist(), strict=True)
-            namespace.cache.tier_access.mark_committed(entries)
-
-    def _namespace_of_report(
-        self, report: BlocksVerified | BlocksCorrupted | BlocksCommitted
-    ) -> Namespace | None:
-        namespace = self._by_name.get(report.owner.name)
-        owns = namespace is not None and namespace.region.owner == report.owner
-        return namespace if owns else None
+        """The bytes of these blocks are lost: their keys are absent from now on."""
+        if (namespace := self._by_name.get(report.owner.name)) is not None:
+            namespace.cache.discard_blocks(report.blocks)
 
     def remove_registration(self, namespace: Namespace, registration: int) -> None:
         namespace.registrations.remove(registration)
@@ -211,7 +194,7 @@ class Namespaces:
     def reset_namespace(self, namespace: Namespace) -> list[Action]:
         """Make every key of a namespace absent."""
         deferred = namespace.reset()
-        self._regions.record_updated(namespace.record, wipe=True)
+        self._regions.record_updated(namespace.record)
         return [*self.take_key_events(), *_free_later(deferred)]
 
     def require_namespace(self, session: str, message: ClientMessage) -> Namespace:

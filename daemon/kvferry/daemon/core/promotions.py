@@ -17,7 +17,7 @@ from itertools import count
 
 import numpy as np
 
-from kvferry.daemon.core.actions import Action, BlockSet, CommitBlocks, SendMessage
+from kvferry.daemon.core.actions import Action, SendMessage
 from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.namespaces import Namespaces
@@ -32,7 +32,6 @@ from kvferry.daemon.core.tier_actions import (
     StoreDropped,
     StoreDroppedElsewhere,
     TierDescription,
-    fetch_serial,
 )
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.messages import Done, FindInTiers, TiersFound
@@ -114,21 +113,15 @@ class Promotions:
         promoted = [] if search is None else self._promote_found(search, report)
         return [*self._searches.next_parts(), *promoted]
 
-    def end_fetch(self, report: BlocksFetched) -> list[Action]:
+    def end_fetch(self, report: BlocksFetched) -> None:
         """Keys that were read become loadable, others absent. The blocks stay held."""
         fetch = self._fetches.get(report.fetch)
         if fetch is None or fetch.ended:
-            return []
+            return
         fetch.ended = True
-        namespace, ok = fetch.namespace, np.array(report.ok, np.bool_)
-        stored = namespace.cache.tier_access.end_promotion(
-            fetch.keys, fetch.blocks, ok, self._written_in(fetch.tier)
+        fetch.namespace.cache.tier_access.end_promotion(
+            fetch.keys, fetch.blocks, np.array(report.ok, np.bool_), self._written_in(fetch.tier)
         )
-        keys = tuple(key for key, done in zip(fetch.keys, stored.tolist(), strict=True) if done)
-        if not keys:
-            return []
-        block_set = BlockSet(namespace.region.owner, fetch.blocks[stored], keys)
-        return [CommitBlocks(fetch_serial(report.fetch), block_set)]
 
     def release_fetch(self, report: FetchReleased) -> None:
         """Nothing writes into the blocks any longer. Keys that were not read are absent."""
@@ -221,10 +214,7 @@ class Promotions:
                 names, its = tuple(keys[place] for place in part), blocks[part]
                 number, offsets = next(self._numbers), region.start + its * nbytes
                 self._fetches[number] = _Fetch(tier, namespace, names, its)
-                fetch = FetchBlocks(
-                    number, tier, store, names, offsets, nbytes, seconds, region.owner, its
-                )
-                actions.append(fetch)
+                actions.append(FetchBlocks(number, tier, store, names, offsets, nbytes, seconds))
         return actions
 
 

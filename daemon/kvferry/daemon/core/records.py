@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
 
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
-from kvferry.proto.keys import OffloadKey
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout
 
@@ -84,19 +84,14 @@ class RegionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return 0 if self.fingerprint is None else self.fingerprint.key_bytes
 
 
-class ResidentBlock(msgspec.Struct, frozen=True):
-    """A committed block: its key, and its stored sub-blocks if not all were stored."""
-
-    block: int
-    key: OffloadKey
-    part: tuple[int, int] | None = None
-
-
 class RecoveredRegion(msgspec.Struct, frozen=True):
-    """A region of an earlier daemon, and its committed blocks, least recent first."""
+    """A region of an earlier daemon.
+
+    lines: the memory of its block table (block_lines.py); None: the region gets new lines.
+    """
 
     record: RegionRecord
-    residents: tuple[ResidentBlock, ...] = ()
+    lines: np.ndarray[Any, np.dtype[np.void]] | None = None
 
 
 class KeptTensorsRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from kvferry.daemon.core.actions import RegionChange, RegionCreated, RegionFreed, RegionUpdated
+from kvferry.daemon.core.block_lines import UseClock
 from kvferry.daemon.core.block_states import BlockStates
 from kvferry.daemon.core.records import Contents, RecoveredRegion, RegionOwner, RegionRecord
+from kvferry.daemon.core.region import Region
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 
@@ -26,32 +27,6 @@ MAX_HOST_BLOCKS = 1 << 28
 MAX_SMALL_BLOCKS, SMALL_BLOCK_BYTES = 1 << 20, 384
 # Each region's block table takes descriptors: a daemon with few of them allows fewer regions.
 MAX_REGIONS = 1024
-
-
-@dataclass(slots=True)
-class Region:
-    """`nbytes` bytes of the host pool from byte `start` on.
-
-    present: whether the owner has a session or registration; otherwise the region is deserted.
-    uid: the user that owns an engine's region; None for a namespace. states: which blocks can be
-    loaded by number; None if the host blocks have keys.
-    """
-
-    owner: RegionOwner
-    contents: Contents
-    start: int
-    nbytes: int
-    present: bool = True
-    uid: int | None = None
-    states: BlockStates | None = field(default=None, compare=False)
-
-    @property
-    def end(self) -> int:
-        return self.start + self.nbytes
-
-    @property
-    def num_blocks(self) -> int:
-        return self.nbytes // self.contents.host_block_bytes
 
 
 class Regions:
@@ -68,6 +43,7 @@ class Regions:
         # Number of regions freed so far.
         self.freed_count = 0
         self._changes: list[RegionChange] = []
+        self._clock = UseClock()
 
     def __iter__(self) -> Iterator[Region]:
         return iter(self._regions.values())
@@ -114,8 +90,9 @@ class Regions:
                 size // block,
             )
         region = Region(owner, contents, start, size, uid=uid)
+        region.table.lines.use_clock(self._clock)
         if isinstance(contents, LayoutArrays):
-            region.states = BlockStates.for_layout(contents, region.num_blocks)
+            region.states = BlockStates.for_layout(contents, region.table)
         if owner not in self._regions:
             self._check_count()
         for other in self._overlapping(owner, start, start + size):
@@ -135,17 +112,17 @@ class Regions:
 
     def free_region(self, owner: RegionOwner) -> None:
         """Free an owner's region with its contents."""
-        del self._regions[owner]
+        self._regions.pop(owner).table.closed = True
         self.freed_count += 1
         self._changes.append(RegionFreed(owner))
 
     def record_created(self, record: RegionRecord) -> None:
         """Record a new region for persistence."""
-        self._changes.append(RegionCreated(record))
+        self._changes.append(RegionCreated(record, self._regions[record.owner]))
 
-    def record_updated(self, record: RegionRecord, *, wipe: bool = False) -> None:
-        """Record a changed region for persistence. wipe: its blocks are no longer committed."""
-        self._changes.append(RegionUpdated(record, wipe))
+    def record_updated(self, record: RegionRecord) -> None:
+        """Record a changed region for persistence."""
+        self._changes.append(RegionUpdated(record))
 
     def take_changes(self) -> list[RegionChange]:
         """The changes for persistence since the last call, in order."""
@@ -160,36 +137,30 @@ class Regions:
         Blocks of an engine's region become unverified; those of a namespace are up to it.
         """
         record = found.record
-        region = Region(
-            record.owner, record.contents, record.start, record.nbytes, False, record.uid
-        )
-        if (
-            not self.own_bytes <= region.start < region.end <= self.pool_bytes
-            or region.start % ALIGNMENT
-        ):
-            where = f"{region.start} to {region.end}"
+        start, end = record.start, record.start + record.nbytes
+        if not self.own_bytes <= start < end <= self.pool_bytes or start % ALIGNMENT:
+            where = f"{start} to {end}"
             message = (
                 f"the kept region at bytes {where} is misaligned or outside of bytes "
                 f"{self.own_bytes} to {self.pool_bytes} of the pool"
             )
             raise Refused(Code.POOL_FULL, message, where)
-        if not 0 < region.num_blocks <= MAX_HOST_BLOCKS:
-            message = (
-                f"the kept region has {region.num_blocks} host blocks, not 1 to {MAX_HOST_BLOCKS}"
-            )
-            raise Refused(Code.BAD_LAYOUT, message, region.num_blocks)
-        if self._overlapping(region.owner, region.start, region.end):
-            message = (
-                f"the kept region at byte {region.start} overlaps another region or its owner's"
-            )
-            raise Refused(Code.POOL_FULL, message, region.start)
+        if not 0 < (blocks := record.num_blocks) <= MAX_HOST_BLOCKS:
+            message = f"the kept region has {blocks} host blocks, not 1 to {MAX_HOST_BLOCKS}"
+            raise Refused(Code.BAD_LAYOUT, message, blocks)
+        if self._overlapping(record.owner, start, end):
+            message = f"the kept region at byte {start} overlaps another region or its owner's"
+            raise Refused(Code.POOL_FULL, message, start)
+        owned = record.owner, record.contents, start, record.nbytes
+        region = Region(*owned, present=False, uid=record.uid, memory=found.lines)
+        region.table.lines.use_clock(self._clock)
         if record.layout is not None:
-            region.states = BlockStates.for_layout(record.layout, region.num_blocks)
+            region.states = BlockStates.for_layout(record.layout, region.table)
             try:
-                region.states.restore_blocks((one.block, one.part) for one in found.residents)
+                region.states.restore_blocks()
             except ValueError as error:
                 message = f"the block table of the kept region is wrong: {error}"
-                raise Refused(Code.BAD_LAYOUT, message, region.num_blocks) from error
+                raise Refused(Code.BAD_LAYOUT, message, blocks) from error
         self._regions[region.owner] = region
         return region
 

@@ -13,7 +13,7 @@ from kvferry.daemon.core.aliasing import sharers_of, slot_bases
 from kvferry.daemon.core.hazards import HazardTracker
 from kvferry.daemon.core.layout import BlockLayout, Extent
 from kvferry.daemon.core.namespace import Namespace
-from kvferry.daemon.core.regions import Region
+from kvferry.daemon.core.region import Region
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import HostRegion

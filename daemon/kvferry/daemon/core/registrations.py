@@ -30,7 +30,8 @@ from kvferry.daemon.core.kept_tensors import KeptTensorsTable
 from kvferry.daemon.core.layout import BlockLayout
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.records import KeptTensorsRecord, RegionRecord, engine_owner
-from kvferry.daemon.core.regions import Region, Regions
+from kvferry.daemon.core.region import Region
+from kvferry.daemon.core.regions import Regions
 from kvferry.daemon.core.registration import (
     OWN,
     Registration,

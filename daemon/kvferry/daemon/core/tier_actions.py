@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.daemon.core.block_lines import Checksums
 from kvferry.daemon.core.layout import Int64s
-from kvferry.daemon.core.records import RegionOwner
 
 # Keys of one FindKeys, FetchBlocks or WriteJob: with the longest keys, a request to the
 # process of a tier fits a datagram.
@@ -55,8 +55,6 @@ class FetchBlocks:
     The replies are BlocksFetched and, once nothing can write into the blocks, FetchReleased.
 
     tier: its index. offsets: of the blocks, in bytes in the pool. seconds: until the deadline.
-    owner, blocks: the region, and the host blocks in it. The CommitBlocks that follows has the
-        serial `fetch_serial(fetch)`.
     """
 
     fetch: int
@@ -66,13 +64,6 @@ class FetchBlocks:
     offsets: Int64s
     block_bytes: int
     seconds: float
-    owner: RegionOwner
-    blocks: Int64s
-
-
-def fetch_serial(fetch: int) -> int:
-    """The serial of a fetch in CommitBlocks. The serials of transfers are positive."""
-    return -fetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +85,14 @@ class DropStore:
 class WriteJob:
     """Blocks to write into a tier. They are held until BlocksWritten.
 
-    blocks: host blocks of the region of `owner`. offsets: theirs, in bytes in the pool. One
-    namespace per job, and at most MAX_TIER_KEYS keys. model: of its fingerprint.
+    offsets: of the host blocks, in bytes in the pool. One namespace per job, and at most
+    MAX_TIER_KEYS keys. model: of its fingerprint.
     """
 
     number: int
-    owner: RegionOwner
     store: str
     keys: tuple[bytes, ...]
-    blocks: Int64s
+    checksums: Checksums
     offsets: Int64s
     block_bytes: int
     model: str = ""
@@ -119,15 +109,6 @@ class WrittenBlocks:
 
 
 # Reports
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksCommitted:
-    """Host blocks of a namespace have a checksum. keys: the key of each block."""
-
-    owner: RegionOwner
-    blocks: Int64s
-    keys: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,18 +19,14 @@ import numpy as np
 from kvferry.daemon.core.actions import (
     Action,
     BlocksCorrupted,
-    BlockSet,
     CancelTransfers,
-    CommitBlocks,
     CopyPlan,
     SendMessage,
     StartTransfer,
     TransferCompleted,
 )
-from kvferry.daemon.core.cache.jobs import Reservation
 from kvferry.daemon.core.layout import ResolvedBlocks, split_spec
 from kvferry.daemon.core.namespace import Lease
-from kvferry.daemon.core.records import engine_owner
 from kvferry.daemon.core.registration import OWN, Registration
 from kvferry.daemon.core.registrations import Registrations
 from kvferry.proto.errors import Code, ErrorInfo, Failed, Refused
@@ -175,9 +171,9 @@ class Transfers:
             0.0 if engine == OWN else now,
             requires,
         )
-        return [
-            StartTransfer(plan, session, message.job_id, _block_set_of(registration, blocks, lease))
-        ]
+        used = registration.region.table, blocks.host_blocks
+        loaded = used if direction is Direction.LOAD else None
+        return [StartTransfer(plan, session, message.job_id, loaded)]
 
     def cancel_transfers(self, engine: str, job_ids: tuple[int, ...]) -> list[Action]:
         """Cancel these jobs of an engine; unknown ids are ignored."""
@@ -210,7 +206,11 @@ class Transfers:
             del self._by_id[key]
         job.registration.hazards.remove_transfer(job.direction)
         result = self._result(job, report)
-        commits = self._end_blocks(job, done=result.outcome is Outcome.DONE)
+        done = result.outcome is Outcome.DONE
+        if job.lease is not None:
+            job.lease.release_blocks(done=done)
+        elif job.registration.region.states is not None and job.direction is Direction.STORE:
+            job.registration.region.states.end_store(job.serial, job.blocks, done=done)
         own = job.registration.engine == OWN
         if not own:
             self._count_result(result)
@@ -226,7 +226,7 @@ class Transfers:
             if not waiter.remaining and waiter.session in self._pending_waits:
                 self._pending_waits[waiter.session] -= 1
                 actions.append(SendMessage(waiter.session, Waited(waiter.request_id)))
-        return [*actions, *commits], None if own else result.error
+        return actions, None if own else result.error
 
     def mark_corrupted(self, report: BlocksCorrupted) -> None:
         """Host blocks are corrupt: loads of them that are in flight will fail."""
@@ -237,23 +237,6 @@ class Transfers:
                     block = int(hit[0])
                     message = f"host block {block} does not match its checksum; treat it as a miss"
                     job.error = Failed(Code.CORRUPT_BLOCK, message, block).info
-
-    def _end_blocks(self, job: Transfer, *, done: bool) -> list[Action]:
-        """Update the host blocks of an ended job. Those of a completed store become loadable."""
-        states = job.registration.region.states
-        if job.lease is not None:
-            job.lease.release_blocks(done=done)
-        if job.direction is Direction.LOAD:
-            return []
-        if states is not None:
-            states.end_store(job.serial, job.blocks, done=done)
-        if not done or job.registration.engine == OWN or not job.blocks.host_blocks.size:
-            return []
-        block_set = _block_set_of(job.registration, job.blocks, job.lease)
-        if states is not None:
-            parts = states.loadable_parts(job.blocks.host_blocks)
-            block_set = msgspec.structs.replace(block_set, parts=parts)
-        return [CommitBlocks(job.serial, block_set)]
 
     def close_session(self, session: str) -> tuple[list[Action], int]:
         """Cancel all jobs of a closed session. Return the actions and the number of jobs."""
@@ -302,20 +285,6 @@ def _cancel_jobs(jobs: Iterable[Transfer]) -> list[Action]:
     for job in jobs:
         serials[job.registration.number].append(job.serial)
     return [CancelTransfers(number, tuple(each)) for number, each in serials.items()]
-
-
-def _block_set_of(
-    registration: Registration, blocks: ResolvedBlocks, lease: Lease | None
-) -> BlockSet:
-    """The blocks of a job, and the keys of a store in the order of its blocks."""
-    if lease is None:
-        return BlockSet(engine_owner(registration.engine), blocks.host_blocks)
-    owner, held = lease.namespace.region.owner, lease.held
-    if not isinstance(held, Reservation):
-        return BlockSet(owner, blocks.host_blocks)
-    block_of = dict(zip(held.keys, held.blocks, strict=True)) if held.parts else {}
-    parts = {block_of[key]: part for key, part in held.parts.items()}
-    return BlockSet(owner, blocks.host_blocks, held.keys, parts)
 
 
 def _resolve_blocks(

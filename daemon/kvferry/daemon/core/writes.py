@@ -133,6 +133,6 @@ class Writes:
         write = _Write(tier, namespace, namespace.generation, tuple(keys), blocks)
         self._writes[number] = write
         region = namespace.region
-        offsets = region.start + blocks * nbytes
+        checksums, offsets = region.table.lines.checksums(blocks), region.start + blocks * nbytes
         model = namespace.fingerprint.model
-        return WriteJob(number, region.owner, store, write.keys, blocks, offsets, nbytes, model)
+        return WriteJob(number, store, write.keys, checksums, offsets, nbytes, model)

@@ -18,7 +18,8 @@ import numpy as np
 import structlog
 
 from kvferry.daemon.core.actions import BlocksCorrupted, BlocksVerified, Report
-from kvferry.daemon.persistence.block_table import BlockTable
+from kvferry.daemon.core.block_table import CHECKED, UNCHECKED
+from kvferry.daemon.core.region import Region
 from kvferry.daemon.persistence.checksum_client import (
     BATCH_BLOCKS,
     Batch,
@@ -31,8 +32,8 @@ from kvferry.daemon.persistence.checksum_client import (
 # Unverified blocks in order of recency. Within such a range, the blocks of one region are read
 # together.
 RANGE_BLOCKS = 4 * BATCH_BLOCKS
-# Lines of a block table that are searched without a break.
-LINES_PER_SEARCH = 1 << 16
+# Blocks of a block table that are searched without a break.
+BLOCKS_PER_SEARCH = 1 << 16
 # A batch of the scrub has the bytes of this many seconds at the configured rate, but at least one
 # block.
 BATCH_SECONDS = 0.25
@@ -53,21 +54,22 @@ async def check_blocks(
     checksums: ChecksumClient, report: ReportToCore, batch: Batch, purpose: Purpose
 ) -> None:
     """Read one batch of committed blocks, compare it and report the outcome."""
-    table, blocks = batch
-    versions, expected = table.versions(blocks), table.checksums(blocks)
-    found = await checksums.read_checksums(table, blocks, table.keys(blocks), purpose)
-    if table.closed:
+    region, blocks = batch
+    lines = region.table.lines
+    versions, expected = lines.versions(blocks), lines.checksums(blocks)
+    found = await checksums.read_checksums(region, blocks, purpose)
+    if region.table.closed:
         return
-    owner, reports = table.record.owner, list[Report]()
-    same, good = table.unchanged(blocks, versions), found == expected
-    if (verified := table.clear_unverified(blocks[same & good])).size:
-        reports.append(BlocksVerified(owner, verified, table.keys(verified)))
-    if (bad := blocks[same & ~good]).size:
-        reports.append(BlocksCorrupted(owner, bad, table.keys(bad)))
-        table.mark_corrupt(bad)
+    same = lines.unchanged(blocks, versions)
+    blocks, good = blocks[same], (found == expected)[same]
+    reports = list[Report]()
+    if (verified := blocks[good & region.table.among(blocks, *UNCHECKED)]).size:
+        reports.append(BlocksVerified(region.owner, verified))
+    if (bad := blocks[~good]).size:
+        reports.append(BlocksCorrupted(region.owner, bad))
         log.error(
             "host blocks corrupt",
-            owner=owner.name,
+            owner=region.owner.name,
             blocks=bad.size,
             first=int(bad[0]),
             found_by=purpose.name.lower(),
@@ -88,7 +90,7 @@ async def verify(
 
     async def check(batch: Batch) -> None:
         nonlocal nbytes
-        nbytes += batch[1].size * batch[0].record.block_bytes
+        nbytes += batch[1].size * batch[0].block_bytes
         await check_blocks(checksums, report, batch, Purpose.VERIFY)
 
     await for_each_batch(unverified, checksums.window, check)
@@ -98,33 +100,31 @@ async def verify(
 
 
 def unverified_batches(
-    tables: Sequence[BlockTable], *, range_blocks: int = RANGE_BLOCKS
+    regions: Sequence[Region], *, range_blocks: int = RANGE_BLOCKS
 ) -> Iterator[Batch]:
-    """Batches of unverified blocks of all tables, the most recently used first.
+    """Batches of unverified blocks of all regions, the most recently used first.
 
     Sorts at once, which takes long. A batch has the blocks that are unverified when it is read from
     the iterator. range_blocks: see RANGE_BLOCKS.
     """
-    unverified_of = [
-        np.zeros(0, np.int64) if table.unverified is None else np.flatnonzero(table.unverified)
-        for table in tables
-    ]
+    unverified_of = [region.table.find(*UNCHECKED) for region in regions]
     blocks = np.concatenate([np.zeros(0, np.int64), *unverified_of])
-    owners = np.repeat(np.arange(len(tables)), [blocks.size for blocks in unverified_of])
-    stamps = [table.stamps(own) for table, own in zip(tables, unverified_of, strict=True)]
+    owners = np.repeat(np.arange(len(regions)), [blocks.size for blocks in unverified_of])
+    tables = [region.table for region in regions]
+    stamps = [table.lines.stamps(own) for table, own in zip(tables, unverified_of, strict=True)]
     order = np.argsort(np.concatenate([np.zeros(0, np.uint64), *stamps]), kind="stable")[::-1]
 
     def ranges() -> Iterator[Batch]:
         for at in range(0, order.size, range_blocks):
             together = order[at : at + range_blocks]
             for owner in np.unique(owners[together]).tolist():
-                table, some = tables[owner], blocks[together[owners[together] == owner]]
-                for part in batches(table.record.block_bytes, some.size):
-                    if table.closed or table.unverified is None:
+                region, some = regions[owner], blocks[together[owners[together] == owner]]
+                for part in batches(region.block_bytes, some.size):
+                    if region.table.closed:
                         break
-                    unverified = some[part][table.unverified[some[part]]]
+                    unverified = some[part][region.table.among(some[part], *UNCHECKED)]
                     if unverified.size:
-                        yield table, unverified
+                        yield region, unverified
 
     return ranges()
 
@@ -132,12 +132,12 @@ def unverified_batches(
 async def scrub(
     checksums: ChecksumClient,
     report: ReportToCore,
-    tables: Callable[[], Sequence[BlockTable]],
+    regions: Callable[[], Sequence[Region]],
     rate: int,
     *,
     round_bytes: int = ROUND_BYTES,
     counted_bytes: int = COUNTED_BYTES,
-    searched: int = LINES_PER_SEARCH,
+    searched: int = BLOCKS_PER_SEARCH,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
     """Read all committed blocks repeatedly, until cancelled.
@@ -145,26 +145,23 @@ async def scrub(
     One batch is read at a time, when no checksum of a store or of the verification is requested.
     Then follows a pause for the time that the batch takes at the configured rate.
 
-    tables: returns the current block tables. rate: bytes per second. round_bytes, counted_bytes,
-    searched: see ROUND_BYTES, COUNTED_BYTES and LINES_PER_SEARCH.
+    regions: returns the current ones. rate: bytes per second. round_bytes, counted_bytes,
+    searched: see ROUND_BYTES, COUNTED_BYTES and BLOCKS_PER_SEARCH.
     """
     round_seconds = min(ROUND_SECONDS, round_bytes / rate)
     while True:
         began = time.monotonic()
-        for table in tables():
-            at = 0
-            most = max(1, min(int(rate * BATCH_SECONDS) // table.record.block_bytes, BATCH_BLOCKS))
+        for region in regions():
+            at, table, block_bytes = 0, region.table, region.block_bytes
+            most = max(1, min(int(rate * BATCH_SECONDS) // block_bytes, BATCH_BLOCKS))
             while not table.closed and at < table.num_blocks:
                 end = min(at + searched, table.num_blocks)
-                blocks = table.committed_blocks(at, end)
-                if table.unverified is not None:
-                    blocks = blocks[~table.unverified[blocks]]
-                blocks = blocks[:most]
+                blocks = table.find(*CHECKED, begin=at, end=end)[:most]
                 if not blocks.size:
                     at = end
                     await sleep(0.0)
                     continue
                 at = int(blocks[-1]) + 1
-                await check_blocks(checksums, report, (table, blocks), Purpose.SCRUB)
-                await sleep(blocks.size * max(table.record.block_bytes, counted_bytes) / rate)
+                await check_blocks(checksums, report, (region, blocks), Purpose.SCRUB)
+                await sleep(blocks.size * max(block_bytes, counted_bytes) / rate)
         await sleep(max(0.0, round_seconds - (time.monotonic() - began)))

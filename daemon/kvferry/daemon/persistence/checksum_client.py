@@ -19,8 +19,9 @@ import msgspec
 import numpy as np
 import structlog
 
+from kvferry.daemon.core.block_lines import Checksums
 from kvferry.daemon.core.layout import Int64s
-from kvferry.daemon.persistence.block_table import BlockTable, Checksums
+from kvferry.daemon.core.region import Region
 from kvferry.daemon.persistence.checksum_worker import ChecksumRequest
 from kvferry.daemon.processes import ChildProcess, ProcessDied, ProcessTimes, Program
 from kvferry.proto.errors import Code, Failed
@@ -38,8 +39,8 @@ TIMES = ProcessTimes(start=30.0, first_restart=0.2, last_restart=1.0, end=1.0)
 # Consecutive processes that may end without a reply.
 MAX_DEATHS = 3
 
-# Blocks of one table, for one request.
-Batch: TypeAlias = tuple[BlockTable, Int64s]
+# Blocks of one region, for one request.
+Batch: TypeAlias = tuple[Region, Int64s]
 
 log = structlog.get_logger()
 
@@ -112,16 +113,13 @@ class ChecksumClient:
         except OSError as error:
             raise _failure(str(error)) from error
 
-    async def read_checksums(
-        self, table: BlockTable, blocks: Int64s, keys: Sequence[bytes], purpose: Purpose
-    ) -> Checksums:
-        """The checksums of one batch of blocks of a table (see `batches`), in their order.
+    async def read_checksums(self, region: Region, blocks: Int64s, purpose: Purpose) -> Checksums:
+        """The checksums of one batch of blocks (see `batches`), in their order.
 
-        keys: of the blocks, or none. Waits for ever unless `run` runs.
+        Waits for ever unless `run` runs.
         """
-        record = table.record
-        numbers = blocks.astype(np.int64).tobytes()
-        request = ChecksumRequest(record.start, record.block_bytes, numbers, keys)
+        numbers, keys = blocks.astype(np.int64).tobytes(), region.table.lines.keys(blocks)
+        request = ChecksumRequest(region.start, region.block_bytes, numbers, keys)
         read = _Read(request, purpose, asyncio.get_running_loop().create_future())
         self._queue.add_read(read)
         return await read.checksums

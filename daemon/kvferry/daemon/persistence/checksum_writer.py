@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-
-from kvferry.daemon.core.tier_actions import BlocksCommitted
-from kvferry.daemon.persistence.block_checks import LINES_PER_SEARCH, ReportToCore
-from kvferry.daemon.persistence.block_table import BlockTable
+from kvferry.daemon.core.block_table import UNCOMMITTED
+from kvferry.daemon.core.region import Region
+from kvferry.daemon.persistence.block_checks import BLOCKS_PER_SEARCH
 from kvferry.daemon.persistence.checksum_client import (
     Batch,
     ChecksumClient,
@@ -30,44 +28,42 @@ COMMIT_AFTER = 0.2
 
 async def write_checksums(
     checksums: ChecksumClient,
-    report: ReportToCore,
-    tables: Callable[[], Sequence[BlockTable]],
+    regions: Callable[[], Sequence[Region]],
     stored: asyncio.Event,
+    committed: Callable[[], None],
     *,
     commit_after: float = COMMIT_AFTER,
 ) -> None:
     """Commit stored blocks, round by round, until cancelled.
 
-    tables: returns the current block tables. stored: set whenever a store has completed.
+    regions: returns the current ones. stored: set whenever a store may have completed.
+    committed: called when blocks were committed.
     """
 
     async def commit(batch: Batch) -> None:
-        table, blocks = batch
-        versions = table.versions(blocks)
-        found = await checksums.read_checksums(table, blocks, table.keys(blocks), Purpose.COMMIT)
-        if table.closed:
-            return
-        committed = table.commit(blocks, versions, found)
-        if keys := table.keys(committed):
-            report([BlocksCommitted(table.record.owner, committed, keys)])
+        region, blocks = batch
+        versions = region.table.lines.versions(blocks)
+        found = await checksums.read_checksums(region, blocks, Purpose.COMMIT)
+        if not region.table.closed:
+            region.table.commit(blocks, versions, found)
+            committed()
 
     while True:
         await stored.wait()
         await asyncio.sleep(commit_after)
         stored.clear()
-        await for_each_batch(_stored_batches(tables()), checksums.window, commit)
+        await for_each_batch(_stored_batches(regions()), checksums.window, commit)
 
 
-def _stored_batches(tables: Sequence[BlockTable]) -> Iterator[Batch]:
+def _stored_batches(regions: Sequence[Region]) -> Iterator[Batch]:
     """Batches of blocks that are stored when the batch is taken from the iterator."""
-    for table in tables:
-        at = 0
-        while not table.closed and at < table.num_blocks:
-            found = np.flatnonzero(table.stored[at : at + LINES_PER_SEARCH]) + at
-            at += LINES_PER_SEARCH
-            for part in batches(table.record.block_bytes, found.size):
+    for region in regions:
+        table = region.table
+        for at in range(0, table.num_blocks if table.count(*UNCOMMITTED) else 0, BLOCKS_PER_SEARCH):
+            found = table.find(*UNCOMMITTED, begin=at, end=at + BLOCKS_PER_SEARCH)
+            for part in batches(region.block_bytes, found.size):
                 if table.closed:
                     break
-                blocks = found[part][table.stored[found[part]]]
+                blocks = found[part][table.among(found[part], *UNCOMMITTED)]
                 if blocks.size:
-                    yield table, blocks
+                    yield region, blocks

@@ -42,7 +42,7 @@ from kvferry.daemon.tiers.read_rate import ReadRate
 from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.tiers.write_check import WriteCheck
-from kvferry.daemon.tiers.write_out import COLDEST, WRITE_THROUGH, ChecksumsOf, WriteOut
+from kvferry.daemon.tiers.write_out import COLDEST, WRITE_THROUGH, WriteOut
 from kvferry.proto.status import TierStatus
 
 # Seconds for a lookup. It takes milliseconds; this is what a request loses if a tier stops
@@ -123,14 +123,13 @@ class Tiering:
     """The tiers below the host pool, fastest first. Marked drops of an earlier daemon are repeated.
 
     report: called with reports for the core. promoted: called with the name of a tier and the
-    seconds of a fetch in which at least one key was read. checksums_of: see write_out.py.
+    seconds of a fetch in which at least one key was read.
     """
 
     def __init__(
         self,
         tiers: Sequence[AttachedTier],
         writes: Writes,
-        checksums_of: ChecksumsOf,
         report: Callable[[list[Report]], None],
         promoted: Callable[[str, float], None],
         times: DropTimes = DropTimes(),
@@ -146,7 +145,7 @@ class Tiering:
             DropQueue(each.client, each.markers, self._start, times.marker) for each in tiers
         ]
         self._write_outs = {
-            place: WriteOut(writes, checksums_of, each.client, place, self._report)
+            place: WriteOut(writes, each.client, place, self._report)
             for place, each in enumerate(tiers)
             if each.client.config.write in COLDEST
         }

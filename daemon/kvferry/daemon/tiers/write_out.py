@@ -13,19 +13,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeAlias
-
-import numpy as np
 
 from kvferry.daemon.core.actions import Report
-from kvferry.daemon.core.layout import Bools, Int64s
-from kvferry.daemon.core.records import RegionOwner
 from kvferry.daemon.core.tier_actions import BlocksWritten, WriteJob
 from kvferry.daemon.core.writes import Writes
 from kvferry.daemon.processes import ProcessDied
 from kvferry.daemon.tiers.base import IN_TIER, is_part_of
 from kvferry.daemon.tiers.messages import TierBlocks
-from kvferry.daemon.tiers.tier_client import Checksums, TierClient
+from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.proto.sizes import parse_bytes
 
 # Blocks taken at a time, and bytes in flight from which no more are taken.
@@ -43,26 +38,22 @@ WRITE_THROUGH = "write_through"
 # The part of each namespace's blocks, from the coldest on, that a write policy keeps written.
 COLDEST = {"clean_ahead": 0.25, WRITE_THROUGH: 1.0}
 
-ChecksumsOf: TypeAlias = Callable[[RegionOwner, Int64s], tuple[Checksums, Bools]]
-
 
 class WriteOut:
     """Writes the blocks of one tier while `run` runs.
 
-    tier: its index. checksums_of: the checksums of blocks, and which of them are valid. report:
-    called with BlocksWritten, which unpins the blocks of a job.
+    tier: its index. report: called with BlocksWritten, which unpins the blocks of a job.
     """
 
     def __init__(
         self,
         writes: Writes,
-        checksums_of: ChecksumsOf,
         client: TierClient,
         tier: int,
         report: Callable[[Report], None],
     ) -> None:
-        self._writes, self._checksums_of = writes, checksums_of
-        self._client, self._tier, self._report = client, tier, report
+        self._writes, self._client = writes, client
+        self._tier, self._report = tier, report
         self._coldest = COLDEST[client.config.write]
         self._rate = parse_bytes(client.config.rate)
         self._changed = asyncio.Event()
@@ -106,10 +97,12 @@ class WriteOut:
                     jobs = self._writes.take_writes(self._tier, TAKEN_BLOCKS, self._coldest)
                     complete = True
                     for job in jobs:
-                        checksums, chosen = self._choose_blocks(job)
-                        complete &= chosen.size == len(job.keys)
-                        self._note_begin(job, chosen.size)
-                        puts.create_task(self._write(job, checksums, chosen))
+                        if any(is_part_of(job.store, name) for name in self._held_stores):
+                            complete = False
+                            self._end(job, (False,) * len(job.keys))
+                        else:
+                            self._note_begin(job)
+                            puts.create_task(self._write(job))
                     await asyncio.sleep(0 if complete else RETRY)
 
     async def _until_allowed(self) -> None:
@@ -125,38 +118,30 @@ class WriteOut:
             else:
                 return
 
-    def _choose_blocks(self, job: WriteJob) -> tuple[Checksums, Int64s]:
-        """The checksums of a job's blocks, and the places of those that can be written now."""
-        checksums, valid = self._checksums_of(job.owner, job.blocks)
-        if any(is_part_of(job.store, namespace) for namespace in self._held_stores):
-            valid = np.zeros_like(valid)
-        return checksums, np.flatnonzero(valid)
-
-    def _note_begin(self, job: WriteJob, blocks: int) -> None:
-        nbytes = blocks * job.block_bytes
+    def _note_begin(self, job: WriteJob) -> None:
+        nbytes = len(job.keys) * job.block_bytes
         self._begun[job.number] = now = time.monotonic()
         self._in_flight_bytes += nbytes
         if self._rate:
             self._not_before = max(now, self._not_before) + nbytes / self._rate
 
-    async def _write(self, job: WriteJob, checksums: Checksums, chosen: Int64s) -> None:
-        """Put the chosen blocks, and end the job when the tier no longer reads them."""
-        written = [False] * len(job.keys)
-        if chosen.size:
-            keys = [job.keys[place] for place in chosen.tolist()]
-            offsets = job.offsets[chosen].tobytes()
-            blocks = TierBlocks(job.store, keys, offsets, job.block_bytes, job.model)
-            results, released = await self._client.put(blocks, checksums[chosen])
-            for place, result in zip(chosen.tolist(), results, strict=True):
-                written[place] = result in IN_TIER
-            if any(written):
-                self._pause = FIRST_PAUSE
-            else:
-                self._not_before = max(self._not_before, time.monotonic() + self._pause)
-                self._pause = min(LAST_PAUSE, 2 * self._pause)
-            with suppress(ProcessDied):
-                await released
+    async def _write(self, job: WriteJob) -> None:
+        """Put the blocks of a job, and end it when the tier no longer reads them."""
+        offsets = job.offsets.tobytes()
+        blocks = TierBlocks(job.store, job.keys, offsets, job.block_bytes, job.model)
+        results, released = await self._client.put(blocks, job.checksums)
+        written = tuple(result in IN_TIER for result in results)
+        if any(written):
+            self._pause = FIRST_PAUSE
+        else:
+            self._not_before = max(self._not_before, time.monotonic() + self._pause)
+            self._pause = min(LAST_PAUSE, 2 * self._pause)
+        with suppress(ProcessDied):
+            await released
         del self._begun[job.number]
-        self._in_flight_bytes -= chosen.size * job.block_bytes
+        self._in_flight_bytes -= len(job.keys) * job.block_bytes
         self._put_ended.set()
-        self._report(BlocksWritten(job.number, tuple(written)))
+        self._end(job, written)
+
+    def _end(self, job: WriteJob, written: tuple[bool, ...]) -> None:
+        self._report(BlocksWritten(job.number, written))

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Callable
 
 from kvferry.daemon.core.actions import (
-    CommitBlocks,
     FreeDeferred,
     KeepTensors,
     OwnersAction,
@@ -25,11 +24,10 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.cache.deferred_free import FreedInSteps
 from kvferry.daemon.core.tier_actions import (
+    BlocksFetched,
     DropStore,
     FetchBlocks,
-    FetchReleased,
     FindKeys,
-    fetch_serial,
 )
 from kvferry.daemon.device.device_worker import Command, DeviceWorker
 from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
@@ -66,11 +64,8 @@ class ActionOwners:
     def perform(self, action: OwnersAction) -> None:
         match action:  # the most frequent first
             case StartTransfer():
-                self._region_store.invalidate_blocks(action)
                 self._worker.post_command(action)
-                self._region_store.touch_blocks(action)
-            case CommitBlocks():
-                self._region_store.commit_store(action)
+                action.record_use()
             case PublishKVEvents():
                 self._publish(action)
             case SendMessage(_, message):
@@ -82,11 +77,7 @@ class ActionOwners:
             case ReleaseTensors(number):
                 self._kept_tensor_store.remove_tensors(number)
                 self._worker.post_command(action)
-            case FetchBlocks():
-                serial = fetch_serial(action.fetch)
-                self._region_store.begin_store(serial, action.owner, action.blocks)
-                self._tiering.perform(action)
-            case FindKeys() | DropStore():
+            case FindKeys() | FetchBlocks() | DropStore():
                 self._tiering.perform(action)
             case FreeDeferred(deferred):
                 self._free_in_steps(deferred)
@@ -104,11 +95,8 @@ class ActionOwners:
 
     def end_reports(self, reports: list[Report]) -> None:
         """These reports are handled, and the actions that followed are performed."""
-        for report in reports:
-            if isinstance(report, TransferCompleted):
-                self._region_store.end_store(report.serial)
-            elif isinstance(report, FetchReleased):
-                self._region_store.end_store(fetch_serial(report.fetch))
+        if any(isinstance(report, TransferCompleted | BlocksFetched) for report in reports):
+            self._region_store.wake_up()
         self._tiering.wake_up()
 
     def stop(self) -> None:

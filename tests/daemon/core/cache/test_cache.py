@@ -95,9 +95,9 @@ def test_without_enough_room_nothing_is_reserved_and_nothing_changes(
 
 def test_a_pending_key_is_neither_discarded_nor_verified(cache: Cache) -> None:
     reservation = reserve(cache, "a")
-    entries = [(b"a", int(reservation.blocks[0]))]
-    cache.discard_keys(entries)
-    cache.mark_verified(entries)
+    blocks = np.array(reservation.blocks)
+    cache.discard_blocks(blocks)
+    cache.mark_verified(blocks)
     assert cache.lookup(b"a") is HIT_PENDING
 
 
@@ -201,7 +201,7 @@ def test_a_session_pins_the_loadable_keys(cache: Cache) -> None:
 def test_a_key_that_was_discarded_while_it_is_loaded_can_be_stored_again(cache: Cache) -> None:
     store(cache, "a")
     pins = cache.prepare_load(keys("a"))
-    cache.discard_keys([(b"a", 0)])
+    cache.discard_blocks(np.array([0]))
     assert (cache.usage.orphaned, cache.lookup(b"a")) == (1, MISS)
     assert store(cache, "a").blocks == (1,)
     cache.complete_load(pins)
@@ -307,12 +307,12 @@ def test_invalid_arguments_are_refused(arguments: dict[str, object], message: st
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda c: c._blocks.index.remove_numbers([1]), "the policy has other blocks"),
-        (lambda c: c._blocks.policy.remove_blocks(np.array([1])), "the policy has other blocks"),
-        (lambda c: c._blocks.contents.remove_blocks(np.array([1])), "no contents"),
-        (lambda c: c._blocks.allocator.drop_keys(np.array([2])), "two places"),
-        (lambda c: c._blocks.allocator.allocate_blocks(1), "in none"),
-        (lambda c: c._blocks.allocator.release_blocks(np.array([0, 0])), "more often than"),
+        (lambda c: c._blocks.index.remove_numbers([1]), "have a key"),
+        (lambda c: c._blocks.policy.remove_blocks(np.array([1])), "the policy has other"),
+        (lambda c: c._blocks.store_order.remove(np.array([1])), "the order has other"),
+        (lambda c: c.table.drop(np.array([2])), "have a key"),
+        (lambda c: c._blocks._free.pop_blocks(1), "other blocks are free"),
+        (lambda c: c.table.release(np.array([0, 0])), "more often than"),
     ],
 )
 def test_the_integrity_check_finds_inconsistent_state(

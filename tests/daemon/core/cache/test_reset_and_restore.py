@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pytest
 
+from kvferry.daemon.core.block_lines import NO_PARTS, Part
+from kvferry.daemon.core.block_table import BlockTable
 from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.cache.cache_events import CacheEvent
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind, Lookup
+from support.committed_blocks import commit_all, next_table, store_blocks
 from support.letter_caches import keys, ready, reserve, store
+
+SUB_BLOCKS = 4
 
 HIT, MISS, HIT_PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
 
@@ -84,62 +90,77 @@ def test_stores_from_before_two_resets_free_their_blocks(cache: Cache) -> None:
 # Restart of the daemon
 
 
-def test_a_restored_cache_has_the_same_entries(policy: str) -> None:
-    old, new = Cache(6, policy), Cache(6, policy)
-    store(old, "abcdef")
-    old.touch(keys("ca"))
+def restored(
+    entries: Sequence[tuple[bytes, int]],
+    parts: Mapping[int, Part] = NO_PARTS,
+    policy: str = "lru",
+    capacity: int = 4,
+    threshold: int = 1,
+) -> Cache:
+    """A cache with keys of an earlier daemon. entries: (key, block), the least recent first."""
+    table = BlockTable(capacity, 1)
+    for key, block in entries:
+        store_blocks(table, [block], [key], {block: parts[block]} if block in parts else {})
+    cache = Cache(capacity, policy, threshold, table=next_table(table, 1))
+    cache.restore_keys(SUB_BLOCKS)
+    return cache
+
+
+def test_a_restored_cache_has_the_committed_entries(policy: str) -> None:
+    old = Cache(6, policy, table=BlockTable(6, 1))
+    store(old, "abcd")
     failed = reserve(old, "x")
     old.complete_store(failed, success=False)
     reserve(old, "y")
-    new.restore_keys(old.entries())
-    assert new.entries() == old.entries()
+    commit_all(old.table)
+    committed = old.entries()
+    store(old, "e")
+    new = Cache(6, policy, table=next_table(old.table, 1))
+    new.restore_keys(SUB_BLOCKS)
+    assert sorted(new.entries()) == sorted(committed)
     assert new.events.take() == []
-    used = {block for _, block in old.entries()}
-    assert set(reserve(new, "z").blocks) == set(range(6)) - used
+    used = {block for _, block in committed}
+    assert set(reserve(new, "z").blocks) < set(range(6)) - used
     new.check_integrity()
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_recency_survives_a_restart(policy: str) -> None:
-    old, new = Cache(6, policy), Cache(6, policy)
-    store(old, "abcdef")
-    old.touch(keys("ca"))
-    new.restore_keys(old.entries())
-    for letter in "123":
-        assert reserve(new, letter).evicted == reserve(old, letter).evicted
+    cache = restored([(b"a", 3), (b"b", 0), (b"c", 2), (b"d", 1)], policy=policy)
+    assert reserve(cache, "123").evicted == (b"a", b"b", b"c")
 
 
-def test_restored_keys_have_their_blocks(cache: Cache) -> None:
-    cache.restore_keys([(b"a", 3), (b"b", 1)])
-    cache.mark_verified([(b"a", 3), (b"b", 1)])
+def test_restored_keys_have_their_blocks() -> None:
+    cache = restored([(b"a", 3), (b"b", 1)])
+    cache.mark_verified(np.array([3, 1]))
     assert cache.prepare_load(keys("ab")).blocks.tolist() == [3, 1]
     assert set(reserve(cache, "cd").blocks) == {0, 2}
     cache.check_integrity()
 
 
-def test_a_restored_key_is_pending_until_it_is_verified(cache: Cache) -> None:
-    cache.restore_keys([(b"a", 0), (b"b", 1), (b"c", 2)], {b"c": (0, 1)})
+def test_a_restored_key_is_pending_until_it_is_verified() -> None:
+    cache = restored([(b"a", 0), (b"b", 1), (b"c", 2)], {2: (0, 1)})
     assert (cache.ready_keys(), cache.pending_keys()) == ([], [b"a", b"b"])
     assert (cache.usage.unverified, cache.usage.ready) == (3, 0)
     assert [cache.lookup(key) for key in keys("abc")] == [HIT_PENDING, HIT_PENDING, MISS]
     with pytest.raises(Refused, match="unverified") as caught:
         cache.prepare_load(keys("a"))
     assert (caught.value.code, caught.value.value) == (Code.KEY_ABSENT, b"a".hex())
-    cache.mark_verified([(b"a", 0), (b"b", 3), (b"c", 2)])
+    cache.mark_verified(np.array([0, 3, 2]))
     assert cache.events.take() == [CacheEvent(EventKind.STORED, (b"a",))]
     assert (cache.usage.unverified, cache.usage.ready) == (1, 2)
     assert [cache.lookup(key) for key in keys("abc")] == [HIT, HIT_PENDING, MISS]
     cache.check_integrity()
 
 
-def test_a_store_replaces_a_key_that_is_not_verified(cache: Cache) -> None:
-    cache.restore_keys([(b"a", 0), (b"b", 1)])
+def test_a_store_replaces_a_key_that_is_not_verified() -> None:
+    cache = restored([(b"a", 0), (b"b", 1)])
     reservation = reserve(cache, "a")
     assert cache.events.take() == [
         CacheEvent(EventKind.ABANDONED, (b"a",)),
         CacheEvent(EventKind.PENDING, (b"a",)),
     ]
-    cache.mark_verified([(b"a", 0)])
+    cache.mark_verified(np.array(reservation.blocks))
     assert cache.lookup(b"a") is HIT_PENDING
     cache.complete_store(reservation, success=True)
     assert (cache.lookup(b"a"), cache.usage.unverified) == (HIT, 1)
@@ -149,45 +170,11 @@ def test_a_store_replaces_a_key_that_is_not_verified(cache: Cache) -> None:
 
 def test_an_unverified_key_of_an_offer_that_is_not_stored_again_is_not_evicted(policy: str) -> None:
     """This holds although the number of its offers is below the threshold."""
-    cache = Cache(2, policy, store_threshold=2)
-    cache.restore_keys([(b"h", 0), (b"j", 1)])
+    cache = restored([(b"h", 0), (b"j", 1)], policy=policy, capacity=2, threshold=2)
     assert cache.prepare_store([b"a", b"g"]) is not None  # a reservation without keys
     assert cache.prepare_store([b"a", b"h", b"g"]) is None
     assert cache.lookup(b"h") is Lookup.HIT_PENDING
 
 
-def test_restoring_no_keys_leaves_the_cache_empty(cache: Cache) -> None:
-    cache.restore_keys([])
-    assert len(reserve(cache, "abcd").keys) == 4
-
-
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        ([(b"a", 0), (b"b", 4)], "exceed the capacity of 4"),
-        ([(b"a", -1)], "exceed the capacity of 4"),
-        ([(b"a", 1), (b"b", 1)], "2 different keys in 1 different blocks"),
-        ([(b"a", 1), (b"a", 2)], "1 different keys in 2 different blocks"),
-    ],
-)
-def test_entries_that_cannot_be_restored_change_nothing(
-    cache: Cache, entries: list[tuple[bytes, int]], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        cache.restore_keys(entries)
-    assert (ready(cache), cache.usage.free) == ("", 4)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        pytest.param(lambda c: store(c, "a"), id="ready"),
-        pytest.param(lambda c: reserve(c, "a"), id="pending"),
-        pytest.param(lambda c: (reserve(c, "a"), c.reset()), id="orphaned"),
-    ],
-)
-def test_restoring_a_used_cache_is_refused(cache: Cache, use: Callable[[Cache], object]) -> None:
-    use(cache)
-    with pytest.raises(ValueError, match="empty"):
-        cache.restore_keys([(b"z", 3)])
-    assert cache.lookup(b"z") is MISS
+def test_restoring_no_keys_leaves_the_cache_empty() -> None:
+    assert len(reserve(restored([]), "abcd").keys) == 4

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from kvferry.daemon.core.block_table import BlockTable
 from kvferry.daemon.core.cache.cache import Cache
+from support.committed_blocks import commit_all, next_table, store_blocks
 from support.letter_caches import keys, reserve, store
 
 TIER = 0
@@ -12,7 +16,7 @@ def new_cache(capacity: int, policy: str) -> Cache:
     cache = Cache(capacity, policy, min_uses=[1])
     for letter in "abcdefgh":
         store(cache, letter)
-    cache.tier_access.mark_committed(cache.entries())
+    commit_all(cache.table)
     return cache
 
 
@@ -27,7 +31,7 @@ def write(cache: Cache) -> bytes:
 def test_a_key_that_becomes_the_coldest_by_a_discard_is_written() -> None:
     cache = new_cache(8, "lru")
     assert [write(cache) for _ in range(2)] == [b"ab", b""]
-    cache.discard_keys(cache.entries()[:1])
+    cache.discard_blocks(np.array([cache.entries()[0][1]]))
     assert write(cache) == b"c"
 
 
@@ -41,10 +45,11 @@ def test_a_key_that_is_the_coldest_for_another_policy_is_written() -> None:
 
 
 def test_restored_keys_are_written_from_the_head_of_a_prompt_on() -> None:
-    cache = Cache(16, min_uses=[1])
-    entries = [(b"c", 2), (b"b", 1), (b"a", 0)]  # least recent first
-    cache.restore_keys(entries)
-    cache.mark_verified(entries)
+    table = BlockTable(16, 1)
+    store_blocks(table, [0, 1, 2], [b"a", b"b", b"c"])  # the tail of a prompt is least recent
+    cache = Cache(16, min_uses=[1], table=next_table(table, 1))
+    cache.restore_keys(1)
+    cache.mark_verified(np.array([0, 1, 2]))
     assert cache.tier_access.take_writes(TIER, 3, 1.0)[0] == [b"a", b"b", b"c"]
 
 
@@ -53,7 +58,7 @@ def test_a_touch_of_a_pending_key_does_not_count_as_a_use() -> None:
     reservation = reserve(cache, "a")
     cache.touch([b"a"])
     cache.complete_store(reservation, success=True)
-    cache.tier_access.mark_committed(cache.entries())
+    commit_all(cache.table)
     assert write(cache) == b""
     cache.touch([b"a"])
     assert write(cache) == b"a"

@@ -21,16 +21,22 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvferry.daemon.core.cache.admission_filter import AdmissionFilter
-from kvferry.daemon.core.cache.block_contents import (
-    NO_PARTS,
-    Part,
-    Parts,
-    not_loadable,
+from kvferry.daemon.core.block_lines import NO_PARTS, Part
+from kvferry.daemon.core.block_table import (
+    HITS,
+    HITS_PENDING,
+    IN_PART,
+    LOADABLE,
+    ORPHANED,
+    PENDING,
+    UNCHECKED,
+    WITH_CONTENTS,
+    BlockTable,
 )
+from kvferry.daemon.core.cache.admission_filter import AdmissionFilter
 from kvferry.daemon.core.cache.cache_events import CacheEvents
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
-from kvferry.daemon.core.cache.jobs import CacheUsage, Pins, Reservation, check_entries
+from kvferry.daemon.core.cache.jobs import CacheUsage, Parts, Pins, Reservation
 from kvferry.daemon.core.cache.keyed_blocks import KeyedBlocks
 from kvferry.daemon.core.cache.policies import POLICIES
 from kvferry.daemon.core.cache.tier_access import TierAccess
@@ -46,8 +52,8 @@ class Cache:
     """Keys in `capacity` host blocks.
 
     policy: a name in POLICIES. store_threshold: a key is stored from this offer on. min_uses: for
-    each tier below the use from which on a key is written; 0: none is. Raises ValueError if an
-    argument is invalid.
+    each tier below the use from which on a key is written; 0: none is. table: of the blocks.
+    Raises ValueError if an argument is invalid.
     """
 
     def __init__(
@@ -56,13 +62,15 @@ class Cache:
         policy: str = "lru",
         store_threshold: int = 1,
         min_uses: Sequence[int] = (),
+        table: BlockTable | None = None,
     ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity is {capacity} blocks; give at least 1")
         if policy not in POLICIES:
             raise ValueError(f"unknown eviction policy {policy!r}; use {' or '.join(POLICIES)}")
         self._capacity = capacity
-        self._blocks = KeyedBlocks(capacity, policy, min_uses)
+        self.table = table or BlockTable(capacity)
+        self._blocks = KeyedBlocks(self.table, policy, min_uses)
         self.tier_access = TierAccess(self._blocks)
         self._admission_filter = AdmissionFilter(store_threshold, max(capacity, OFFERS_REMEMBERED))
         # Jobs in flight, those from before a reset included.
@@ -85,21 +93,21 @@ class Cache:
 
     @property
     def usage(self) -> CacheUsage:
-        contents, allocator = self._blocks.contents, self._blocks.allocator
+        table = self.table
+        pending, orphaned = table.count(PENDING), table.count(ORPHANED)
         return CacheUsage(
             capacity=self._capacity,
-            free=allocator.free,
-            pending=contents.pending,
-            ready=contents.loadable,
-            unverified=contents.unverified,
-            pinned=allocator.held - allocator.orphaned - contents.pending,
-            orphaned=allocator.orphaned,
+            free=table.free,
+            pending=pending,
+            ready=table.count(*LOADABLE),
+            unverified=table.count(*UNCHECKED),
+            pinned=table.held - orphaned - pending,
+            orphaned=orphaned,
         )
 
     def lookup(self, key: bytes) -> Lookup:
         """HIT, MISS or HIT_PENDING, which counts as neither. Changes nothing else."""
-        block = self._blocks.index.find_number(key)
-        found = Lookup.MISS if block < 0 else self._blocks.contents.lookup(block)
+        found = self.states((key,))[0] or Lookup.MISS
         self.counts["hits"] += found is Lookup.HIT
         self.counts["misses"] += found is Lookup.MISS
         return found
@@ -111,8 +119,7 @@ class Cache:
 
     def states(self, keys: Sequence[bytes]) -> list[Lookup | None]:
         """The lookup of each key, which is not counted; None if it has no block."""
-        found, contents = self._blocks.index.find_numbers(keys), self._blocks.contents
-        return [None if block < 0 else contents.lookup(block) for block in found]
+        return self.table.lookups(self._blocks.index.find_numbers(keys))
 
     def count_lookups(self, hits: int, misses: int) -> None:
         """Count lookups that a client's mirror answered."""
@@ -137,8 +144,8 @@ class Cache:
         offered = tuple(dict.fromkeys(keys))
         found = self._blocks.index.find_numbers(offered)
         # Blocks whose keys must be stored again.
-        again = self._blocks.contents.replaceable_among(found, [*map(parts.get, offered)])
-        replaceable = set(self._blocks.allocator.idle_among(_array(again)).tolist())
+        again = self._blocks.replaceable_among(found, [*map(parts.get, offered)])
+        replaceable = set(self.table.idle_among(_array(again)).tolist())
         candidates = [
             key
             for key, block in zip(offered, found, strict=True)
@@ -152,11 +159,11 @@ class Cache:
             set(self._blocks.index.find_numbers(wanted)) & replaceable if replaceable else set()
         )
         kept = {*found, *self._blocks.index.find_numbers(keep)} - replaced - {-1}
-        needed = len(wanted) - self._blocks.allocator.free
+        needed = len(wanted) - self.table.free
         held = _array(kept)
-        self._blocks.allocator.hold_blocks(held)
+        self.table.hold(held)
         try:
-            if needed > self._blocks.allocator.idle:
+            if needed > self.table.idle:
                 self.counts["stores_skipped"] += len(wanted)
                 return None
             self._blocks.discard_blocks(_array(replaced))
@@ -166,7 +173,7 @@ class Cache:
             self._jobs.add(reservation)
             return reservation
         finally:
-            self._blocks.allocator.release_blocks(held)
+            self._blocks.release_blocks(held)
 
     def complete_store(self, reservation: Reservation, success: bool) -> None:
         """End a store: its keys become loadable, or absent. A second call has no effect."""
@@ -174,10 +181,10 @@ class Cache:
             return
         self._jobs.remove(reservation)
         blocks, keys, parts = _array(reservation.blocks), reservation.keys, reservation.parts
-        present = not self._blocks.allocator.is_orphaned(reservation.blocks[0])
-        self._blocks.allocator.release_blocks(blocks)
+        present = self.table.state(reservation.blocks[0]) == PENDING
+        self._blocks.release_blocks(blocks)
         if present and success:
-            self._blocks.set_stored(blocks, keys, parts)
+            self._blocks.set_stored(blocks, keys, reservation.block_parts)
             self.counts["stored"] += len(keys)
             whole = [key for key in keys if key not in parts] if parts else keys
             self.events.add(EventKind.STORED, whole)
@@ -192,13 +199,9 @@ class Cache:
 
         Raises Refused (KEY_ABSENT) for the first key that is not loadable, and changes nothing.
         """
-        blocks = self._blocks.index.find_numbers(keys)
-        array = _array(blocks)
-        if min(blocks, default=0) < 0 or not self._blocks.contents.is_loadable(array).all():
-            raise not_loadable(self._blocks.contents, keys, blocks)
-        pins = Pins(array)
-        self._blocks.allocator.hold_blocks(array)
-        self._blocks.marks.count_uses(array)
+        pins = Pins(self._blocks.find_loadable(keys))
+        self.table.hold(pins.blocks)
+        self._blocks.marks.count_uses(pins.blocks)
         self._jobs.add(pins)
         return pins
 
@@ -209,30 +212,30 @@ class Cache:
             message = f"the pins of {number} blocks were already released; complete each load once"
             raise Refused(Code.NOT_PINNED, message, number)
         self._jobs.remove(pins)
-        self._blocks.allocator.release_blocks(pins.blocks)
+        self._blocks.release_blocks(pins.blocks)
 
     def pin_loadable(self, keys: Sequence[bytes]) -> list[int]:
         """Hold the blocks of the loadable keys for a session. Returns the block of each key, -1 for
         the others."""
         found = _array(self._blocks.index.find_numbers(keys))
-        found[(found >= 0) & ~self._blocks.contents.is_loadable(found)] = -1
-        self._blocks.allocator.hold_blocks(found[found >= 0])
+        found[(found >= 0) & ~self.table.among(found, *LOADABLE)] = -1
+        self.table.hold(found[found >= 0])
         blocks: list[int] = found.tolist()
         return blocks
 
     def unpin_blocks(self, blocks: Sequence[int]) -> None:
         """Release blocks that `pin_loadable` has held."""
-        self._blocks.allocator.release_blocks(_array(blocks))
+        self._blocks.release_blocks(_array(blocks))
 
     @property
     def has_parts(self) -> bool:
         """Whether any key is stored in part."""
-        return self._blocks.contents.in_part > 0
+        return self.table.count(*IN_PART) > 0
 
     def stored_part(self, key: bytes) -> Part | None:
         """The stored sub-blocks of a key that is stored in part; None for others."""
         block = self._blocks.index.find_number(key)
-        return None if block < 0 else self._blocks.contents.part(block)
+        return None if block < 0 else self.table.part(block)
 
     # Changes
 
@@ -240,23 +243,20 @@ class Cache:
         """Mark keys as used; the first ends up most recent. Absent ones are ignored."""
         found = self._blocks.index.find_numbers(dict.fromkeys(keys))
         blocks = _array([block for block in reversed(found) if block >= 0])
-        pending = self._blocks.contents.is_pending(blocks)
+        pending = self.table.among(blocks, PENDING)
         self._blocks.policy.touch_blocks(blocks, pending)
         self._blocks.marks.count_uses(blocks[~pending])
 
-    def mark_verified(self, entries: Iterable[tuple[bytes, int]]) -> None:
-        """Mark keys in these blocks as verified. Entries that are not unverified are ignored."""
-        blocks = self._blocks.stored_in(entries)
-        hits = self._blocks.contents.mark_verified(blocks)
-        self._blocks.marks.set_checksum(blocks)
-        self.events.add(EventKind.STORED, self._blocks.index.keys_of(hits.tolist()))
+    def mark_verified(self, blocks: Int64s) -> None:
+        """Mark the keys in these blocks as verified. Those that are not unverified are ignored."""
+        self._blocks.mark_verified(blocks)
 
-    def discard_keys(self, entries: Iterable[tuple[bytes, int]]) -> None:
-        """Make keys whose bytes are lost absent. Keys that are in another block now are ignored.
+    def discard_blocks(self, blocks: Int64s) -> None:
+        """Make keys absent whose blocks have lost their bytes. Blocks without are ignored.
 
         A block that jobs still read is orphaned until the last of them ends.
         """
-        self._blocks.discard_blocks(self._blocks.stored_in(entries))
+        self._blocks.discard_blocks(blocks[self.table.among(blocks, *WITH_CONTENTS)])
 
     def reset(self) -> DeferredFree:
         """Make every key absent. Recency, ghosts and offers are forgotten; counters stay.
@@ -265,34 +265,28 @@ class Cache:
         """
         return DeferredFree(*self._blocks.clear(), self._admission_filter.take_index())
 
-    def restore_keys(self, entries: Sequence[tuple[bytes, int]], parts: Parts = NO_PARTS) -> None:
-        """Add keys that an earlier daemon stored to an empty cache, as unverified.
+    def restore_keys(self, factor: int) -> None:
+        """Restore what an earlier daemon committed into a new cache, as unverified keys.
 
-        entries: (key, block), least recent first. Raises ValueError and changes nothing if the
-        cache is not empty, a block is out of range, or a key or a block occurs twice.
+        factor: sub-blocks of a block. Raises ValueError if the block table is damaged.
         """
-        keys, numbers = [key for key, _ in entries], [block for _, block in entries]
-        blocks = _array(numbers)
-        if self._blocks.allocator.free < self._capacity:
-            used = self._capacity - self._blocks.allocator.free
-            raise ValueError(f"{used} blocks are in use; restore into an empty cache")
-        check_entries(keys, blocks, self._capacity)
-        self._blocks.restore_keys(keys, blocks, parts)
+        self._blocks.restore_keys(factor)
 
     # Keys
 
     def entries(self) -> list[tuple[bytes, int]]:
         """Stored keys and their blocks, least recent first as far as the policy knows."""
         blocks = self._blocks.policy.blocks()
-        stored = blocks[self._blocks.contents.is_stored(blocks)].tolist()
+        stored = blocks[self.table.among(blocks, *WITH_CONTENTS)].tolist()
         return list(zip(self._blocks.index.keys_of(stored), stored, strict=True))
 
     def keys_between(self, begin: int, end: int) -> tuple[list[bytes], list[bytes]]:
         """Of the keys in blocks `begin` to `end` - 1, those that are a HIT, and a HIT_PENDING."""
-        hits, pending = self._blocks.contents.hits_between(begin, end)
-        return self._blocks.index.keys_of(hits.tolist()), self._blocks.index.keys_of(
-            pending.tolist()
+        hits, pending = (
+            self._blocks.index.keys_of(self.table.find(*states, begin=begin, end=end).tolist())
+            for states in (HITS, HITS_PENDING)
         )
+        return hits, pending
 
     def ready_keys(self) -> list[bytes]:
         """Keys that are a HIT."""

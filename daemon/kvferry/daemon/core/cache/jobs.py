@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-import numpy as np
-
-from kvferry.daemon.core.cache.block_contents import Parts
+from kvferry.daemon.core.block_lines import Part
 from kvferry.proto.layout import Int64s
+
+Parts: TypeAlias = Mapping[bytes, Part]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,6 +23,12 @@ class Reservation:
     blocks: tuple[int, ...]
     evicted: tuple[bytes, ...]
     parts: Parts = field(default_factory=dict)
+
+    @property
+    def block_parts(self) -> dict[int, Part]:
+        """The sub-blocks of blocks that are stored in part."""
+        stored = zip(self.keys, self.blocks, strict=True) if self.parts else ()
+        return {block: self.parts[key] for key, block in stored if key in self.parts}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,16 +60,3 @@ class CacheUsage:
     def used(self) -> int:
         """Blocks that are not free."""
         return self.capacity - self.free
-
-
-def check_entries(keys: Sequence[bytes], blocks: Int64s, capacity: int) -> None:
-    """Check the keys and blocks of an earlier daemon. Raises ValueError."""
-    if not (different := len(set(keys))) == np.unique(blocks).size == len(keys):
-        raise ValueError(
-            f"{len(keys)} entries have {different} different keys in "
-            f"{np.unique(blocks).size} different blocks"
-        )
-    if blocks.size and not 0 <= blocks.min() <= blocks.max() < capacity:
-        raise ValueError(
-            f"blocks {blocks.min()} to {blocks.max()} exceed the capacity of {capacity}"
-        )

@@ -1,11 +1,11 @@
-"""The blocks of a cache and their keys, in parts that each know one thing by block number.
+"""The blocks of a cache and their keys.
 
-    KeyIndex         which block a key has
-    BlockContents    what can be loaded of it, and so what a lookup answers
-    BlockAllocator   which blocks are free, and which a job holds
-    Policy           which idle block is evicted next
-    WriteMarks       which block is in which tiers, and how often it was used
-    UseOrder         which block was stored first: the head of a prompt before its tail
+    BlockTable    the state of each block, and so what a lookup answers
+    KeyIndex      which block a key has
+    FreeBlocks    which free block is used next
+    Policy        which idle block is evicted next
+    TierMarks     which block is in which tiers, and how often it was used
+    UseOrder      which block was stored first: the head of a prompt before its tail
 
 A change of one key changes all of them: that is here, with the events of it. Called by cache.py and
 tier_access.py, on the event loop.
@@ -14,17 +14,31 @@ tier_access.py, on the event loop.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from kvferry.daemon.core.cache.block_allocator import BlockAllocator
-from kvferry.daemon.core.cache.block_contents import BlockContents, Parts
+from kvferry.daemon.core.block_lines import NO_PARTS, Part
+from kvferry.daemon.core.block_table import (
+    FREE,
+    HITS,
+    HITS_PENDING,
+    IN_PART,
+    LOADABLE,
+    OCCUPIED,
+    PENDING,
+    UNCHECKED,
+    UNVERIFIED,
+    WITH_CONTENTS,
+    BlockTable,
+)
 from kvferry.daemon.core.cache.cache_events import CacheEvents
+from kvferry.daemon.core.cache.free_blocks import FreeBlocks
 from kvferry.daemon.core.cache.key_index import KeyIndex
 from kvferry.daemon.core.cache.policies import POLICIES
+from kvferry.daemon.core.cache.tier_marks import TierMarks
 from kvferry.daemon.core.cache.use_order import UseOrder
-from kvferry.daemon.core.cache.write_marks import WriteMarks
+from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind
 from kvferry.proto.layout import Int64s
 
@@ -34,12 +48,12 @@ _NO_BLOCKS: Int64s = np.empty(0, np.int64)
 class KeyedBlocks:
     """All parts of a cache, changed together.
 
-    policy: a name in POLICIES. min_uses: see WriteMarks.
+    policy: a name in POLICIES. min_uses: see TierMarks.
     """
 
-    def __init__(self, capacity: int, policy: str, min_uses: Sequence[int]) -> None:
-        self.capacity, self._min_uses = capacity, min_uses
-        self.allocator = BlockAllocator(capacity)
+    def __init__(self, table: BlockTable, policy: str, min_uses: Sequence[int]) -> None:
+        self.table, self.capacity, self._min_uses = table, table.num_blocks, min_uses
+        self._free = FreeBlocks(self.capacity)
         self.events = CacheEvents()
         # Counters of NamespaceStatus, by field.
         self.counts: Counter[str] = Counter()
@@ -60,13 +74,13 @@ class KeyedBlocks:
         There must be enough free and idle blocks. Returns the blocks, and the keys evicted for
         them.
         """
-        allocator = self.allocator
-        victims = self.policy.choose_victims(keys, allocator.free, allocator.idle_among)
+        table = self.table
+        victims = self.policy.choose_victims(keys, table.free, table.idle_among)
         evicted = self._evict_blocks(np.array(victims, np.int64))
-        blocks = allocator.allocate_blocks(len(keys))
-        allocator.hold_blocks(blocks)
+        blocks = self._free.pop_blocks(len(keys))
+        table.set_pending(blocks)
+        table.hold(blocks)
         self.index.add_keys(keys, blocks.tolist())
-        self.contents.set_pending(blocks)
         self.policy.insert_blocks(keys, blocks)
         self.store_order.append(blocks)
         self.marks.start(blocks)
@@ -74,9 +88,17 @@ class KeyedBlocks:
         self.events.add(EventKind.PENDING, keys)
         return blocks, evicted
 
-    def set_stored(self, blocks: Int64s, keys: Sequence[bytes], parts: Parts) -> None:
-        """Pending blocks are stored. parts: of the keys that are not whole; keys: of all blocks."""
-        self.contents.set_stored(blocks, [*map(parts.get, keys)] if parts else ())
+    def release_blocks(self, blocks: Int64s) -> None:
+        """A job that held these blocks has ended."""
+        freed = self.table.release(blocks)
+        if freed.size:
+            self._free.push_blocks(freed)
+
+    def set_stored(
+        self, blocks: Int64s, keys: Sequence[bytes], parts: Mapping[int, Part] = NO_PARTS
+    ) -> None:
+        """Pending blocks are stored under their keys. parts: of the blocks that are not whole."""
+        self.table.set_stored(blocks, keys, parts)
         self.marks.count_uses(blocks)
 
     def stored_in(self, entries: Iterable[tuple[bytes, int]]) -> Int64s:
@@ -85,7 +107,45 @@ class KeyedBlocks:
         found = self.index.find_numbers(where)
         same = [block for block, told in zip(found, where.values(), strict=True) if block == told]
         blocks: Int64s = np.array(same, np.int64)
-        return blocks[self.contents.is_stored(blocks)]
+        return blocks[self.table.among(blocks, *WITH_CONTENTS)]
+
+    def find_loadable(self, keys: Sequence[bytes]) -> Int64s:
+        """The blocks of these keys. Raises Refused for the first one that is not loadable."""
+        found = self.index.find_numbers(keys)
+        blocks: Int64s = np.array(found, np.int64)
+        if min(found, default=0) >= 0 and self.table.among(blocks, *LOADABLE).all():
+            return blocks
+        for key, block in zip(keys, found, strict=True):
+            if block < 0:
+                message = f"key {key.hex()} is not in the cache; treat it as a miss"
+            elif (state := self.table.state(block)) == PENDING:
+                message = f"key {key.hex()} is still being stored; load it when lookup says HIT"
+            elif state in UNCHECKED:
+                message = (
+                    f"key {key.hex()} is unverified since the daemon's restart; load it when "
+                    "lookup says HIT"
+                )
+            else:
+                continue
+            break
+        raise Refused(Code.KEY_ABSENT, message, key.hex())
+
+    def replaceable_among(self, found: Sequence[int], parts: Sequence[Part | None]) -> list[int]:
+        """The blocks of an offer that a store replaces: unverified ones, and those of which it
+        covers more.
+
+        found: -1 for a key without a block. parts: what the store covers of each; None for all.
+        """
+        if not self.table.count(*UNCHECKED, *IN_PART):
+            return []
+        offered = zip(found, parts, strict=True)
+        return [block for block, part in offered if block >= 0 and self._is_replaced(block, part)]
+
+    def mark_verified(self, blocks: Int64s) -> None:
+        """Unverified blocks match their checksums. Others are ignored."""
+        hits = blocks[self.table.among(blocks, UNVERIFIED)]
+        self.table.set_verified(blocks)
+        self.events.add(EventKind.STORED, self.index.keys_of(hits.tolist()))
 
     def discard_blocks(self, blocks: Int64s) -> None:
         """Remove keys, other than by eviction."""
@@ -98,44 +158,53 @@ class KeyedBlocks:
         Returns the tables to be freed.
         """
         tables = [self.index, *self.policy.indexes()]
-        self.allocator.drop_all_keys()
+        self.table.drop_all()
+        self._free.replace_blocks(self.table.find(FREE))
         self._start()
         self.events.add(EventKind.CLEARED, ())
         return tables
 
-    def restore_keys(self, keys: Sequence[bytes], blocks: Int64s, parts: Parts) -> None:
-        """Add keys to blocks without any, as unverified; the least recent first."""
-        self.allocator.occupy_blocks(blocks)
+    def restore_keys(self, factor: int) -> None:
+        """Restore the keys of the block table, as unverified. See BlockTable.restore."""
+        blocks, keys = self.table.restore(factor)
+        self._free.replace_blocks(self.table.find(FREE))
         self.index.add_keys(keys, blocks.tolist())
-        self.contents.set_stored(blocks, [*map(parts.get, keys)] if parts else (), verified=False)
         self.marks.count_uses(blocks)
         self.store_order.append(blocks[::-1])  # the head of a prompt was used last
         self._replace_policy(blocks)
 
     def count_loss(self) -> None:
         """The region of the cache was freed: count the blocks that were not written."""
-        self._count_unwritten(self.contents.stored_or_pending())
+        self._count_unwritten(self.table.find(*OCCUPIED))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the state is inconsistent. Slow, for tests."""
-        for part in (self.index, self.contents, self.policy):
+        for part in (self.table, self.index, self.policy):
             part.check_integrity()
-        order = self.policy.blocks().tolist()
-        with_key = self.index.find_numbers(self.index)
-        assert sorted(order) == sorted(with_key), "the policy has other blocks than the cache"
-        with_state = self.contents.stored_or_pending().tolist()
-        assert sorted(with_key) == with_state, "a block has a key and no contents"
-        self.allocator.check_integrity(with_key)
+        occupied, free = self.table.find(*OCCUPIED).tolist(), self.table.find(FREE).tolist()
+        keyed = sorted(self.index.find_numbers(self.index))
+        assert keyed == occupied, "other blocks have a key than have contents"
+        assert sorted(self.policy.blocks().tolist()) == occupied, "the policy has other blocks"
+        assert sorted(self.store_order.numbers().tolist()) == occupied, "the order has other blocks"
+        assert self._free.blocks().tolist() == free, "other blocks are free"
+
+    def _is_replaced(self, block: int, part: Part | None) -> bool:
+        if self.table.state(block) in UNCHECKED:
+            return True
+        stored = self.table.part(block)
+        if stored is None or part is None:
+            return stored is not None
+        return part[0] <= stored[0] and stored[1] <= part[1] and part != stored
 
     def _start(self) -> None:
-        self.index, self.contents = KeyIndex(self.capacity), BlockContents(self.capacity)
-        self.marks = WriteMarks(self.capacity, self._min_uses)
+        self.index = KeyIndex(self.capacity)
+        self.marks = TierMarks(self.capacity, self._min_uses)
         self.store_order = UseOrder(self.capacity)
         self._replace_policy(_NO_BLOCKS)
 
     def _replace_policy(self, blocks: Int64s) -> None:
         self.policy = self._make_policy(self.capacity, self.index, blocks)
-        self.marks.set_changed()
+        self.marks.changes += 1
 
     def _evict_blocks(self, blocks: Int64s) -> list[bytes]:
         """Remove the keys of blocks that the policy has chosen, and return them."""
@@ -144,7 +213,7 @@ class KeyedBlocks:
 
     def _count_unwritten(self, blocks: Int64s) -> None:
         if blocks.size and self.unwritten:
-            missing = self.marks.count_missing(blocks[self.contents.is_whole(blocks)])
+            missing = self.marks.count_missing(blocks[self.table.among(blocks, *HITS)])
             self.unwritten = [sum(counts) for counts in zip(self.unwritten, missing, strict=True)]
 
     def _remove_keys(self, blocks: Int64s) -> list[bytes]:
@@ -152,11 +221,9 @@ class KeyedBlocks:
 
         The event of a key matches its lookup: REMOVED for a HIT, ABANDONED for a HIT_PENDING.
         """
-        hits, pending = self.contents.hits_among(blocks)
-        self.events.add(EventKind.REMOVED, self.index.keys_of(hits.tolist()))
-        self.events.add(EventKind.ABANDONED, self.index.keys_of(pending.tolist()))
-        self.contents.remove_blocks(blocks)
+        for kind, states in ((EventKind.REMOVED, HITS), (EventKind.ABANDONED, HITS_PENDING)):
+            found = blocks[self.table.among(blocks, *states)]
+            self.events.add(kind, self.index.keys_of(found.tolist()))
         self.store_order.remove(blocks)
-        self.marks.set_changed()
-        self.allocator.drop_keys(blocks)
+        self._free.push_blocks(self.table.drop(blocks))
         return self.index.remove_numbers(blocks.tolist())

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvferry.daemon.core.cache.block_contents import NO_PARTS
+from kvferry.daemon.core.block_table import COMMITTED, PENDING
 from kvferry.daemon.core.cache.keyed_blocks import KeyedBlocks
 from kvferry.proto.keys import EventKind
 from kvferry.proto.layout import Bools, Int64s
@@ -29,8 +29,8 @@ class TierAccess:
         self._blocks = blocks
         # Blocks held by writes into each tier.
         self._writing = Counter[int]()
-        # Of each tier the share that the last `take_writes` which found nothing has looked at.
-        self._found_nothing: dict[int, float] = {}
+        # For each tier, the share and the numbers of changes when `take_writes` found nothing.
+        self._found_nothing: dict[int, tuple[float, int, int]] = {}
 
     @property
     def writing(self) -> int:
@@ -46,23 +46,19 @@ class TierAccess:
         """The region of the cache was freed. Add its blocks that no tier has to `unwritten`."""
         self._blocks.count_loss()
 
-    def mark_committed(self, entries: Iterable[tuple[bytes, int]]) -> None:
-        """Keys in these blocks have a checksum. Keys that are in others now are ignored."""
-        self._blocks.marks.set_checksum(self._blocks.stored_in(entries))
-
     def prepare_promotion(self, keys: Sequence[bytes], keep: Sequence[bytes] = ()) -> Int64s:
         """Hold a block for each of these distinct absent keys, which are pending from now on.
 
         keep: keys that are not evicted for them. If too few others can be evicted, only the first
         keys get a block. Returns the blocks, which are held until `release_promotion`.
         """
-        allocator = self._blocks.allocator
+        table = self._blocks.table
         kept = [block for block in self._blocks.index.find_numbers(keep) if block >= 0]
         kept_blocks: Int64s = np.array(kept, np.int64)
-        allocator.hold_blocks(kept_blocks)
-        fitting = tuple(keys[: allocator.free + allocator.idle])
+        table.hold(kept_blocks)
+        fitting = tuple(keys[: table.free + table.idle])
         blocks = self._blocks.reserve_blocks(fitting)[0] if fitting else _NO_BLOCKS
-        allocator.release_blocks(kept_blocks)
+        self._blocks.release_blocks(kept_blocks)
         return blocks
 
     def end_promotion(
@@ -73,18 +69,18 @@ class TierAccess:
         keys, blocks, ok: (n,). written_in: the tiers into which the loadable ones need not be
         written. Keys from before a reset are ignored. Returns which are loadable.
         """
-        present = ~self._blocks.allocator.are_orphaned(blocks)
+        present = self._blocks.table.among(blocks, PENDING)
         stored: Bools = present & ok
-        self._blocks.set_stored(blocks[stored], keys=(), parts=NO_PARTS)
-        self._blocks.marks.set_done(blocks[stored], written_in)
         names = [key for key, done in zip(keys, stored.tolist(), strict=True) if done]
+        self._blocks.set_stored(blocks[stored], names)
+        self._blocks.marks.set_written(blocks[stored], written_in)
         self._blocks.events.add(EventKind.STORED, names)
         self._blocks.discard_blocks(blocks[present & ~ok])
         return stored
 
     def release_promotion(self, blocks: Int64s) -> None:
         """Nothing writes into these promoted blocks any longer."""
-        self._blocks.allocator.release_blocks(blocks)
+        self._blocks.release_blocks(blocks)
 
     def take_writes(self, tier: int, limit: int, coldest: float) -> tuple[list[bytes], Int64s]:
         """Hold blocks to be written into a tier, until `end_writes`: their keys, and the blocks.
@@ -96,10 +92,10 @@ class TierAccess:
         most `limit` blocks. The writes into one tier hold at most a quarter of the cache, or one
         block.
         """
-        marks, capacity = self._blocks.marks, self._blocks.capacity
+        marks, table, capacity = self._blocks.marks, self._blocks.table, self._blocks.capacity
         limit = min(limit, max(1, capacity // 4) - self._writing[tier])
-        seen = self._found_nothing.get(tier) == coldest
-        if limit <= 0 or (seen and not marks.is_changed(tier)):
+        state = coldest, table.changes, marks.changes
+        if limit <= 0 or self._found_nothing.get(tier) == state:
             return [], _NO_BLOCKS
         parts, left = list[Int64s](), limit
         order = self._blocks.store_order
@@ -108,17 +104,16 @@ class TierAccess:
             blocks = blocks[order.stamps_of(blocks) <= last]
             if left <= 0 or not blocks.size:
                 break
-            found = blocks[marks.are_open(blocks, tier)]
-            found = found[self._blocks.contents.is_whole(found)][:left]
+            blocks = blocks[table.among(blocks, COMMITTED)]
+            found = blocks[marks.are_missing(blocks, tier)][:left]
             parts.append(found)
             left -= found.size
         taken = np.concatenate((_NO_BLOCKS, *parts))
         if not taken.size:
-            marks.set_unchanged(tier)
-            self._found_nothing[tier] = coldest
+            self._found_nothing[tier] = state
             return [], taken
-        self._blocks.allocator.hold_blocks(taken)
-        marks.set_done(taken, [tier])
+        table.hold(taken)
+        marks.set_written(taken, [tier])
         self._writing[tier] += taken.size
         return self._blocks.index.keys_of(taken.tolist()), taken
 
@@ -130,7 +125,7 @@ class TierAccess:
         while begin < capacity and limit > 0:
             blocks = np.arange(begin, min(begin + CHECKED_BLOCKS, capacity))
             used = blocks[self._blocks.marks.are_used(blocks, tier)]
-            used = self._blocks.allocator.idle_among(used)[:limit]
+            used = self._blocks.table.idle_among(used)[:limit]
             found.append(used)
             begin, limit = begin + blocks.size, limit - used.size
         written = np.concatenate((_NO_BLOCKS, *found))
@@ -138,18 +133,14 @@ class TierAccess:
 
     def reopen_writes(self, tier: int, entries: Iterable[tuple[bytes, int]]) -> None:
         """Keys in these blocks are not in a tier, other than `written_blocks` assumed."""
-        blocks = self._blocks.allocator.idle_among(self._blocks.stored_in(entries))
-        self._blocks.marks.set_open(blocks, tier)
+        blocks = self._blocks.table.idle_among(self._blocks.stored_in(entries))
+        self._blocks.marks.set_unwritten(blocks, tier)
 
     def end_writes(self, tier: int, blocks: Int64s, done: Bools) -> None:
-        """Release blocks of `take_writes`. done: which of them are in the tier now; (n,).
-
-        What became of blocks whose keys were discarded or reset is ignored.
-        """
+        """Release blocks of `take_writes`. done: which of them are in the tier now; (n,)."""
         self._writing[tier] -= blocks.size
-        present = ~self._blocks.allocator.are_orphaned(blocks)
-        self._blocks.marks.set_open(blocks[present & ~done], tier)
-        self._blocks.allocator.release_blocks(blocks)
+        self._blocks.marks.set_unwritten(blocks[~done], tier)
+        self._blocks.release_blocks(blocks)
 
     def _last_to_write(self, coldest: float) -> int:
         """The newest stamp, in the order of stores, of this coldest share of the blocks."""

@@ -1,0 +1,130 @@
+"""Files of block tables: record and lines, which another process with the descriptor reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.daemon.core.block_table import BlockTable
+from kvferry.daemon.core.records import RegionRecord
+from kvferry.daemon.persistence.table_file import LINES_AT, RECORD_BYTES, TableFile
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.fingerprint import Fingerprint
+from kvferry.proto.layout import LayoutArrays
+from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
+from kvferry.shm.memfd import sealed_memfd
+
+KEY = 5
+BLOCKS = 6
+NAMESPACE = Fingerprint("llama", 4096, key_bytes=KEY)
+LAYOUT = LayoutArrays.from_layout(
+    KVLayout((TensorLayout(4, 4096, 4096),), ((TensorRef(0, 4096),),))
+)
+KEYED = RegionRecord(NAMESPACE.name, 8192, BLOCKS * 4096 + 100, fingerprint=NAMESPACE)
+
+
+@contextmanager
+def new_file(record: RegionRecord = KEYED) -> Iterator[TableFile]:
+    file = TableFile.create(record)
+    yield file
+    file.close()
+
+
+def read_file(file: TableFile) -> tuple[RegionRecord, list[int]]:
+    """The record and the committed blocks that another daemon reads."""
+    other = TableFile(os.dup(file.descriptor))
+    other.close()
+    return other.record, np.flatnonzero(other.lines["committed"]).tolist()
+
+
+def test_a_table_of_many_blocks_takes_memory_only_for_those_that_were_used() -> None:
+    """Also if all are dropped: a reset would allocate and clear 100 MB for a million blocks."""
+    many = 1 << 20
+    with new_file(RegionRecord("engine", 0, many * 4096, layout=LAYOUT)) as file:
+        table = BlockTable(many)
+        table.lines.use_memory(file.lines)
+        first = np.array([0])
+        table.set_pending(first)
+        table.set_stored(first)
+        table.commit(first, table.lines.versions(first), np.array([5], np.uint64))
+        table.drop_all()
+        assert os.fstat(file.descriptor).st_blocks * 512 < 64 << 10
+
+
+def test_the_version_of_a_block_is_at_its_documented_place() -> None:
+    """Other daemons of the host read it."""
+    with new_file() as file:
+        table = BlockTable(BLOCKS, KEY)
+        table.lines.use_memory(file.lines)
+        block = np.array([2])
+        for _ in range(3):
+            table.set_pending(block)
+            table.drop(block)
+        at = LINES_AT + 2 * file.lines.itemsize + 24
+        assert int.from_bytes(os.pread(file.descriptor, 4, at), "little") == 3
+
+
+def test_an_update_replaces_the_record_and_keeps_the_lines() -> None:
+    with new_file() as file:
+        file.lines["committed"][1] = True
+        for generation in range(2, 6):
+            record = RegionRecord(
+                KEYED.name,
+                KEYED.start,
+                KEYED.nbytes,
+                fingerprint=NAMESPACE,
+                generation=generation,
+                pages=((4096,),) * generation,
+            )
+            file.update(record)
+            assert read_file(file) == (record, [1])
+
+
+def test_a_record_that_is_too_long_is_refused_and_the_old_one_stays() -> None:
+    long = RegionRecord("engine", 0, 4096, layout=LAYOUT, pages=((1 << 60,) * (RECORD_BYTES // 8),))
+    with new_file() as file:
+        with pytest.raises(Refused) as refused:
+            file.update(long)
+        assert refused.value.code == Code.BAD_LAYOUT
+        assert file.record == KEYED
+        assert read_file(file) == (KEYED, [])
+
+
+def test_an_invalidated_table_is_refused() -> None:
+    with new_file() as file:
+        file.mark_void()
+        with pytest.raises(Refused):
+            read_file(file)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, (4 << 20) + 1])
+def test_memory_that_is_no_table_is_refused_and_closed(nbytes: int) -> None:
+    descriptor = sealed_memfd("other", nbytes)
+    with pytest.raises(Refused) as refused:
+        TableFile(descriptor)
+    assert refused.value.code == Code.BAD_LAYOUT
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_memory_that_can_shrink_is_refused(tmp_path: Any) -> None:
+    for descriptor in (os.memfd_create("open"), os.open(tmp_path, os.O_RDONLY), os.pipe()[0]):
+        with pytest.raises(Refused) as refused:
+            TableFile(descriptor)
+        assert refused.value.code == Code.NOT_SHAREABLE
+
+
+@pytest.mark.parametrize("less", [8, 48, -1])
+def test_a_table_with_other_slots_than_its_record_states_is_refused(less: int) -> None:
+    with new_file() as file:
+        data = os.pread(file.descriptor, 1 << 24, 0)
+    other = sealed_memfd("other", len(data) - less)
+    os.pwrite(other, data[: len(data) - less], 0)
+    with pytest.raises(Refused) as refused:
+        TableFile(other)
+    assert refused.value.code == Code.BAD_LAYOUT
