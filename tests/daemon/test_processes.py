@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import signal
@@ -205,6 +206,25 @@ async def test_a_start_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch
     refuse_starts(monkeypatch, OSError("none"))
     with pytest.raises(OSError, match="none"):
         worker.process.start()
+
+
+async def test_a_start_without_descriptors_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = list[int]()
+
+    def refuse(pid: int) -> int:
+        started.append(pid)
+        monkeypatch.undo()
+        raise OSError(errno.EMFILE, "too many")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    worker = EchoWorker()
+    assert await worker.answer(b"1") == b"1"
+    assert worker.losses == ["cannot start: [Errno 24] too many"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)
+    await worker.close()
 
 
 @pytest.mark.parametrize("hook", ["notice", "receive"])

@@ -22,6 +22,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
@@ -79,6 +80,27 @@ def _seconds_from_now(seconds: float) -> Callable[[], float]:
     """Returns a function that returns how many of them are left."""
     end = time.monotonic() + seconds
     return lambda: end - time.monotonic()
+
+
+def _spawn(program: Program, descriptor: int) -> subprocess.Popen[bytes]:
+    """Start a process that inherits this socket, and ends with the daemon. Raises OSError."""
+    read_end, write_end = os.pipe()
+    command = [sys.executable, "-P", "-m", program.module, str(descriptor), str(os.getpid())]
+    with os.fdopen(read_end, "rb", 0):
+        try:
+            process = subprocess.Popen(
+                [*command, *program.arguments],
+                stdin=read_end,
+                pass_fds=(descriptor, *program.descriptors),
+            )
+        except OSError:
+            os.close(write_end)
+            raise
+        weakref.finalize(process, os.close, write_end)
+        fcntl.fcntl(read_end, fcntl.F_SETOWN, process.pid)
+        fcntl.fcntl(read_end, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(read_end, fcntl.F_SETFL, os.O_ASYNC)
+    return process
 
 
 class ChildProcess:
@@ -140,30 +162,19 @@ class ChildProcess:
         return len(self._requests) + len(self._doomed)
 
     def start(self) -> None:
-        """Start the process. Raises OSError."""
-        program = self._program
+        """Start the process. If this raises OSError, no process is left."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        read_end, write_end = os.pipe()
-        command = [sys.executable, "-P", "-m", program.module, str(theirs.fileno())]
-        with theirs, os.fdopen(read_end, "rb", 0):
-            try:
-                self._process = subprocess.Popen(
-                    [*command, str(os.getpid()), *program.arguments],
-                    stdin=read_end,
-                    pass_fds=(theirs.fileno(), *program.descriptors),
-                )
-            except OSError:
-                os.close(write_end)
-                ours.close()
-                raise
-            weakref.finalize(self._process, os.close, write_end)
-            fcntl.fcntl(read_end, fcntl.F_SETOWN, self._process.pid)
-            fcntl.fcntl(read_end, fcntl.F_SETSIG, signal.SIGKILL)
-            fcntl.fcntl(read_end, fcntl.F_SETFL, os.O_ASYNC)
+        with ExitStack() as undo:
+            undo.callback(ours.close)
+            with theirs:
+                process = _spawn(self._program, theirs.fileno())
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+            self._pidfd = os.pidfd_open(process.pid)
+            undo.pop_all()
         ours.setblocking(False)
-        self._socket = ours
+        self._process, self._socket = process, ours
         self._loop.add_reader(ours.fileno(), self._receive)
-        self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._pidfd, self._reap)
 
     async def run(self) -> None:
