@@ -41,7 +41,7 @@ def pool() -> Iterator[PoolMemory]:
 
 
 class KilledTier:
-    """What a tier must have after its process was killed.
+    """A tier, and the keys that it must have after its process was killed.
 
     Each drop of a namespace begins another epoch of its keys, so that keys from before are known.
     """

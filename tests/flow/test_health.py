@@ -1,4 +1,4 @@
-"""What makes a daemon unhealthy, what does not, and how the status reports it."""
+"""Faults that make a daemon unhealthy, others that do not, and how the status reports them."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ UNKNOWN, UNDEFINED = 0, -1
 
 
 class HostBlocksModel:
-    """What an engine's own host blocks hold, by sub-block.
+    """The contents of an engine's own host blocks, by sub-block.
 
     A sub-block holds the label of its last store if that completed. It is undefined if that store
     failed, and unknown if its result was lost with the daemon or the session.

@@ -58,7 +58,7 @@ def open_namespace() -> int:
 
 @dataclass
 class Link:
-    """What happens to packets that a host sends or receives."""
+    """Delays and losses of packets that a host sends or receives."""
 
     # Seconds, each way.
     delay: float = 0.0

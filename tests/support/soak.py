@@ -212,7 +212,7 @@ class Soak:
         )
 
     def _reports(self) -> list[TrafficStatistics]:
-        """Of the engines that are not paused."""
+        """The statistics of the engines that are not paused."""
         paused = {name for _, name in self._paused}
         return [p.report() for name, p in self._traffic.processes.items() if name not in paused]
 

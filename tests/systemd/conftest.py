@@ -38,7 +38,7 @@ def cache_directory() -> Path:
 
 
 def requirements() -> list[str]:
-    """What the daemon, the command line and Mooncake need, and their build."""
+    """Packages that the daemon, the command line, Mooncake, and their build need."""
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
     return [

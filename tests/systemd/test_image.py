@@ -43,7 +43,7 @@ class Builder:
         return done.stdout.strip()
 
     def config(self, image: str) -> dict[str, Any]:
-        """What an image says of its process."""
+        """The configuration of an image's process."""
         found: dict[str, Any] = json.loads(self.run("inspect", "--type=image", image))
         inside: dict[str, Any] = found["OCIv1"]["config"]
         return inside

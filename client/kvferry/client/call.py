@@ -1,4 +1,4 @@
-"""Call: what a method that waits does at the daemon, within its timeout.
+"""Call: one method that waits for the daemon, within its timeout.
 
 The methods that wait (operations.py) are coroutines, written once for all clients. Each waits by
 `Call.until` only, and so by the pause of its link:

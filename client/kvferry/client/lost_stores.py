@@ -15,7 +15,7 @@ from kvferry.proto.specs import BlockIds, CPULoadStoreSpec, GPULoadStoreSpec, Tr
 
 
 class _UsedBlocks(NamedTuple):
-    """What a transfer uses of host memory. sizes, indices: see GPULoadStoreSpec.
+    """The host memory of a transfer. sizes, indices: see GPULoadStoreSpec.
 
     factor: sub-blocks of a host block; None if not known: host blocks are then used as a whole.
     """

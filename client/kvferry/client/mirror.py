@@ -102,13 +102,13 @@ class Mirror:
         # The generation when the last reset was sent, and how often the known keys were cleared
         # since, less the resets that are done.
         self._hidden_generation = self._clears = 0
-        # What lookups see: `_known`, or no keys while hidden.
+        # The keys that lookups see: `_known`, or none while hidden.
         self._ready, self._pending = self._known.ready, self._known.pending
         self._absent_result = RETRY
         self._changed: dict[OffloadKey, None] | None = None
 
     def lookup(self, key: OffloadKey) -> Lookup:
-        """What the mirror knows of a key. Never waits."""
+        """The state of a key in the mirror. Never waits."""
         if key in self._ready:
             return HIT
         if key in self._pending:

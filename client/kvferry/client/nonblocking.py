@@ -1,4 +1,4 @@
-"""NonBlockingClient: what both clients share, and the calls that never wait."""
+"""NonBlockingClient: the base of both clients, with the calls that never wait."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class RegistrationState:
 
 @dataclass(slots=True)
 class SessionState:
-    """What a client restores when it reconnects.
+    """The state that a client restores when it reconnects.
 
     opening: the namespace to open. registration: the tensors to register. mirror: whether to mirror
     the resident keys. region: the engine's region of the host pool, as last reported.

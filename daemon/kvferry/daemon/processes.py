@@ -45,7 +45,7 @@ class ProcessDied(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a worker process runs. name: for the log.
+    """The program of a worker process. name: for the log.
 
     module: its `main` calls `connect_to_daemon`, which returns `arguments`. descriptors: those that
     the process inherits, under the same numbers.
@@ -382,7 +382,7 @@ class ChildProcess:
 
     def _reap(self) -> None:
         assert self._process is not None
-        # What it sent before its end, such as the reason.
+        # Messages that it sent before its end, such as the reason.
         while self._socket is not None and self._receive():
             pass
         self._loop.remove_reader(self._pidfd)

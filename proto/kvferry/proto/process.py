@@ -94,7 +94,7 @@ def _open_pidfd() -> None:
 
 
 def _keep_scheduling() -> None:
-    """What each thread of libzmq calls; libzmq ends the process if it fails."""
+    """Make the calls that each thread of libzmq makes; if one fails there, the process ends."""
     libc, thread = ctypes.CDLL(None), ctypes.c_ulong(threading.get_ident())
     policy, parameters = ctypes.c_int(), ctypes.create_string_buffer(64)
     error = libc.pthread_getschedparam(thread, ctypes.byref(policy), parameters)

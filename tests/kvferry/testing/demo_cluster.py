@@ -49,7 +49,7 @@ UNDECIDED = {Lookup.RETRY, Lookup.HIT_PENDING}
 
 @dataclass
 class ClusterReport:
-    """What the demo moved and found.
+    """Blocks that the demo moved and found.
 
     moved: what, bytes and seconds. wrong: blocks whose bytes differ. found_after_reset: keys.
     """

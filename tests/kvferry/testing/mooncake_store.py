@@ -32,7 +32,7 @@ READY_SECONDS = 60.0
 INSTALL = "pip install '.[mooncake]' in a checkout of kvferry"
 # As the daemon says it, of which this package only uses the command.
 INSTALL_LIBRARIES = "on Debian or Ubuntu: apt-get install libcurl4 libibverbs1 libnuma1"
-# What the dynamic loader writes if a library is missing.
+# The dynamic loader writes this if a library is missing.
 _LOADER_ERROR = "error while loading shared libraries: "
 # Fetches a URL with the same command prefix as a program, for example in its network namespace.
 _FETCH = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=2).read().decode())"

@@ -159,7 +159,7 @@ class DirectSubject(Subject):
 
 @dataclass(eq=False, slots=True)
 class CallOutcome:
-    """What became of a fetch or put; None: it is not known yet. released: nothing if the process
+    """The outcome of a fetch or put; None: it is not known yet. released: nothing if the process
     has not answered."""
 
     results: list[Result] | None = None

@@ -33,7 +33,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class CheckContext:
-    """What earlier checks have found; the last three fields are None until a check sets them.
+    """Results of earlier checks; the last three fields are None until a check sets them.
 
     search_in: the directory that the user gave.
     """

@@ -81,7 +81,7 @@ def _describe_owner(path: Path) -> str:
 
 
 def _access_advice(path: Path) -> str:
-    """What gives this user access."""
+    """The rule that gives this user access."""
     status = path.stat()
     owner, me = _user(status.st_uid), _user(os.geteuid())
     if status.st_mode & stat.S_IXGRP:
@@ -215,7 +215,7 @@ def status(context: CheckContext) -> Iterator[Finding]:
         yield ok("status", f"status in {took:.1f} ms; errors so far: {errors or 'none'}")
 
 
-# What the daemon provides
+# The parts of the daemon
 
 
 def processes(context: CheckContext) -> Iterator[Finding]:

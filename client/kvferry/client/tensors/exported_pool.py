@@ -117,7 +117,7 @@ class ExportedPool:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
     def allocating(self) -> AbstractContextManager[Any]:
-        """What this thread allocates in this context is in the pool."""
+        """In this context, this thread allocates from the pool."""
         context: AbstractContextManager[Any] = import_torch().cuda.use_mem_pool(self._pool)
         return context
 

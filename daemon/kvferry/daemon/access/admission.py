@@ -1,4 +1,4 @@
-"""Who may connect: root, the daemon's own user, and the members of one POSIX group.
+"""Decides which users may connect: root, the daemon's own user, and the members of one POSIX group.
 
 The kernel reports which user and groups the process at the other end of a Unix socket had when it
 connected. Both sockets call `Admission.check_process`. The file modes of the runtime directory

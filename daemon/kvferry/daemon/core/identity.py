@@ -1,4 +1,4 @@
-"""What a daemon says about itself, in Welcome messages and in its status."""
+"""The identity of a daemon, in Welcome messages and in its status."""
 
 from __future__ import annotations
 

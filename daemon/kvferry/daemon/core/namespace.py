@@ -34,7 +34,7 @@ SNAPSHOT_BLOCKS = MAX_KEYS
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """What a keyed transfer holds of its namespace."""
+    """The blocks that a keyed transfer holds in its namespace."""
 
     namespace: Namespace
     held: Reservation | Pins

@@ -36,12 +36,12 @@ from kvferry.daemon.core.tier_actions import (
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.messages import Done, FindInTiers, TiersFound
 
-# Limits of the deadline of a promotion, in seconds. What a request loses if a tier stops answering:
-# a quarter of a second is hardly noticed, once. On a busy machine processes wait for tenths of a
-# second, and what they read must not be a miss for that.
+# Limits of the deadline of a promotion, in seconds. If a tier stops answering, one request waits so
+# long in vain: a quarter of a second is hardly noticed. On a busy machine processes wait for tenths
+# of a second, and that must not turn their reads into misses.
 MIN_SECONDS, MAX_SECONDS = 0.25, 2.0
-# The part of a namespace's blocks that is promoted at a time. What a prompt evicts for its
-# promotion it would evict for its store, if it was computed. The other part is left to stores.
+# The part of a namespace's blocks that is promoted at a time. A promotion evicts no more than the
+# store of the computed prompt would. The other part is left to stores.
 PROMOTED_PART = 0.5
 # Bytes that are read to measure the rate of a tier.
 MEASURED_BYTES = 64 << 20

@@ -1,4 +1,4 @@
-"""What the core and the tiers below the host pool ask of each other.
+"""Messages between the core and the tiers below the host pool.
 
 Actions of the core, the reports that answer them, and the blocks that the core hands out to be
 written. Actions and reports pass like those of actions.py. Event loop only.
@@ -18,7 +18,7 @@ MAX_TIER_KEYS = 1024
 
 @dataclass(frozen=True, slots=True)
 class TierDescription:
-    """What the core knows of a tier. name: in status, metrics and KV events.
+    """A tier, as the core knows it. name: in status, metrics and KV events.
 
     writes_promoted: whether blocks that were promoted from a slower tier are written into it.
     min_uses: the use from which on a block is written into it; the store of a key is a use, and

@@ -67,7 +67,7 @@ def revoked_error() -> KVFerryError:
 
 
 class ChunkRequest(msgspec.Struct, frozen=True):
-    """What remains of the next transfer.
+    """The rest of the next transfer.
 
     group: of its next block. nbytes: all that remains. contended: the other direction has work,
     too.

@@ -1,1 +1,1 @@
-"""What operators and routers see of a daemon: KV events, metrics, health over HTTP."""
+"""The daemon's output for operators and routers: KV events, metrics, health over HTTP."""

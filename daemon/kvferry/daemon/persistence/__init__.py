@@ -1,1 +1,1 @@
-"""What survives a restart: block tables, checksums, and the verification of both."""
+"""State that survives a restart: block tables, checksums, and the verification of both."""

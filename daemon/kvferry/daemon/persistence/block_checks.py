@@ -37,8 +37,8 @@ BLOCKS_PER_SEARCH = 1 << 16
 # A batch of the scrub has the bytes of this many seconds at the configured rate, but at least one
 # block.
 BATCH_SECONDS = 0.25
-# What a smaller block counts as in the scrub. Each block costs about 2 us, whatever its size: at
-# 64 MiB/s, blocks of 4 KiB would use 3 % of a core.
+# The scrub counts a smaller block as this many bytes. Each block costs about 2 us, whatever its
+# size: at 64 MiB/s, blocks of 4 KiB would use 3 % of a core.
 COUNTED_BYTES = 128 << 10
 # A round of the scrub takes at least the time of so many bytes at the configured rate, or
 # ROUND_SECONDS if that is less, so that an idle daemon sleeps.

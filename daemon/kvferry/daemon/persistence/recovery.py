@@ -2,7 +2,7 @@
 
 The descriptor store of the service manager passes the pool, the block tables and the kept tensors
 of an earlier daemon to the next one. The pool is used again if its size and chunks are the
-configured ones. What cannot be used stays stored until the daemon is certain to start, and is then
+configured ones. Unusable descriptors stay stored until the daemon is certain to start, and are then
 removed from the store with a log line. Called by app.py at start, on the main thread.
 """
 
