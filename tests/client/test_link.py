@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import pytest
 import zmq
 
-from kvferry.client import Gone, LocalDaemon, OffloadClient
-from kvferry.client.link import ATTEMPT_TIMEOUT
+from kvferry.client import Code, Gone, LocalDaemon, OffloadClient, Refused
+from kvferry.client.link import ATTEMPT_TIMEOUT, FIRST_BACKOFF, MAX_BACKOFF
 from kvferry.client.session import ConnectionState
 from kvferry.proto import messages as wire
 from support.client_keys import FINGERPRINT
@@ -38,6 +38,22 @@ def test_an_attempt_without_a_reply_is_followed_by_another_one(fake_daemon: Fake
     assert fake_daemon.received_of(wire.Hello)
     client.wait_connected(1.0)
     assert client._session.state is ConnectionState.CONNECTED
+
+
+def test_pauses_after_failed_attempts_double_up_to_a_maximum(fake_daemon: FakeDaemon) -> None:
+    client = OffloadClient(fake_daemon.directory, engine="engine")
+    refusal, link, now = Refused(Code.BAD_CONFIG, "there are two daemons"), client._link, 100.0
+    link.locate = Mock(side_effect=refusal)
+    client.abandon()
+    now += 1e6
+    for attempt in range(1, 10):
+        calls = link.locate.call_count
+        link.advance(now)
+        assert link.locate.call_count == calls + 1
+        pause = min(FIRST_BACKOFF * 2 ** (attempt - 1), MAX_BACKOFF)
+        link.advance(now + 0.49 * pause)
+        assert link.locate.call_count == calls + 1, "the next attempt is too early"
+        now += 1.01 * pause
 
 
 def test_a_client_that_polls_rarely_reconnects(fake_daemon: FakeDaemon) -> None:
