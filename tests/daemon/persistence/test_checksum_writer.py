@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -23,7 +24,8 @@ from .stored_pool import KEYED, RAW, key, overwrite, region_of, with_block_bytes
 class WriterFixture:
     """A writer whose rounds start at once, and a region of COUNT blocks."""
 
-    def __init__(self, record: RegionRecord = KEYED) -> None:
+    def __init__(self, record: RegionRecord = KEYED, commit_after: float = 0.0) -> None:
+        self.commit_after = commit_after
         self.reads = RecordedReads(Purpose.COMMIT)
         # How often blocks were committed.
         self.commits = 0
@@ -37,7 +39,7 @@ class WriterFixture:
             lambda: [] if self.table.closed else [self.region],
             self.stored,
             self.count_commit,
-            commit_after=0,
+            commit_after=self.commit_after,
         )
 
     def count_commit(self) -> None:
@@ -67,6 +69,19 @@ async def fixture(request: pytest.FixtureRequest) -> AsyncIterator[WriterFixture
     fixture = WriterFixture(getattr(request, "param", KEYED))
     async with in_background(fixture.run()):
         yield fixture
+
+
+async def test_a_round_begins_a_while_after_the_first_store() -> None:
+    """So that it includes the stores that complete meanwhile."""
+    fixture = WriterFixture(commit_after=0.1)
+    async with in_background(fixture.run()):
+        begun = time.monotonic()
+        fixture.add([1], [1])
+        await asyncio.sleep(0.01)
+        fixture.add([2], [2])
+        await fixture.complete_round()
+        assert time.monotonic() - begun >= 0.1
+    assert fixture.reads.blocks == [[1, 2]]
 
 
 async def test_the_last_store_of_a_block_in_a_round_is_committed(fixture: WriterFixture) -> None:
