@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -23,7 +24,7 @@ from kvferry.client.doctor import CheckContext, Finding, Verdict, daemon, run_ch
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.codec import decode_client_message, encode
-from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.proto.errors import Code, ErrorInfo, Refused
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient
@@ -269,12 +270,24 @@ def test_a_gpu_that_is_not_visible_to_the_client(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     other = welcome(info=proto_status.DeviceInfo("cuda", "GPU-of-another-machine", "NVIDIA X"))
     impostor.replies = [encode(other)]
-    monkeypatch.setattr(daemon, "DEVICE_NODES", ("/dev/null", "/dev/nowhere"))
+    driver = Mock(device_count=lambda: 1, device_uuid=lambda _: "GPU-of-this-machine")
+    monkeypatch.setattr(daemon, "driver", lambda: driver)
     findings = by_check(run_checks(impostor.directory, 0.5))
     assert findings["device"].verdict is Verdict.FAIL
     assert "CUDA_VISIBLE_DEVICES=7" in findings["device"].found
-    reason = "visible here: ", "not accessible here: /dev/nowhere"  # with and without a driver
-    assert any(text in findings["device"].found for text in reason)
+    assert "visible here: GPU-of-this-machine" in findings["device"].found
+
+
+def test_device_nodes_that_are_not_accessible_are_named(
+    impostor: Impostor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = proto_status.DeviceInfo("cuda", "GPU-of-this-machine", "NVIDIA X")
+    impostor.replies = [encode(welcome(info=cuda))]
+    monkeypatch.setattr(daemon, "driver", Mock(side_effect=Refused(Code.NO_DEVICE, "no driver")))
+    monkeypatch.setattr(daemon, "DEVICE_NODES", ("/dev/null", "/dev/nowhere"))
+    found = by_check(run_checks(impostor.directory, 0.5))["device"].found
+    assert "no driver" in found
+    assert found.endswith("; not accessible here: /dev/nowhere")
 
 
 # Storing and loading
