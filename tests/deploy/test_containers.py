@@ -11,8 +11,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvferry.client.vllm.engine_config import EXTRA_KEYS
 from kvferry.daemon import config_reader
+from kvferry.proto.sizes import parse_bytes
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CONTAINERS = DEPLOY / "containers"
@@ -72,8 +72,8 @@ def test_user_and_group_are_the_same_everywhere() -> None:
     context = daemon["securityContext"]
     assert str(context["runAsUser"]) == str(context["runAsGroup"]) == USER
     assert USER in [str(group) for group in engine["securityContext"]["supplementalGroups"]]
-    for name in ("kvferryd@.container",):
-        assert f"-o {USER} -g {USER} /run/kvferry" in (CONTAINERS / name).read_text()
+    unit = (CONTAINERS / "kvferryd@.container").read_text()
+    assert f"-o {USER} -g {USER} /run/kvferry" in unit
     assert f"--group-add {USER}" in (DEPLOY / "containers.md").read_text()
 
 
@@ -82,8 +82,12 @@ def test_the_engine_uses_the_connector() -> None:
     (option,) = [each for each in container["args"] if "kv-transfer-config" in each]
     config = json.loads(option.partition("=")[2])
     assert config["kv_connector_module_path"] == "kvferry.client.vllm"
+    assert config["kv_connector"] == "KVFerryConnector"
     extra = config["kv_connector_extra_config"]
-    assert {key for key in extra if key.startswith("kvferry")} <= set(EXTRA_KEYS)
+    assert extra.keys() == {"cpu_bytes_to_use"}
+    (daemon,) = PODS["kvferryd"]["containers"]
+    pool = config_reader.read(daemon["args"]).pool.size
+    assert parse_bytes(extra["cpu_bytes_to_use"]) <= parse_bytes(pool)
 
 
 def entry_point() -> list[str]:
