@@ -9,7 +9,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvferry.daemon.access.admission import Admission
+from kvferry.daemon.access import connections as module
+from kvferry.daemon.access.admission import Admission, Credentials
 from kvferry.daemon.access.connections import ALL_USERS, PER_USER, Connections, Decision, Quota
 from kvferry.proto.errors import Code, Refused
 
@@ -91,3 +92,24 @@ def test_a_forbidden_user_does_not_use_up_the_quota() -> None:
             connections.decide_admission(4711, 4711, 1)
         assert (caught.value.code, caught.value.value) == (Code.FORBIDDEN, "4711")
     assert connections.decide_admission(*OWN) is Decision.ADMIT
+
+
+def test_processes_that_look_alike_are_admitted_if_all_are_in_the_group(
+    sockets: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In other PID namespaces, all processes of a user have pid 0."""
+    connections = Connections(Admission("64240"), SMALL_QUOTA, SMALL_QUOTA, ManualClock())
+    member = Credentials(501, 501, 0, frozenset({64240, 7}))
+    stranger = Credentials(501, 501, 0, frozenset({7}))
+    found = iter([member, member, stranger])
+    monkeypatch.setattr(module, "credentials_of", lambda _: next(found))
+    descriptors = [connect(sockets)[1] for _ in range(3)]
+    for descriptor in descriptors[:2]:
+        connections.add_connection(descriptor)
+    assert connections.decide_admission(501, 501, 0) is Decision.ADMIT
+    connections.add_connection(descriptors[2])
+    with pytest.raises(Refused) as caught:
+        connections.decide_admission(501, 501, 0)
+    assert caught.value.code == Code.FORBIDDEN
+    connections.remove_connection(descriptors[2])
+    assert connections.decide_admission(501, 501, 0) is Decision.ADMIT
