@@ -42,17 +42,17 @@ def test_an_attempt_without_a_reply_is_followed_by_another_one(fake_daemon: Fake
 
 def test_pauses_after_failed_attempts_double_up_to_a_maximum(fake_daemon: FakeDaemon) -> None:
     client = OffloadClient(fake_daemon.directory, engine="engine")
-    refusal, link, now = Refused(Code.BAD_CONFIG, "there are two daemons"), client._link, 100.0
-    link.locate = Mock(side_effect=refusal)
+    locate = Mock(side_effect=Refused(Code.BAD_CONFIG, "there are two daemons"))
+    client._link.locate = locate
     client.abandon()
-    now += 1e6
+    now = time.monotonic() + 2 * MAX_BACKOFF
     for attempt in range(1, 10):
-        calls = link.locate.call_count
-        link.advance(now)
-        assert link.locate.call_count == calls + 1
+        calls = locate.call_count
+        client._link.advance(now)
+        assert locate.call_count == calls + 1
         pause = min(FIRST_BACKOFF * 2 ** (attempt - 1), MAX_BACKOFF)
-        link.advance(now + 0.49 * pause)
-        assert link.locate.call_count == calls + 1, "the next attempt is too early"
+        client._link.advance(now + 0.49 * pause)
+        assert locate.call_count == calls + 1, "the next attempt is too early"
         now += 1.01 * pause
 
 
