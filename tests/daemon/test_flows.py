@@ -62,6 +62,20 @@ async def test_an_error_in_a_flow_is_reported_and_ends_the_others(
     assert len(logs) == (failure is not error)
 
 
+async def test_each_of_several_errors_is_reported_or_logged() -> None:
+    failures, errors = list[KVFerryError](), [Failed(Code.DRIVER, str(n)) for n in range(3)]
+
+    async def fail(*some: Exception) -> None:
+        raise ExceptionGroup("some", some)
+
+    with capture_logs() as logs:
+        async with running_flows(
+            failures.append, lambda: fail(errors[0]), lambda: fail(*errors[1:])
+        ):
+            await eventually(lambda: failures)
+    assert [*failures, *(each["exc_info"] for each in logs)] == errors
+
+
 async def test_an_error_of_the_block_is_raised_unchanged() -> None:
     with pytest.raises(KeyError):
         async with running_flows(lambda _: None, forever):

@@ -6,7 +6,7 @@ Used by app.py. A flow ends with the daemon, or ends the daemon: no error in a f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
@@ -47,7 +47,7 @@ class Shutdown:
 async def running_flows(fail: Callable[[KVFerryError], None], *flows: Flow) -> AsyncIterator[None]:
     """Run the flows in one task group during the block, and cancel them at its end.
 
-    fail: called if a flow raises an error, after all flows have ended.
+    fail: called with the first error of a flow, after all flows have ended; others are logged.
     """
     task = asyncio.create_task(_run(fail, flows))
     try:
@@ -63,10 +63,18 @@ async def _run(fail: Callable[[KVFerryError], None], flows: tuple[Flow, ...]) ->
             for flow in flows:
                 tasks.create_task(flow())
     except* Exception as errors:
-        error: BaseException = errors
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        if not isinstance(error, KVFerryError):
+        first, *others = _leaves(errors)
+        for error in (*others, *(() if isinstance(first, KVFerryError) else (first,))):
             log.error("a flow of the daemon failed", exc_info=error)
-            error = Failed(Code.COPY_FAILED, f"a flow of the daemon failed: {error!r}; see the log")
-        fail(error)
+        if not isinstance(first, KVFerryError):
+            first = Failed(Code.COPY_FAILED, f"a flow of the daemon failed: {first!r}; see the log")
+        fail(first)
+
+
+def _leaves(error: Exception) -> Iterator[Exception]:
+    """The errors in an exception group, and in the groups in it."""
+    if isinstance(error, ExceptionGroup):
+        for each in error.exceptions:
+            yield from _leaves(each)
+    else:
+        yield error
