@@ -7,7 +7,6 @@ is disconnected with the reason.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,6 @@ from kvferry.client import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,
     KVLayout,
-    LocalDaemon,
     OffloadClient,
     Refused,
     TensorLayout,
@@ -26,6 +24,7 @@ from kvferry.proto.messages import Finished, Goodbye, Submit
 from kvferry.proto.results import Outcome
 from kvferry.testing.engine import StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
+from support.process_usage import ProcessUsage
 from support.raw_client import RawClient
 from support.time_limits import TIMEOUT
 
@@ -33,11 +32,6 @@ JOBS = 50_000
 TOO_MANY_JOBS = 140_000
 NEVER = 1 << 40
 LAYOUT = KVLayout((TensorLayout(64, 64, 64),), ((TensorRef(0, 64),),))
-
-
-def resident_bytes(daemon: LocalDaemon) -> int:
-    lines = Path(f"/proc/{daemon.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
 def has_stored(client: OffloadClient, jobs: int) -> bool:
@@ -82,7 +76,7 @@ def test_a_client_that_polls_late_receives_every_result(
         for client in (owner, other):
             client.allocate_kv_caches(LAYOUT, host_bytes=1 << 20)
         spec = GPULoadStoreSpec([1]), CPULoadStoreSpec([1])
-        before = resident_bytes(daemon)
+        before = ProcessUsage.of(daemon.pid).private
         for job_id in range(JOBS):
             if job_id % 5000 == 0:  # so that it stays within its credits
                 until(partial(has_stored, other, job_id))
@@ -91,7 +85,7 @@ def test_a_client_that_polls_late_receives_every_result(
         other.wait([1], timeout=TIMEOUT)
         assert [result.success for result in other.get_finished()] == [True]
         until(partial(has_stored, other, JOBS + 1), 2 * TIMEOUT)
-        assert resident_bytes(daemon) - before < 160 << 20
+        assert ProcessUsage.of(daemon.pid).private - before < 160 << 20
         results = list(silent.recv(Finished).results)
         while len(results) < JOBS:
             results += silent.recv(Finished).results

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
-from kvferry.client import Code, KVLayout, LocalDaemon, TensorLayout, TensorRef
+from kvferry.client import Code, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.messages import Allocated, AllocateKVCaches, Error
 from kvferry.proto.specs import MAX_REFS, MAX_TENSORS
 from kvferry.testing.engine import StartSmallEngine
 from kvferry.testing.plugin import StartKvferryd
+from support.process_usage import ProcessUsage
 from support.raw_client import RawClient
 
 ENGINES = 8
@@ -19,11 +18,6 @@ TENSORS = (TensorLayout(1, PAGE, PAGE),) * MAX_TENSORS
 REFS = tuple(TensorRef(tensor, PAGE) for tensor in range(MAX_TENSORS))
 LARGEST = KVLayout(TENSORS, (REFS,) * (MAX_REFS // MAX_TENSORS))
 TOO_LARGE = KVLayout(TENSORS, (*LARGEST.groups, REFS[:1]))
-
-
-def resident_bytes(daemon: LocalDaemon) -> int:
-    lines = Path(f"/proc/{daemon.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
 def test_a_client_that_sends_large_layouts_does_not_delay_others(
@@ -63,8 +57,8 @@ def test_the_largest_layouts_take_little_memory(start_kvferryd: StartKvferryd) -
             session.send(AllocateKVCaches(n, LARGEST, 1 << 20))
             assert session.recv(Allocated).request_id == n
             if n == 0:  # the first one also loads modules
-                before = resident_bytes(daemon)
-        assert resident_bytes(daemon) - before < ENGINES * (2 << 20)
+                before = ProcessUsage.of(daemon.pid).private
+        assert ProcessUsage.of(daemon.pid).private - before < ENGINES * (2 << 20)
     finally:
         for session in sessions:
             session.close()
