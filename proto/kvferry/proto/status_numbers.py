@@ -61,8 +61,7 @@ def declare(
     keys: the labels of the keys, if the number is a dict. from_start: keys that are exported as 0
         if they are missing. if_none: exported for None.
     text: printed if the number is not zero. Empty: the commands print it in a form of its own.
-    top: whether `kvferry top` prints it, too. failure: printed as a
-        failure, also by `kvferry top`.
+    top: whether `kvferry top` prints it, too. failure: printed as a failure, also by `kvferry top`.
     """
     top, every = top or failure, tuple(labels.items())
     return Number(kind, sentence, metric, every, keys, from_start, if_none, text, top, failure)
