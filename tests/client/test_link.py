@@ -40,6 +40,23 @@ def test_an_attempt_without_a_reply_is_followed_by_another_one(fake_daemon: Fake
     assert client._session.state is ConnectionState.CONNECTED
 
 
+def test_a_daemon_that_disconnects_during_an_attempt_is_tried_again(
+    fake_daemon: FakeDaemon,
+) -> None:
+    client = OffloadClient(fake_daemon.directory, engine="engine")
+    fake_daemon.silent = True
+    client.abandon()
+    link, now = client._link, time.monotonic() + MAX_BACKOFF
+    link.advance(now)
+    client._session.connection_lost(Gone(Code.DAEMON_GONE, "the daemon was killed"))
+    fake_daemon.silent = False
+    link.advance(now)
+    fake_daemon.received.clear()
+    link.advance(now + MAX_BACKOFF)
+    assert fake_daemon.received_of(wire.Hello)
+    client.wait_connected()
+
+
 def test_pauses_after_failed_attempts_double_up_to_a_maximum(fake_daemon: FakeDaemon) -> None:
     client = OffloadClient(fake_daemon.directory, engine="engine")
     locate = Mock(side_effect=Refused(Code.BAD_CONFIG, "there are two daemons"))
