@@ -91,6 +91,13 @@ def test_failed_mappings_are_counted_except_the_daemons_own(
     assert fixture.core.errors == errors
 
 
+def test_the_daemons_own_registration_is_no_engine_of_the_status() -> None:
+    fixture = CoreFixture("a")
+    (mapping,) = fixture.send(OWN_SESSION, wire.AllocateKVCaches(1, LAYOUT))
+    fixture.report(TensorsMapped(mapping.registration, OWN_SESSION))
+    assert [engine.name for engine in fixture.core.engines()] == ["a"]
+
+
 def test_the_region_of_a_failed_mapping_is_not_reattached() -> None:
     """Its bytes belong to another engine, or they are undefined."""
     fixture = CoreFixture("a", registered=False)
