@@ -209,7 +209,8 @@ async def allocate_kv_caches(
         handle = await share_timeline(call, timeline)
         request = AllocateKVCaches(session.next_request_id(), layout, host_bytes, handle, keep)
         reply: Allocated = await _ask_registration(call, request)
-    with _ends_session(call, timeline):
+    kept = reply.kept and not session.unwritten_left
+    with _ends_session(call, timeline, kept=kept):
         try:
             descriptors = await _receive_descriptors(call, reply)
             tensors = map_tensors(layout, reply.allocations, reply.locations, descriptors, device)
@@ -219,8 +220,6 @@ async def allocate_kv_caches(
                     await call.ask(ReleaseKVCaches(session.next_request_id(), session.engine))
             raise
         caches = CanonicalKVCaches(layout, tuple(tensors))  # registered with the next daemon
-        # The daemon may have kept them since this client's last call, which timed out.
-        kept = reply.kept and not session.registration_left
         session.kv_caches_registered(RegistrationState(caches, host_bytes, timeline), reply.region)
     return AllocatedKVCaches(reply.region, tensors, kept)
 
@@ -321,18 +320,23 @@ def _check_new_registration(session: ClientSession, host_bytes: int | None) -> N
 
 @contextmanager
 def _ends_session(
-    call: Call, timeline: Timeline | None, unless: tuple[type[Exception], ...] = ()
+    call: Call,
+    timeline: Timeline | None,
+    unless: tuple[type[Exception], ...] = (),
+    *,
+    kept: bool = False,
 ) -> Iterator[None]:
     """A registration belongs to its session: if it fails in this context, the session ends.
 
-    unless: errors with which the daemon replies, so that it has registered nothing.
+    unless: errors with which the daemon replies, so that it has registered nothing. kept: whether
+        the tensors are those of an earlier engine.
     """
     try:
         yield
     except unless:
         raise
     except BaseException:
-        call.link.end_session(lambda: call.session.registration_failed(timeline))
+        call.link.end_session(lambda: call.session.registration_failed(timeline, kept=kept))
         raise
 
 

@@ -97,6 +97,8 @@ class ClientSession:
         # Whether an earlier session ended during its registration. A daemon that has not noticed
         # that end yet refuses the next registration.
         self.registration_left = False
+        # Whether tensors that the daemon keeps may be of that registration, which no engine wrote.
+        self.unwritten_left = False
         self.restore = SessionState() if restore is None else restore
         self.jobs = JobTable()
         self.pending = PendingRequests()
@@ -267,7 +269,7 @@ class ClientSession:
     def kv_caches_registered(self, registration: RegistrationState, region: HostRegion) -> None:
         """The daemon has registered KV caches; reconnecting registers them again."""
         self.restore.registration, self.restore.region = registration, region
-        self.registration_left = False
+        self.registration_left = self.unwritten_left = False
 
     def connection_lost(self, error: Gone) -> None:
         """All jobs in flight end as LOST, and pending requests fail."""
@@ -288,16 +290,16 @@ class ClientSession:
             registration.timeline.revoke()
         self.connection_lost(Gone(Code.DAEMON_GONE, "the engine abandoned the session"))
 
-    def registration_failed(self, timeline: Timeline | None) -> None:
+    def registration_failed(self, timeline: Timeline | None, *, kept: bool = False) -> None:
         """A registration got no reply, or its tensors cannot be used: its session ends.
 
         A daemon that hangs may register the tensors later. It copies none of their bytes then,
-        because their timeline is revoked.
+        because their timeline is revoked. kept: whether they are those of an earlier engine.
         """
         if timeline is not None:
             timeline.revoke()
         self.restore.registration, self.restore.region = None, None
-        self.registration_left = True
+        self.registration_left, self.unwritten_left = True, not kept
         why = "KV caches were not registered, so their session was closed; register them again"
         self.connection_lost(Gone(Code.DAEMON_GONE, why, self.engine))
 
