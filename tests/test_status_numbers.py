@@ -79,7 +79,7 @@ def put(value: Any, part: Part, extended: Part) -> Any:
 
 
 def printed(sample: StatusSample) -> tuple[str, str]:
-    """What `kvferry status` and `kvferry top` print."""
+    """The output of `kvferry status` and `kvferry top`."""
     console = Console(width=200, record=True, highlight=False, file=StringIO())
     print_status(sample.status, sample.namespaces, console)
     text = console.export_text()

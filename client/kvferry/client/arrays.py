@@ -1,4 +1,4 @@
-"""What the client needs to know of a KV tensor, which is torch's or a numpy array.
+"""The properties of a KV tensor, which is torch's or a numpy array.
 
 A numpy array is always in host memory. torch is imported only if it is used. Any thread.
 """

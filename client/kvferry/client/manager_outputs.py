@@ -1,4 +1,4 @@
-"""What the methods of OffloadingManager return."""
+"""The results of the methods of OffloadingManager."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.proto.specs import KeyLoadStoreSpec
 
 @dataclass(frozen=True, slots=True)
 class PrepareStoreOutput:
-    """What to store. evicted_keys: always empty; evictions are reported by take_events.
+    """The blocks to store. evicted_keys: always empty; evictions are reported by take_events.
 
     store_specs: for the worker of each rank. If the namespace is reset before the transfer arrives,
     the transfer is refused (STALE).

@@ -176,8 +176,11 @@ class ClientSession:
         return data
 
     def follow_ups(self, now: float) -> list[bytes]:
-        """What to send because of the received messages, once: a Subscribe if the mirror has missed
-        an event, and the next parts of searches. now: time.monotonic() in seconds."""
+        """The messages that the received ones require, once.
+
+        These are a Subscribe if the mirror has missed an event, and the next parts of searches.
+        now: time.monotonic() in seconds.
+        """
         messages = [encode(Subscribe())] if self._snapshot_needed and self.has_socket else []
         self._snapshot_needed = False
         if self._namespace is not None:

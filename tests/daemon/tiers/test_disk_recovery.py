@@ -1,4 +1,4 @@
-"""What the disk tier finds again after its process, or the system, has ended."""
+"""Blocks that the disk tier finds again after its process, or the system, has ended."""
 
 from __future__ import annotations
 

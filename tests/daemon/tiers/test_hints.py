@@ -1,4 +1,4 @@
-"""What the disk tier does with a hint file that is damaged."""
+"""The disk tier with a damaged hint file."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ def test_a_store_that_does_not_answer_costs_a_miss_within_the_deadline(
     assert what != "master" or "check that mooncake_master runs" in capsys.readouterr().out
     for place in places:
         here.pool.block(place)[:] = 7
-    # What the store has not sent yet follows now.
+    # The store sends the rest.
     getattr(own_store, f"resume_{what.split()[0]}")()
     until(lambda: here.tier.fetch([1, 2]) == [OK, OK])
     written = [place for place in places if np.any(here.pool.block(place) != 7)]

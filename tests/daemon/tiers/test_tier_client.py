@@ -342,7 +342,7 @@ def test_one_that_does_not_get_ready_is_killed_and_tried_again(
 
 
 def test_it_ends_with_the_daemon(disk: ProcessSubject) -> None:
-    """Whatever ended that; and a next one finds everything."""
+    """It ends with any error, and the next one finds everything."""
     disk.put([1])
     process = disk.client._process
     assert process._socket is not None

@@ -1,4 +1,4 @@
-"""What a tier has lost is written again: when it is asked, and what its answers change."""
+"""Blocks that a tier has lost are written again."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class BlockTable:
         return int(self._states[block])
 
     def lookups(self, blocks: Sequence[int]) -> list[Lookup | None]:
-        """What a lookup of the key of each block answers; None for a block of -1."""
+        """The result of a lookup of each block's key; None for a block of -1."""
         states = zip(blocks, self._states[np.array(blocks, np.int64)].tolist(), strict=True)
         return [None if block < 0 else _LOOKUPS[state] for block, state in states]
 

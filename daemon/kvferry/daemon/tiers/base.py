@@ -16,7 +16,7 @@ import xxhash
 
 
 class Result(IntEnum):
-    """What became of one key."""
+    """The outcome of one key of a request."""
 
     # Fetched, or stored.
     OK = 0

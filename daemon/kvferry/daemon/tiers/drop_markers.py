@@ -19,7 +19,7 @@ PREFIX = "drop-"
 
 
 def marker_directory(tier: TierConfig, runtime_directory: Path) -> Path:
-    """Where markers survive as long as what the tier stores."""
+    """A directory whose files survive as long as the blocks of the tier."""
     if isinstance(tier, DiskTierConfig):
         return Path(tier.options["path"])
     if state := os.environ.get("STATE_DIRECTORY"):  # set by systemd

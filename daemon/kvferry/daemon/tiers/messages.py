@@ -1,4 +1,4 @@
-"""What the daemon and the process of a tier send each other, as payloads of daemon_connection.py.
+"""Messages between the daemon and the process of a tier, as payloads of daemon_connection.py.
 
 A request has 1 to MAX_TIER_KEYS keys. Requests are answered in any order. Lists of numbers travel
 as the bytes of an array.
@@ -18,7 +18,7 @@ FAILED = 2
 
 
 class TierArguments(msgspec.Struct, frozen=True):
-    """What the process gets on its command line, as JSON.
+    """The command line of the process, as JSON.
 
     module: has a function `open_tier(options, memory)`. chunks: descriptors of the pool's chunks,
     all but the last of `chunk_bytes`; together they have `pool_bytes`.

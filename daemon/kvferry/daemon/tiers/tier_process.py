@@ -1,4 +1,4 @@
-"""What the process of a tier is, and what it is given at its start."""
+"""The process of a tier, and the arguments of its start."""
 
 from __future__ import annotations
 

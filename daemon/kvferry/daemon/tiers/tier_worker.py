@@ -324,7 +324,7 @@ def _check_results(call: str, results: Sequence[object], keys: Sequence[bytes]) 
 
 
 def _reason_of(error: Exception) -> str:
-    """What an operator can act on; the traceback of an error that is a mistake in the tier's code.
+    """The text of an error, for an operator; its traceback if the tier's code is at fault.
     Called while the error is handled."""
     known = isinstance(error, KVFerryError | OSError | ImportError | msgspec.ValidationError)
     return str(error) if known else traceback.format_exc(limit=-4)

@@ -55,7 +55,7 @@ log = structlog.get_logger()
 
 
 def description_of(tier: TierConfig) -> TierDescription:
-    """What the core knows of a tier."""
+    """The description of a tier for the core."""
     min_uses = tier.admit_after if tier.write in COLDEST else 0
     return TierDescription(tier.name, tier.write == WRITE_THROUGH, min_uses, tier.locality)
 

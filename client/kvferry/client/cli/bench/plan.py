@@ -1,4 +1,4 @@
-"""What to measure, and how much: the parsed command line.
+"""The measurements, and their amounts: the parsed command line.
 
 Each measurement has its own defaults for options that were not given; `quick` selects smaller ones.
 """
@@ -18,7 +18,7 @@ MIN_HALF = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run of the bench measures, and how much.
+    """The measurements of a run, and their amounts.
 
     nbytes: bytes per direction of one copy. directory: of a running daemon, or None.
 

@@ -1,4 +1,4 @@
-"""What all measurements use: a daemon whose pool is registered, and a buffer on its device.
+"""The rig of all measurements: a daemon whose pool is registered, and a buffer on its device.
 
 The buffer (`slab`) has two halves. Transfers read blocks of one half and write blocks of the other,
 in random order; the same holds for the host pool.

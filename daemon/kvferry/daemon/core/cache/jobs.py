@@ -1,4 +1,4 @@
-"""What a job holds of a cache, and what a cache reports about itself."""
+"""The blocks that a job holds in a cache, and the figures that a cache reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tiers below the host pool do with the blocks of a cache.
+"""The access of the tiers below the host pool to the blocks of a cache.
 
     promotion    absent --prepare_promotion--> pending --end_promotion--> stored or absent
     write        stored --take_writes--> held --end_writes--> stored, in that tier or not

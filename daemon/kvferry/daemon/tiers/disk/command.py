@@ -101,7 +101,7 @@ def list_namespaces(root: Path) -> list[NamespaceFiles]:
 
 
 def check_unused(root: Path, namespace: str | None) -> list[NamespaceFiles]:
-    """What `clear` deletes. Raises the errors of `clear`."""
+    """The files that `clear` deletes. Raises the errors of `clear`."""
     with _locked(root):
         return _find_namespaces(root, namespace)
 

@@ -29,7 +29,7 @@ _CRC = struct.Struct("<I")
 
 
 class Hints(NamedTuple):
-    """Of consecutive slots. generations: of their blocks; else FREE, RETIRED or UNKNOWN."""
+    """Hints about successive slots. generations: of their blocks; else FREE, RETIRED or UNKNOWN."""
 
     keys: list[bytes]
     generations: Int64s

@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 
 class StoreMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What all slots of a namespace have in common. model: for people who list the tier."""
+    """The properties of all slots of a namespace. model: for people who list the tier."""
 
     block_bytes: int
     key_bytes: int

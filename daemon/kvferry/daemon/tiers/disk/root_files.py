@@ -1,4 +1,4 @@
-"""What in the root of a disk tier belongs to the tier: nothing else is opened or deleted."""
+"""The files of a disk tier in its root. The tier opens and deletes no others."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def prepare_root(root: Path) -> None:
         )
         raise Refused(Code.BAD_CONFIG, message, str(root)) from error
     found = root.stat()
-    # Whoever can write into the root could make this process write elsewhere.
+    # A user who can write into the root could make this process write elsewhere.
     if found.st_uid != user or found.st_mode & 0o022:
         message = (
             f"tiers.disk.path {root} belongs to user {found.st_uid} with mode "

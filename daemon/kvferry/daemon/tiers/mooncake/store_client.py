@@ -57,7 +57,7 @@ class StoreError(OSError):
 
 
 def explain(code: int) -> str:
-    """What an operator can do about a code of the library."""
+    """Advice for an operator about a code of the library."""
     if code in NO_ANSWER:
         return "the master does not answer; check that mooncake_master runs"
     return f"error {code}; see the logs of mooncake_master and the stores"
