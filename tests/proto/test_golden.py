@@ -183,6 +183,10 @@ MESSAGES: dict[str, Any] = {
     "client/touch": wire.Touch((KEY,), 3, 4),
     "client/reset": wire.Reset(9),
     "client/find_in_tiers": wire.FindInTiers(10, (KEY, OTHER), 0.0125),
+    "client/borrow_namespace": wire.BorrowNamespace(11, "0123456789abcdef-fedc", 3, True),
+    "client/borrow_pool": wire.BorrowPool(12, 64),
+    "client/locate_blocks": wire.LocateBlocks(13, (KEY, OTHER)),
+    "client/reset_lent": wire.ResetLent(14),
     "client/namespaces": wire.NamespacesRequest(10),
     "client/cancel": wire.Cancel((1, 2, 1 << 62)),
     "client/cancel-nothing": wire.Cancel(()),
@@ -268,6 +272,22 @@ MESSAGES: dict[str, Any] = {
     ),
     "daemon/done": wire.Done(9),
     "daemon/tiers_found": wire.TiersFound(10, 2, 1, 0.25),
+    "daemon/namespace_lent": wire.NamespaceLent(11, 3),
+    "daemon/pool_lent": wire.PoolLent(12, 1 << 30, 64, 66, (7, 8)),
+    "daemon/blocks_located": wire.BlocksLocated(
+        13, (1 << 40, wire.ABSENT, wire.UNCOMMITTED), ((1 << 64) - 1, 0, 0)
+    ),
+    "daemon/status-siblings": wire.StatusReport(
+        6,
+        msgspec.structs.replace(
+            NEW_STATUS,
+            siblings=(
+                proto_status.SiblingStatus("/run/kvferry/GPU-1", "on", 1, 2, 3, 4, 0.5),
+                proto_status.SiblingStatus("/run/kvferry/GPU-2", "connecting"),
+            ),
+            located=5,
+        ),
+    ),
     "daemon/snapshot": wire.Snapshot(6, 0, False, (KEY, OTHER)),
     "daemon/snapshot-last": wire.Snapshot(6, 1, True, (), True, 2),
     "daemon/key_events": KEY_EVENTS,
@@ -293,6 +313,8 @@ EARLIER = {
     "daemon/status-healthy",
     "daemon/status-kept",
     "daemon/status-new",
+    "daemon/status-tiers",
+    "daemon/status-verification",
     "daemon/welcome",
 }
 

@@ -53,9 +53,14 @@ class TieredEngine:
         self.num_blocks = opened.num_blocks
         (self.pages,) = self.client.allocate_kv_caches(LAYOUT).tensors
         self.manager = OffloadingManager(self.client)
-        self.raw = stack.enter_context(RawClient(daemon.directory, "beside"))
-        self.opened = self.raw.ask(OpenNamespace(1, FINGERPRINT), Opened)
+        self._directory, self._stack = daemon.directory, stack
+        self.open_raw()
         self._jobs = 0
+
+    def open_raw(self) -> None:
+        """Open the second session, again if the daemon has restarted."""
+        self.raw = self._stack.enter_context(RawClient(self._directory, "beside"))
+        self.opened = self.raw.ask(OpenNamespace(1, FINGERPRINT), Opened)
 
     def store(self, numbers: Sequence[int]) -> None:
         for at in range(0, len(numbers), BLOCKS):

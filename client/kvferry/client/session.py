@@ -38,6 +38,7 @@ from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import (
     PROTOCOL,
+    BlocksLocated,
     Cancel,
     ClientMessage,
     Done,
@@ -47,8 +48,10 @@ from kvferry.proto.messages import (
     Goodbye,
     Hello,
     KeyEvents,
+    NamespaceLent,
     Opened,
     OpenNamespace,
+    PoolLent,
     Reset,
     Snapshot,
     Submit,
@@ -361,6 +364,8 @@ class ClientSession:
                 if self._resetting(request_id):
                     self.namespace.reset_done(request_id)
                 self.pending.resolve(request_id, done)
+            case NamespaceLent() | PoolLent() | BlocksLocated():
+                pass  # replies to a sibling of the daemon
             case reply:
                 self.pending.resolve(reply.request_id, reply)
 

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import structlog
@@ -24,7 +25,7 @@ import uvloop
 from kvferry.daemon import config_reader
 from kvferry.daemon.access.admission import Admission
 from kvferry.daemon.access.runtime_directory import Endpoint
-from kvferry.daemon.config import Config, HealthConfig, LimitsConfig
+from kvferry.daemon.config import Config, HealthConfig, LimitsConfig, SiblingsTierConfig
 from kvferry.daemon.core.actions import OwnRequest, PoolRegistered
 from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.identity import DaemonIdentity
@@ -55,10 +56,12 @@ from kvferry.daemon.reload import Reload
 from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
+from kvferry.daemon.tiers.siblings.key_table import TABLES_BYTES, KeyTables
 from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.tiers.tiering import Tiering, description_of, start_tiers
 from kvferry.daemon.transport.accept_gate import max_client_fd
 from kvferry.daemon.transport.action_owners import ActionOwners
+from kvferry.daemon.transport.lender import LentPool
 from kvferry.daemon.transport.server import Server
 from kvferry.daemon.transport.status import StatusAssembler
 from kvferry.proto.codec import MAX_MESSAGE_BYTES
@@ -66,6 +69,7 @@ from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.status import Limits
 from kvferry.proto.version import kvferry_version
+from kvferry.shm.memfd import sealed_memfd
 
 log = structlog.get_logger()
 
@@ -138,13 +142,15 @@ async def run(
     log_denied_calls(engine.numa_node)
     gc.set_threshold(*GC_THRESHOLDS)  # before a million keys are restored
     shutdown, reports, metrics = Shutdown(), ReportQueue(), Metrics()
+    siblings = siblings_tier(config, endpoint.directory)
+    tier_configs = (*siblings, *config.tiers.used)
     core = Core(
         identity_of(engine, config.limits),
         pool.nbytes,
         HOST_BYTES,
         max_regions(),
         metrics.jobs.count_job,
-        tuple(map(description_of, config.tiers.used)),
+        tuple(map(description_of, tier_configs)),
     )
     # Before the socket exists: a user who sees it may send SIGTERM.
     with signals.handled(shutdown.stop, config.stop.with_process):
@@ -153,7 +159,7 @@ async def run(
             checksums = ChecksumClient(pool.descriptors, pool.chunk_bytes, config.integrity.threads)
             pool_files = PoolFiles(pool.descriptors, pool.chunk_bytes, pool.nbytes)
             tiers = start_tiers(
-                config.tiers.used, pool_files, endpoint.directory, core.writes, reports.put_reports
+                tier_configs, pool_files, endpoint.directory, core.writes, reports.put_reports
             )
             publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
             worker = DeviceWorker(engine, pool, reports.put_reports, shutdown.fail)
@@ -185,6 +191,10 @@ async def run(
                 probe.receive_reply,
             )
             server = Server(core, endpoint, EventLog(), reports, owners, status)
+            if siblings:
+                server.lend(LentPool(pool.descriptors, pool.chunk_bytes))
+                if not config.siblings.store_all:
+                    core.lending.leave_out(KeyTables(siblings[0].keys).find_held)
             region_store.restore_regions(kept.fds, core.restore_region)
             tensors = kept_tensor_store.restore_tensors(kept.fds, core.restore_kept_tensors)
             for number, memory in tensors.items():
@@ -239,6 +249,15 @@ def identity_of(engine: CopyEngine, limits: LimitsConfig) -> DaemonIdentity:
         Limits(MAX_MESSAGE_BYTES, MAX_GPU_BLOCKS, stores + loads, stores, loads),
         time.monotonic(),
     )
+
+
+def siblings_tier(config: Config, own: Path) -> tuple[SiblingsTierConfig, ...]:
+    """The tier of siblings, if that is enabled. own: the daemon's directory."""
+    if not config.siblings.enabled:
+        return ()
+    further = map(Path, filter(None, config.siblings.directories.split(":")))
+    keys = sealed_memfd("kvferry-sibling-keys", TABLES_BYTES)
+    return (SiblingsTierConfig(own, (config.directory, *further), keys),)
 
 
 def log_denied_calls(numa_node: int | None) -> None:

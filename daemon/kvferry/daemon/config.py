@@ -200,9 +200,32 @@ class MooncakeTierConfig(Section, frozen=True):
         return {name: getattr(self, name) for name in names}
 
 
+class SiblingsTierConfig(msgspec.Struct, frozen=True):
+    """The pools of siblings as a tier; made from [siblings]. own: the daemon's directory.
+
+    directories: in which siblings are searched. keys: descriptor of their keys (key_table.py).
+    """
+
+    own: Path
+    directories: tuple[Path, ...]
+    keys: int
+
+    name: ClassVar[str] = "siblings"
+    module: ClassVar[str] = "kvferry.daemon.tiers.siblings.tier"
+    locality: ClassVar[str | None] = "LOCAL"
+    write: ClassVar[str] = "off"
+    admit_after: ClassVar[int] = 1
+    rate: ClassVar[str] = "0"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        directories = [str(directory) for directory in self.directories]
+        return {"own": str(self.own), "directories": directories, "keys": self.keys}
+
+
 # name: in logs, metrics and KV events. module, options: its function `open_tier(options, memory)`
 # runs in the tier's process. locality: whether other hosts can load its blocks; None: not known.
-TierConfig: TypeAlias = DiskTierConfig | CustomTierConfig | MooncakeTierConfig
+TierConfig: TypeAlias = DiskTierConfig | CustomTierConfig | MooncakeTierConfig | SiblingsTierConfig
 
 
 class TiersConfig(Section, frozen=True):
@@ -215,6 +238,31 @@ class TiersConfig(Section, frozen=True):
     @property
     def used(self) -> tuple[TierConfig, ...]:
         return tuple(tier for tier in (self.disk, self.custom, self.mooncake) if tier.is_used)
+
+
+class SiblingsConfig(Section, frozen=True):
+    enabled: Annotated[
+        bool,
+        Meta(
+            description="exchange blocks with the other daemons of this host and user: what one "
+            "has stored the engines of all others find; each of them needs this setting"
+        ),
+    ] = False
+    store_all: Annotated[
+        bool,
+        Meta(
+            description="store also what a sibling has; otherwise it is left out, so that the "
+            "pools add up"
+        ),
+    ] = False
+    directories: Annotated[
+        str,
+        Meta(
+            description="further runtime directories in which daemons are searched, separated by "
+            "colons, such as those of containers, or of several daemons with device cpu; default: "
+            "only runtime_dir"
+        ),
+    ] = ""
 
 
 class LimitsConfig(Section, frozen=True):
@@ -334,6 +382,7 @@ class Config(Section, frozen=True):
     copy: CopyConfig = CopyConfig()
     integrity: IntegrityConfig = IntegrityConfig()
     tiers: TiersConfig = TiersConfig()
+    siblings: SiblingsConfig = SiblingsConfig()
     access: AccessConfig = AccessConfig()
     limits: LimitsConfig = LimitsConfig()
     events: EventsConfig = EventsConfig()

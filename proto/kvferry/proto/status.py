@@ -235,6 +235,32 @@ class VerificationStatus(Part):
     decided_bytes: int
 
 
+class SiblingStatus(Part):
+    """Another daemon of the host, whose blocks this one copies. Numbers count since its start.
+
+    state: "on", or why its blocks are not copied.
+    """
+
+    metrics_prefix: ClassVar[str] = "sibling_"
+
+    directory: Annotated[str, MetricLabel("sibling")]
+    state: str
+    keys: Annotated[int, gauge("Keys that the sibling has.")] = 0
+    copied: Annotated[
+        int, counter("Blocks copied from the sibling.", "blocks", result="copied", text="")
+    ] = 0
+    missed: Annotated[
+        int,
+        counter("Blocks that were gone when they were copied.", "blocks", result="missed", text=""),
+    ] = 0
+    copied_bytes: Annotated[int, counter("Bytes copied from the sibling.", text="")] = 0
+    copy_seconds: Annotated[float, counter("Time of the copies.", text="")] = 0.0
+
+    @property
+    def is_on(self) -> Annotated[bool, gauge("Whether its blocks are copied: 1 or 0.", "on")]:
+        return self.state == "on"
+
+
 _failure = partial(counter, metric="failures", failure=True)
 
 
@@ -331,6 +357,10 @@ class DaemonStatus(Part):
     # None if there was nothing to verify.
     verification: VerificationStatus | None = None
     tiers: tuple[TierStatus, ...] = ()
+    siblings: tuple[SiblingStatus, ...] = ()
+    located: Annotated[
+        int, counter("Blocks whose place was told to siblings.", "lent_blocks", text="")
+    ] = 0
 
     @property
     def unverified_bytes(self) -> Annotated[int, gauge("Bytes of an earlier daemon to verify.")]:

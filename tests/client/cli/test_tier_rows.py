@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.client.cli.tier_rows import tier_lines, tier_row
-from kvferry.proto.status import TierStatus
+from kvferry.client.cli.tier_rows import sibling_lines, tier_lines, tier_row
+from kvferry.proto.status import SiblingStatus, TierStatus
 
 GIB = 1 << 30
 TIER = TierStatus(
@@ -74,3 +74,14 @@ def test_an_idle_tier_has_no_rates() -> None:
     idle = TierStatus("disk", "starting", capacity_bytes=GIB)
     assert lines(idle)[1].strip() == "read 0 B in 0 keys, written 0 B in 0"
     assert tier_row(idle).plain == "disk     starting · 0 B of 1 GiB"
+
+
+def test_status_shows_each_sibling_and_why_it_is_not_used() -> None:
+    on = SiblingStatus("/run/kvferry/GPU-1", "on", 1200, 300, 2, GIB, 0.5)
+    off = SiblingStatus("/run/kvferry/GPU-2", "no daemon runs there")
+    assert [line.plain for line in sibling_lines((on, off), 80)] == [
+        "sibling  /run/kvferry/GPU-1, on",
+        "         1,200 keys, copied 1 GiB in 300 blocks (2 GiB/s), 2 gone",
+        "sibling  /run/kvferry/GPU-2, no daemon runs there",
+        "         0 keys, copied 0 B in 0 blocks",
+    ]

@@ -9,8 +9,8 @@ import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.client.doctor import CheckContext, Verdict, run_checks
-from kvferry.client.doctor.tiers import tiers
-from kvferry.proto.status import DaemonStatus, TierStatus
+from kvferry.client.doctor.tiers import siblings, tiers
+from kvferry.proto.status import DaemonStatus, SiblingStatus, TierStatus
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 
@@ -55,3 +55,23 @@ def test_a_directory_that_cannot_be_used(start_kvferryd: StartKvferryd) -> None:
     (finding,) = [each for each in run_checks(daemon.directory) if each.check == "tier disk"]
     assert finding.verdict is Verdict.WARN
     assert "/proc/none" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("state", "found", "change"),
+    [
+        ("on", "on, 7 keys", ""),
+        ("[forbidden] lends no blocks; set siblings.enabled", "lends no blocks", "set siblings"),
+        ("connecting", "its blocks are not copied: connecting", "see Siblings"),
+    ],
+)
+def test_a_sibling_that_is_not_used(
+    status: DaemonStatus, state: str, found: str, change: str
+) -> None:
+    given = (SiblingStatus("/run/kvferry/GPU-1", state, 7),)
+    context = CheckContext(None, 1.0, status=msgspec.structs.replace(status, siblings=given))
+    (finding,) = siblings(context)
+    assert finding.check == "sibling /run/kvferry/GPU-1"
+    assert finding.verdict is (Verdict.WARN if change else Verdict.OK)
+    assert found in finding.found
+    assert change in finding.change

@@ -20,6 +20,7 @@ from support.core_fixture import DEVICE, LIMITS, POOL, CoreFixture, store
 
 IDENTITY = DaemonIdentity("0.1", "boot", 4711, DEVICE, LIMITS, 100.0)
 HEALTH = proto_status.HealthStatus(True)
+SIBLINGS = (proto_status.SiblingStatus("/run/kvferry/cpu", "on"),)
 TIERS = (proto_status.TierStatus("disk", "on"),)
 
 
@@ -33,6 +34,9 @@ class OtherParts:
 
     def status(self, *counted: object) -> object:
         return TIERS if counted else HEALTH
+
+    def siblings(self) -> object:
+        return SIBLINGS
 
     def pool_grew(self) -> None:
         self.noted.append("pool grew")
@@ -74,6 +78,7 @@ def test_status_has_the_numbers_of_all_parts() -> None:
         health=HEALTH,
         verification=OtherParts.verification,
         tiers=TIERS,
+        siblings=SIBLINGS,
     )
 
 

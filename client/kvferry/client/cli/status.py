@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvferry.client import DaemonStatus, OffloadClient, find_daemon
-from kvferry.client.cli.tier_rows import tier_lines
+from kvferry.client.cli.tier_rows import sibling_lines, tier_lines
 from kvferry.client.cli.units import duration, numbers, printable, rows, short_duration, size
 from kvferry.client.endpoint import find_daemon_in
 from kvferry.proto.errors import Code, Gone
@@ -127,6 +127,9 @@ def _status_lines(status: DaemonStatus, namespaces: Namespaces, width: int) -> I
     yield from _health_lines(status.health, width)
     yield from _pool_lines(status.pool, width)
     yield from tier_lines(status.tiers, width)
+    yield from sibling_lines(status.siblings, width)
+    if status.located:
+        yield from rows("lent", [f"{status.located:,} blocks to siblings"], width)
     if status.verification is not None:
         yield from rows("verified", [format_verified(status.verification)], width)
     yield from _total_lines(status.totals, width)

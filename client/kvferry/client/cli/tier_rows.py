@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from kvferry.client.cli.units import numbers, printable, rows, short_duration, size
-from kvferry.proto.status import TierStatus
+from kvferry.proto.status import SiblingStatus, TierStatus
 
 # How each state is shown, and its style.
 STATES = {
@@ -50,6 +50,20 @@ def tier_row(tier: TierStatus) -> Text:
     for number in numbers(tier, top=True):
         text.append(" · ").append(number)
     return text
+
+
+def sibling_lines(siblings: Sequence[SiblingStatus], width: int) -> Iterator[Text]:
+    """Rows of `kvferry status`: each sibling, and why its blocks are not copied."""
+    for sibling in siblings:
+        state = Text(printable(sibling.state), "green" if sibling.is_on else "yellow")
+        yield from rows("sibling", [printable(sibling.directory), state], width)
+        copied = f"copied {size(sibling.copied_bytes)} in {sibling.copied:,} blocks"
+        if sibling.copy_seconds:
+            copied += f" ({size(sibling.copied_bytes / sibling.copy_seconds)}/s)"
+        parts = [f"{sibling.keys:,} keys", copied]
+        if sibling.missed:
+            parts.append(f"{sibling.missed:,} gone")
+        yield from rows("", parts, width, "dim")
 
 
 def _is_counted(tier: TierStatus) -> bool:

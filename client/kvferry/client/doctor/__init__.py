@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvferry.client.doctor import daemon, environment
 from kvferry.client.doctor.check import Check, CheckContext, Finding, Verdict
-from kvferry.client.doctor.tiers import tiers
+from kvferry.client.doctor.tiers import siblings, tiers
 from kvferry.client.session import MAX_TIMEOUT
 from kvferry.proto.errors import KVFerryError
 
@@ -31,6 +31,7 @@ CHECKS: tuple[Check, ...] = (
     daemon.device,
     daemon.pool,
     tiers,
+    siblings,
     environment.shared_memory,
     environment.allocator,
     environment.vllm,

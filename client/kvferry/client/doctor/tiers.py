@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from kvferry.client.doctor.check import CheckContext, Finding, ok, warn
 from kvferry.proto.status import TierStatus
 
+_SEE_SIBLINGS = "see Siblings in deploy/README.md"
 _SEE_LOG = "see the messages of this tier in the daemon's log"
 
 
@@ -14,6 +15,17 @@ def tiers(context: CheckContext) -> Iterator[Finding]:
     """Yields nothing if the daemon has no tier."""
     for tier in context.status.tiers if context.status is not None else ():
         yield from _check_tier(f"tier {tier.name}", tier)
+
+
+def siblings(context: CheckContext) -> Iterator[Finding]:
+    """Yields nothing if the daemon has found no sibling."""
+    for sibling in context.status.siblings if context.status is not None else ():
+        check = f"sibling {sibling.directory}"
+        if sibling.is_on:
+            yield ok(check, f"on, {sibling.keys:,} keys")
+        else:
+            reason, _, change = sibling.state.partition("; ")
+            yield warn(check, f"its blocks are not copied: {reason}", change or _SEE_SIBLINGS)
 
 
 def _check_tier(check: str, tier: TierStatus) -> Iterator[Finding]:

@@ -26,6 +26,7 @@ from kvferry.daemon.core.tier_actions import (
     FetchReleased,
     FindKeys,
     KeysFound,
+    LendPool,
     StoreDropped,
     StoreDroppedElsewhere,
 )
@@ -246,7 +247,9 @@ OwnersAction: TypeAlias = (
     | FetchBlocks
     | DropStore
 )
-Action: TypeAlias = SendStatus | SendStream | Broadcast | CloseSession | MapTensors | OwnersAction
+Action: TypeAlias = (
+    SendStatus | SendStream | Broadcast | CloseSession | MapTensors | LendPool | OwnersAction
+)
 RegionChange: TypeAlias = RegionCreated | RegionUpdated | RegionFreed
 
 

@@ -30,6 +30,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.engine_owners import EngineOwners
 from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.layout import split_spec
+from kvferry.daemon.core.lending import LENDING, Lending
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.promotions import Promotions
 from kvferry.daemon.core.records import KeptTensorsRecord, RecoveredRegion
@@ -89,6 +90,7 @@ class Core:
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
         self._namespaces = Namespaces(self._regions, tiers)
         self._promotions = Promotions(self._namespaces, tiers)
+        self.lending = Lending(self._namespaces, self._promotions)
         self.writes = Writes(self._namespaces, tiers)
         self._registrations = Registrations(self._regions, self._namespaces, self._owners)
         self._transfers = Transfers(self._registrations, identity.limits, observe_job)
@@ -199,6 +201,7 @@ class Core:
         self._waiting_requests.pop(session, None)
         self._namespaces.region_wanted = bool(self._waiting_requests)
         self._promotions.close_session(session)
+        self.lending.close_session(session)
         deferred = self._namespaces.close_session(session)
         moved = self._transfers.moved_bytes.pop(session, 0)
         cancels, unfinished = self._transfers.close_session(session)
@@ -282,6 +285,8 @@ class Core:
             case wire.Reset(request_id):
                 reset = self._namespaces.handle_message(session, message)
                 return [*reset, *self._promotions.drop_store(session, request_id)]
+            case message if isinstance(message, LENDING):
+                return self.lending.handle(session, message)
             case wire.Subscribe() | wire.Pin() | wire.Unpin() | wire.Touch():
                 return self._namespaces.handle_message(session, message)
             case wire.StatusRequest(request_id):

@@ -8,8 +8,9 @@ The transfer holds a Lease on them until it ends. Called by the core, on the eve
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -29,6 +30,8 @@ from kvferry.proto.messages import KeyEvent, KeyEvents, Snapshot
 from kvferry.proto.specs import MAX_KEYS, Direction, GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.proto.status import NamespaceStatus
 
+# Called with the name of a store, and keys of it.
+FindHeld: TypeAlias = Callable[[str, Sequence[OffloadKey]], Set[OffloadKey]]
 # Host blocks whose keys are in one part of a snapshot, which is encoded between other messages.
 SNAPSHOT_BLOCKS = MAX_KEYS
 
@@ -70,6 +73,10 @@ class Namespace:
         # Numbers of the registrations that use it.
         self.registrations: set[int] = set()
         self.subscribers: set[str] = set()
+        # Sessions of siblings that copy its blocks. They do not keep its region.
+        self.borrowers: set[str] = set()
+        # See Namespaces.
+        self.find_held_elsewhere: FindHeld | None = None
         # Blocks that tiers may write into.
         self.promoting = 0
         self.sequence = 0
@@ -204,10 +211,10 @@ class Namespace:
             blocks, lease = self._pin_keys(keys, parts, (0, layout.factor))
         return layout.resolve_extents(group_extents, blocks), lease
 
-    def reset(self) -> DeferredFree:
+    def reset(self, generation: int = 0) -> DeferredFree:
         """Make every key absent, and refuse stores of the generation before. Returns the tables to
-        be freed."""
-        self.generation += 1
+        be freed. generation: the new one, if it is larger than the next."""
+        self.generation = max(self.generation + 1, generation)
         return self.cache.reset()
 
     def count_prefix(self, keys: Sequence[OffloadKey]) -> int:
@@ -282,7 +289,12 @@ class Namespace:
         # Of a key that occurs twice, the first place counts. One pass: each group has two parts.
         first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True)) if parts else {}
         named = {keys[at]: part for at, part in parts.items() if first[keys[at]] == at}
-        reservation = self.cache.prepare_store(keys, named, keep)
+        held: Set[OffloadKey] = frozenset()
+        find_held = self.find_held_elsewhere
+        if find_held is not None and self.store_name is not None:
+            held = find_held(self.store_name, keys)
+        offered = [key for key in keys if key not in held] if held else keys
+        reservation = self.cache.prepare_store(offered, named, keep)
         if reservation is None:
             raise Refused(
                 Code.CACHE_FULL,

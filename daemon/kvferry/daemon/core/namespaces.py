@@ -23,7 +23,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.cache.policies import POLICIES
-from kvferry.daemon.core.namespace import Namespace
+from kvferry.daemon.core.namespace import FindHeld, Namespace
 from kvferry.daemon.core.records import RecoveredRegion, namespace_owner
 from kvferry.daemon.core.region import Region
 from kvferry.daemon.core.regions import Regions
@@ -70,6 +70,8 @@ class Namespaces:
         # Whether a request waits for a region: tiers then take no blocks of a namespace without
         # users, so that its region can be freed.
         self.region_wanted = False
+        # Returns those of some keys of a store that need not be stored here; None: all are.
+        self.find_held_elsewhere: FindHeld | None = None
         # Pinned keys of each session.
         self._session_pins: dict[str, SessionPins] = {}
 
@@ -191,9 +193,9 @@ class Namespaces:
                 return self.reset_namespace(namespace)
         return []
 
-    def reset_namespace(self, namespace: Namespace) -> list[Action]:
-        """Make every key of a namespace absent."""
-        deferred = namespace.reset()
+    def reset_namespace(self, namespace: Namespace, generation: int = 0) -> list[Action]:
+        """Make every key of a namespace absent. generation: see Namespace.reset."""
+        deferred = namespace.reset(generation)
         self._regions.record_updated(namespace.record)
         return [*self.take_key_events(), *_free_later(deferred)]
 
@@ -230,7 +232,11 @@ class Namespaces:
     def _make_namespace(
         self, region: Region, fingerprint: Fingerprint, policy: str, threshold: int
     ) -> Namespace:
-        return Namespace(region, fingerprint, policy, threshold, self._note_changed, self._min_uses)
+        namespace = Namespace(
+            region, fingerprint, policy, threshold, self._note_changed, self._min_uses
+        )
+        namespace.find_held_elsewhere = self.find_held_elsewhere
+        return namespace
 
     def _note_changed(self, namespace: Namespace) -> None:
         self._changed[namespace] = None

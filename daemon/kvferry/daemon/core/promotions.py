@@ -149,9 +149,13 @@ class Promotions:
         match report:
             case StoreDropped(number):
                 drop = self._drops.pop(number, None)
-                if drop is None or self._namespaces.namespace_of(drop[0]) is not drop[2]:
+                if drop is None:
                     return []
-                return [SendMessage(drop[0], Done(drop[1]))]
+                session, request_id, dropped = drop
+                inside = self._namespaces.namespace_of(session) is dropped
+                if not inside and session not in dropped.borrowers:
+                    return []
+                return [SendMessage(session, Done(request_id))]
             case StoreDroppedElsewhere(tier, name):
                 number, namespace = next(self._numbers), self._namespaces.find_namespace(name)
                 others = DropStore(number, name, tier)
@@ -159,6 +163,21 @@ class Promotions:
                     return [others]
                 self._drops[number] = "", 0, namespace
                 return [*self._namespaces.reset_namespace(namespace), others]
+
+    def reset_for_sibling(
+        self, namespace: Namespace, generation: int = 0, session: str = "", request_id: int = 0
+    ) -> list[Action]:
+        """Reset a namespace that a sibling has reset, and drop it in all other tiers.
+
+        generation: see Namespace.reset. session, request_id: of the sibling, for a Done.
+        """
+        number, siblings = (
+            next(self._numbers),
+            [tier.is_siblings for tier in self.tiers].index(True),
+        )
+        self._drops[number] = session, request_id, namespace
+        reset = self._namespaces.reset_namespace(namespace, generation)
+        return [*reset, DropStore(number, namespace.name, siblings)]
 
     def _promote_found(self, search: KeySearch, report: KeysFound) -> list[Action]:
         """Promote the prefix that was found, if that is worth it, and reply to the search.

@@ -23,13 +23,15 @@ class TierDescription:
     writes_promoted: whether blocks that were promoted from a slower tier are written into it.
     min_uses: the use from which on a block is written into it; the store of a key is a use, and
         each load and touch. 0: nothing is written.
-    locality: for KV events, see Place.
+    locality: for KV events, see Place. is_siblings: whether it consists of the pools of siblings,
+        to which this daemon lends its own.
     """
 
     name: str
     writes_promoted: bool = False
     min_uses: int = 1
     locality: str | None = None
+    is_siblings: bool = False
 
 
 # Actions
@@ -79,6 +81,18 @@ class DropStore:
     drop: int
     namespace: str
     dropped_by: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class LendPool:
+    """Reply PoolLent to a sibling. start, end: of the namespace's region, in bytes in the pool.
+    first: number of the first chunk that it wants."""
+
+    session: str
+    request_id: int
+    start: int
+    end: int
+    first: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from kvferry.daemon.tiers.base import TierUsage
+from kvferry.proto.status import SiblingStatus
 
 # In the answer to a lookup that failed.
 FAILED = 2
@@ -78,11 +79,13 @@ class DropRequest(_Tagged, frozen=True):
 
 class UsageRequest(_Tagged, frozen=True):
     """namespaces: those in the pool; of one in use the name of its store, else an empty one.
+    generations: of each of these stores, how often its namespace in the pool was reset.
 
     The reply is a UsageAnswer; those to other requests are an Answer.
     """
 
     namespaces: dict[str, str]
+    generations: dict[str, int] = {}
 
 
 # Replies
@@ -97,10 +100,12 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UsageAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """generations: as in Answer, of the namespaces in the request."""
+    """generations: as in Answer, of the namespaces in the request. siblings: if the tier is made of
+    the pools of siblings."""
 
     usage: TierUsage
     generations: dict[str, int] = {}
+    siblings: tuple[SiblingStatus, ...] = ()
 
 
 # Notices

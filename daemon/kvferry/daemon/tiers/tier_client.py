@@ -41,6 +41,7 @@ from kvferry.daemon.tiers.messages import (
     encode,
 )
 from kvferry.daemon.tiers.tier_process import DEFAULT_TIMES, PoolFiles, TierTimes, tier_program
+from kvferry.proto.status import SiblingStatus
 
 # Seconds for a put and a drop: nobody waits for them, but one that takes longer shows a dead tier.
 # Those of a put count from the last fetch or put that was answered: fetches overtake it.
@@ -68,6 +69,7 @@ class TierClient:
 
     config: its section of the configuration. namespaces: returns the namespaces in the pool, see
     UsageRequest. dropped_elsewhere: called with a namespace that another daemon has dropped.
+    generations: returns the generation of each store in use.
 
     counts: counters of TierStatus by field, since the start of the daemon.
     """
@@ -79,10 +81,13 @@ class TierClient:
         times: TierTimes = DEFAULT_TIMES,
         namespaces: Callable[[], dict[str, str]] = dict,
         dropped_elsewhere: Callable[[str], None] = lambda _: None,
+        generations: Callable[[], dict[str, int]] = dict,
     ) -> None:
         self.config, self._times = config, times
         self.namespaces, self.dropped_elsewhere = namespaces, dropped_elsewhere
+        self.generations = generations
         self.usage = TierUsage()
+        self.siblings: tuple[SiblingStatus, ...] = ()
         self.counts = Counter[str]()
         # Why the process has ended; empty once it has started again.
         self.failure = ""
@@ -204,7 +209,7 @@ class TierClient:
 
     async def refresh_usage(self) -> None:
         """Ask for the usage, and replace `usage` by the answer."""
-        request = encode(UsageRequest(self.namespaces()))
+        request = encode(UsageRequest(self.namespaces(), self.generations()))
         await self._wait(self._process.send(request, self._receive_usage), DROP_SECONDS)
 
     def _refuse(self, blocks: TierBlocks, result: Result) -> tuple[Results, Released]:
@@ -281,7 +286,7 @@ class TierClient:
 
     def _receive_usage(self, payload: bytes) -> Results:
         answer = decode_usage(payload)
-        self.usage = answer.usage
+        self.usage, self.siblings = answer.usage, answer.siblings
         for name, generation in answer.generations.items():
             self._note_generation(name, generation)
         return ()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvferry.daemon.config import TierConfig
+from kvferry.daemon.config import SiblingsTierConfig, TierConfig
 from kvferry.daemon.processes import ProcessTimes, Program
 from kvferry.daemon.tiers.messages import TierArguments
 
@@ -46,4 +46,6 @@ class PoolFiles:
 def tier_program(tier: TierConfig, pool: PoolFiles) -> Program:
     chunks = tuple(pool.descriptors)
     arguments = TierArguments(chunks, pool.chunk_bytes, pool.nbytes, tier.module, tier.options)
-    return Program(f"tier {tier.name}", WORKER, [msgspec.json.encode(arguments).decode()], chunks)
+    inherited = (*chunks, tier.keys) if isinstance(tier, SiblingsTierConfig) else chunks
+    given = [msgspec.json.encode(arguments).decode()]
+    return Program(f"tier {tier.name}", WORKER, given, inherited)

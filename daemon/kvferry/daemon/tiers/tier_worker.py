@@ -56,6 +56,7 @@ from kvferry.daemon.tiers.messages import (
 )
 from kvferry.daemon.tiers.pool_lock import lock_pool
 from kvferry.proto.errors import KVFerryError
+from kvferry.proto.status import SiblingStatus
 
 # Added to the daemon's nice value: transfers of the GPU are more urgent.
 NICER = 5
@@ -145,6 +146,7 @@ class TierWorker:
         self._ending = threading.Event()
         self._usage = TierUsage()
         self._call_bytes = getattr(tier, "call_bytes", CALL_BYTES)
+        self._unequal = getattr(tier, "unequal", Result.CORRUPT)
         count = getattr(tier, "io_threads", IO_THREADS)
         self._threads = [threading.Thread(target=self._move, daemon=True) for _ in range(count)]
         self._maintainer = threading.Thread(target=self._maintain, daemon=True)
@@ -166,11 +168,14 @@ class TierWorker:
         match request:
             case FetchRequest() | PutRequest():
                 self._start(number, request)
-            case UsageRequest(namespaces):
+            case UsageRequest(namespaces, pool_generations):
+                if note_generations := getattr(self._tier, "note_generations", None):
+                    note_generations(pool_generations)
                 generations = {name: self._generation_of(name) for name in namespaces}
                 if note_used := getattr(self._tier, "note_used", None):
                     note_used(frozenset(filter(None, namespaces.values())))
-                answer = UsageAnswer(self._refresh_usage(), generations)
+                siblings: tuple[SiblingStatus, ...] = getattr(self._tier, "siblings", tuple)()
+                answer = UsageAnswer(self._refresh_usage(), generations, siblings)
                 self._daemon.send(number, encode(answer))
             case ContainsRequest(namespace, keys):
                 try:
@@ -260,7 +265,7 @@ class TierWorker:
             if result is Result.OK and found.checksum != block_checksum(
                 key, view_memory(address, blocks.nbytes)
             ):
-                result = Result.CORRUPT
+                result = self._unequal
                 self._tier.drop(blocks.namespace, [key])
             results.append(result)
         return results

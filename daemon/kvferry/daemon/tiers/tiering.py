@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import msgspec
 import structlog
 
-from kvferry.daemon.config import TierConfig
+from kvferry.daemon.config import SiblingsTierConfig, TierConfig
 from kvferry.daemon.core.actions import Report
 from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
@@ -43,7 +43,7 @@ from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.tiers.write_check import WriteCheck
 from kvferry.daemon.tiers.write_out import COLDEST, WRITE_THROUGH, WriteOut
-from kvferry.proto.status import TierStatus
+from kvferry.proto.status import SiblingStatus, TierStatus
 
 # Seconds for a lookup. It takes milliseconds; this is what a request loses if a tier stops
 # answering, and a pause of a busy machine that is mostly shorter.
@@ -57,7 +57,8 @@ log = structlog.get_logger()
 def description_of(tier: TierConfig) -> TierDescription:
     """The description of a tier for the core."""
     min_uses = tier.admit_after if tier.write in COLDEST else 0
-    return TierDescription(tier.name, tier.write == WRITE_THROUGH, min_uses, tier.locality)
+    is_siblings, through = isinstance(tier, SiblingsTierConfig), tier.write == WRITE_THROUGH
+    return TierDescription(tier.name, through, min_uses, tier.locality, is_siblings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ def start_tiers(
                 pool,
                 namespaces=writes.namespaces,
                 dropped_elsewhere=partial(report_drop, place),
+                generations=writes.generations,
             ),
             marker_directory(tier, runtime_directory),
         )
@@ -187,6 +189,10 @@ class Tiering:
             self._status_of(place, tier, counted) for place, tier in enumerate(self._tiers)
         )
 
+    def siblings(self) -> tuple[SiblingStatus, ...]:
+        """The daemons whose blocks this one copies."""
+        return tuple(each for tier in self._tiers for each in tier.client.siblings)
+
     def stop(self) -> None:
         """Stop writing and reporting. The server closes the core's sessions next."""
         self._is_stopped = True
@@ -262,6 +268,10 @@ class Tiering:
         after `DropTimes.report`. Meanwhile nothing of it is written."""
         for write_out in self._write_outs.values():
             write_out.hold_store(action.namespace)
+        for tier in self._tiers:
+            if isinstance(tier.client.config, SiblingsTierConfig):
+                # It must know the new generation before it gets a search, or this drop.
+                self._start(tier.client.refresh_usage())
         others = [drops for place, drops in enumerate(self._drops) if place != action.dropped_by]
         if others:
             confirmed = [drops.drop(action.namespace) for drops in others]

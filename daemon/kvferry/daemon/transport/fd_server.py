@@ -78,6 +78,10 @@ class FdServer:
         self._held[session][handle] = descriptor
         return handle
 
+    def holds_any(self, session: str) -> bool:
+        """Whether a session has descriptors that it has not used."""
+        return bool(self._held.get(session))
+
     def take_fds(self, session: str, handles: tuple[int, ...]) -> tuple[int, ...]:
         """Pass held descriptors to the caller, which then owns them.
 

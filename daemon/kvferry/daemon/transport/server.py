@@ -32,11 +32,13 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.registration import OWN_SESSION
+from kvferry.daemon.core.tier_actions import LendPool
 from kvferry.daemon.device.report_queue import ReportQueue
 from kvferry.daemon.observability.event_log import EventLog
 from kvferry.daemon.transport.accept_gate import AcceptGate
 from kvferry.daemon.transport.action_owners import ActionOwners
 from kvferry.daemon.transport.fd_server import FdServer
+from kvferry.daemon.transport.lender import Lender, LentPool
 from kvferry.daemon.transport.outbox import merge_results
 from kvferry.daemon.transport.sessions import Sessions
 from kvferry.daemon.transport.status import StatusAssembler
@@ -70,6 +72,8 @@ class Server:
     ) -> None:
         self._core, self._client_log = core, client_log
         self._reports, self._owners, self._status = reports, owners, status
+        # None: this daemon lends nothing.
+        self._lender: Lender | None = None
         self._fd_server = FdServer(endpoint, lambda: core.sessions, core.error_reply)
         self._context = zmq.Context(io_threads=1)
         self._socket = _router(self._context)
@@ -84,6 +88,10 @@ class Server:
         self._accept_gate.bind_socket(self._socket)
         endpoint.apply_access()
         self._accept_gate.open_gate()
+
+    def lend(self, pool: LentPool) -> None:
+        """Lend blocks of the pool to siblings."""
+        self._lender = Lender(pool, self._fd_server)
 
     def start(self) -> None:
         """Serve clients from now on."""
@@ -179,8 +187,20 @@ class Server:
                 case CloseSession(session):
                     self._fd_server.close_session(session)
                     self._sessions.remove_session(action)
+                case LendPool():
+                    self._lend_pool(action)
                 case _:
                     self._owners.perform(action)
+
+    def _lend_pool(self, action: LendPool) -> None:
+        lender, peer = self._lender, self._sessions.peer_of(action.session)
+        if lender is None or peer is None:
+            return
+        try:
+            reply: DaemonMessage = lender.lend_pool(action, peer.uid)
+        except KVFerryError as error:
+            reply = self._core.error_reply(error, action.request_id, action.session)
+        self._sessions.send_message(action.session, reply)
 
     def _map_tensors(self, action: MapTensors) -> None:
         """Pass the descriptors that the client has sent to the device worker."""

@@ -70,6 +70,8 @@ class StatusAssembler:
             health=self._health.status(),
             verification=self._region_store.verification,
             tiers=self._tiering.status(core.tier_counters()),
+            siblings=self._tiering.siblings(),
+            located=core.lending.located,
         )
 
     # As StatusSource of observability/http.py

@@ -1,0 +1,302 @@
+"""The session of this daemon at one sibling, for one namespace.
+
+    connecting --NamespaceLent, pool mapped--> on <--> "its namespace was reset"
+        ^___________ lost, or no answer ________|
+
+Once per second the link borrows the namespace again: that shows whether the sibling answers, and
+compares the generations. A sibling whose namespace is behind has missed a reset, and resets it.
+What a sibling sends is checked like what a client sends. Called on the thread of the links' event
+loop, except where a method says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+import zmq
+
+from kvferry.client.transport.connection import Connection
+from kvferry.client.transport.fd_client import FdExchange
+from kvferry.daemon.tiers.siblings.key_feed import KeyFeed
+from kvferry.daemon.tiers.siblings.key_table import KeyTable
+from kvferry.daemon.tiers.siblings.mapped_pool import MappedPool
+from kvferry.proto import messages as wire
+from kvferry.proto.codec import decode_daemon_message, encode
+from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
+from kvferry.proto.fd_passing import FetchFd
+
+# Seconds between two questions to a sibling, and between two attempts to connect.
+ASK_EVERY = 1.0
+# Seconds until a sibling that does not answer is disconnected, so that its memory is unmapped. It
+# may have been stopped, or its machine is busy.
+ANSWER_SECONDS = 5.0
+# Seconds after which a sibling with an unanswered request gets no others: what a request of an
+# engine loses if a sibling stops, once.
+PROMPT_SECONDS = 0.2
+# Seconds for a sibling to confirm a reset. If it does not, it is disconnected, and must reset its
+# namespace before anything is copied from it.
+RESET_SECONDS = 4.0
+ON = "on"
+# The request id of the Hello, which has none.
+_HELLO = 0
+log = structlog.get_logger()
+Reply = TypeVar("Reply", bound=wire.Message)
+
+
+class SiblingLink:
+    """directory: of the sibling. store: see Namespace.store_name. keys: an empty table.
+
+    state: ON, or why nothing is copied. keys: those of the sibling. pool: None if it is not mapped.
+    """
+
+    def __init__(self, directory: Path, store: str, keys: KeyTable) -> None:
+        self.directory, self.store, self.keys = directory, store, keys
+        self.state = "connecting"
+        # Of this daemon's namespace; None: not known since its last reset.
+        self._own_generation: int | None = None
+        self.pool: MappedPool | None = None
+        self._feed = KeyFeed(store, keys)
+        self._connection: Connection | None = None
+        self._pending: dict[int, tuple[asyncio.Future[wire.Message], float]] = {}
+        self._numbers = count(_HELLO + 1)
+        # Whether the sibling has not confirmed a reset; set when it has, or has nothing to reset.
+        self._owes_reset = False
+        self._reset_done = asyncio.Event()
+        # Whether a process listens in the directory.
+        self._is_alive = True
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether blocks can be copied now. Any thread."""
+        now = time.monotonic()
+        return self.keys.is_active and all(
+            now - begun < PROMPT_SECONDS for _, begun in tuple(self._pending.values())
+        )
+
+    def note_generation(self, generation: int | None) -> None:
+        """The generation of this daemon's namespace. Any thread."""
+        self._own_generation = generation
+        self._update()
+
+    async def run(self) -> None:
+        """Keep the session, until cancelled."""
+        while True:
+            try:
+                await self._keep_session()
+            except (KVFerryError, OSError, zmq.ZMQError) as error:
+                self.state = str(error)
+                if isinstance(error, Refused) or not self._is_alive:
+                    self._reset_done.set()  # there is nothing to wait for
+            finally:
+                self._disconnect()
+            await asyncio.sleep(ASK_EVERY)
+
+    async def locate(self, keys: Sequence[bytes]) -> wire.BlocksLocated:
+        """Where the blocks of keys are. Raises KVFerryError if the sibling does not answer."""
+        message = wire.LocateBlocks(next(self._numbers), tuple(keys))
+        located = await self._request(message, wire.BlocksLocated, PROMPT_SECONDS)
+        if not len(located.offsets) == len(located.checksums) == len(keys):
+            self._lose(_wrong_reply(located))
+            raise _wrong_reply(located)
+        return located
+
+    async def reset(self) -> None:
+        """Reset the sibling's namespace. Without an answer, nothing is copied until it has."""
+        self._owes_reset = True
+        self._reset_done.clear()
+        self.note_generation(None)
+        try:
+            async with asyncio.timeout(RESET_SECONDS):
+                if self._feed.generation:
+                    await self._send_reset()
+                elif self._is_alive:
+                    await self._reset_done.wait()
+        except (KVFerryError, TimeoutError):
+            self._lose(self._silent(RESET_SECONDS))
+
+    # The session
+
+    async def _keep_session(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._check_alive()
+        self._connection = Connection(self.directory)
+        for descriptor in self._connection.filenos():
+            loop.add_reader(descriptor, self._receive)
+        name = f"sibling-{os.getppid()}"
+        hello = wire.Hello(wire.PROTOCOL, wire.PROTOCOL, name, name)
+        welcome = await self._request(hello, wire.Welcome, ANSWER_SECONDS)
+        while True:
+            await self._borrow(welcome.session_id)
+            self._update()
+            await asyncio.sleep(ASK_EVERY)
+            if self._connection is None:
+                raise Gone(Code.DAEMON_GONE, self.state)
+
+    def _check_alive(self) -> None:
+        """Raise Gone if no process listens: ZeroMQ would wait for one."""
+        self._is_alive = False
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as probe:
+            try:
+                probe.connect(str(self.directory / "fds.sock"))
+            except BlockingIOError:  # many others connect
+                pass
+            except OSError as error:
+                raise Gone(Code.DAEMON_GONE, f"no daemon runs there ({error.strerror})") from error
+        self._is_alive = True
+
+    async def _borrow(self, session: str) -> None:
+        snapshot, self._feed.is_incomplete = self._feed.is_incomplete, False
+        generation = self._own_generation or 0
+        message = wire.BorrowNamespace(next(self._numbers), self.store, generation, snapshot)
+        lent = await self._request(message, wire.NamespaceLent, ANSWER_SECONDS)
+        self._feed.generation = lent.generation
+        if not lent.generation:
+            self.pool, self.state = None, "it has no namespace with these blocks"
+            self._reset_done.set()
+            return
+        if self._owes_reset:
+            await self._send_reset()
+        if self.pool is None:
+            self.pool = await self._map_pool(session)
+        same = self._feed.generation == self._own_generation
+        self.state = ON if same else "its namespace was reset, and this one was not yet"
+
+    def _update(self) -> None:
+        """Show whether blocks can be copied."""
+        same = self._feed.generation == self._own_generation
+        self.keys.is_active = self.state == ON and same
+
+    async def _send_reset(self) -> None:
+        await self._request(wire.ResetLent(next(self._numbers)), wire.Done, RESET_SECONDS)
+        self._owes_reset = False
+        self._reset_done.set()
+
+    async def _map_pool(self, session: str) -> MappedPool:
+        pool, first = None, 0
+        while True:
+            message = wire.BorrowPool(next(self._numbers), first)
+            lent = await self._request(message, wire.PoolLent, ANSWER_SECONDS)
+            if pool is None:
+                pool = MappedPool(lent.chunk_bytes, lent.first)
+            elif lent.first != first:
+                raise _wrong_reply(lent)
+            for handle in lent.handles:
+                descriptor = await self._fetch_fd(session, handle)
+                try:
+                    pool.map_chunk(descriptor)
+                finally:
+                    os.close(descriptor)
+            first = lent.first + len(lent.handles)
+            if first >= lent.end or not lent.handles:
+                return pool
+
+    async def _fetch_fd(self, session: str, handle: int) -> int:
+        deadline = time.monotonic() + ANSWER_SECONDS
+        with FdExchange(self.directory, FetchFd(session, handle)) as exchange:
+            while (reply := exchange.read_reply()) is None:
+                if time.monotonic() > deadline:
+                    raise self._silent(ANSWER_SECONDS)
+                await asyncio.sleep(0.001)
+        if len(reply[1]) != 1:
+            text = f"the sibling passed {len(reply[1])} descriptors, not one"
+            raise Refused(Code.BAD_MESSAGE, text, len(reply[1]))
+        return reply[1][0]
+
+    # Messages
+
+    async def _request(
+        self, message: wire.ClientMessage, kind: type[Reply], seconds: float
+    ) -> Reply:
+        """The reply to a message. Raises KVFerryError."""
+        if self._connection is None:
+            raise Gone(Code.DAEMON_GONE, "the sibling is not connected", str(self.directory))
+        number: int = getattr(message, "request_id", _HELLO)
+        future = asyncio.get_running_loop().create_future()
+        self._pending[number] = future, time.monotonic()
+        self._connection.send(encode(message))
+        asyncio.get_running_loop().call_soon(self._receive)  # sending consumes the socket's edge
+        try:
+            async with asyncio.timeout(seconds):  # wait_for may lose a cancellation
+                reply = await future
+        except TimeoutError:
+            raise self._silent(seconds) from None
+        if not isinstance(reply, kind):
+            raise _wrong_reply(reply)
+        return reply
+
+    def _receive(self) -> None:
+        if self._connection is None:
+            return
+        try:
+            self._connection.receive_messages(self._handle)
+            self._connection.check_alive()
+        except KVFerryError as error:
+            self._lose(error)
+        except Exception as error:
+            log.exception("sibling disconnected after an error", sibling=str(self.directory))
+            self._lose(Refused(Code.BAD_MESSAGE, f"a message of the sibling failed: {error!r}"))
+
+    def _handle(self, data: bytes) -> None:
+        match decode_daemon_message(data):
+            case wire.Snapshot() | wire.KeyEvents() as message:
+                self._feed.apply(message)
+                self._update()
+            case wire.Error(request_id, info, _):
+                number = _HELLO if request_id is None else request_id
+                self._resolve(number, error_of(info))
+            case wire.Goodbye(reason):
+                raise Gone(Code.DAEMON_GONE, f"the sibling closed the session: {reason}")
+            case reply:
+                self._resolve(getattr(reply, "request_id", _HELLO), reply)
+
+    def _resolve(self, number: int, reply: wire.Message | KVFerryError) -> None:
+        future, _ = self._pending.pop(number, (None, 0.0))
+        if future is None or future.done():
+            return
+        if isinstance(reply, KVFerryError):
+            future.set_exception(reply)
+            future.exception()  # its request may have ended
+        else:
+            future.set_result(reply)
+
+    # The end
+
+    def _lose(self, error: KVFerryError) -> None:
+        """The session has ended, or the sibling cannot be trusted. `run` connects again."""
+        self._disconnect()
+        self.state = str(error)
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        self.pool = None
+        if self.state == ON:
+            self.state = "connecting"
+        self._update()
+        self._feed.end()
+        for future, _ in tuple(self._pending.values()):
+            if not future.done():
+                future.set_exception(Gone(Code.DAEMON_GONE, "the sibling has disconnected"))
+                future.exception()
+        self._pending.clear()
+        if connection is not None:
+            for descriptor in connection.filenos():
+                asyncio.get_running_loop().remove_reader(descriptor)
+            connection.close(linger=False)
+
+    def _silent(self, seconds: float) -> Gone:
+        text = f"the sibling does not answer within {seconds:g} s; it may be stopped"
+        return Gone(Code.TIMEOUT, text, str(self.directory))
+
+
+def _wrong_reply(reply: wire.Message) -> Refused:
+    kind = type(reply).__name__
+    text = f"the sibling sent a wrong {kind}; install the same kvferry on both sides"
+    return Refused(Code.BAD_MESSAGE, text, kind)

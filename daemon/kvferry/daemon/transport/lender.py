@@ -1,0 +1,59 @@
+"""Lends the memory of the pool to siblings, which copy blocks from it.
+
+Called by the server, on the event loop.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.daemon.core.tier_actions import LendPool
+from kvferry.daemon.transport.accept_gate import NONE_LEFT, fds_exhausted
+from kvferry.daemon.transport.fd_server import FdServer
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.messages import MAX_LENT_CHUNKS, PoolLent
+
+
+@dataclass(frozen=True, slots=True)
+class LentPool:
+    """The host pool: descriptors of its chunks, all but the last of `chunk_bytes`."""
+
+    descriptors: Sequence[int]
+    chunk_bytes: int
+
+
+class Lender:
+    """Lends the chunks of the pool."""
+
+    def __init__(self, pool: LentPool, fd_server: FdServer) -> None:
+        self._pool, self._fd_server = pool, fd_server
+
+    def lend_pool(self, action: LendPool, uid: int) -> PoolLent:
+        """Pass chunks of the pool to a session of user `uid`. Raises Refused.
+
+        The chunks may have blocks of any engine, so they are for the daemon's own user only. The
+        descriptors can only be read; a sibling cannot write into the pool by mistake.
+        """
+        if uid != os.geteuid():
+            text = f"this daemon lends its pool to siblings of user {os.geteuid()}, not to {uid}"
+            raise Refused(Code.FORBIDDEN, f"{text}; run both daemons as one user", uid)
+        if self._fd_server.holds_any(action.session):
+            text = "descriptors of this session are waiting; fetch them before you request more"
+            raise Refused(Code.BUSY, text, action.session)
+        if fds_exhausted():
+            raise Refused(Code.BUSY, NONE_LEFT, action.session)
+        chunk_bytes = self._pool.chunk_bytes
+        first = max(action.start // chunk_bytes, action.first)
+        end = -(-action.end // chunk_bytes)
+        handles = tuple(
+            self._fd_server.hold_fd(action.session, _readable(descriptor))
+            for descriptor in self._pool.descriptors[first:end][:MAX_LENT_CHUNKS]
+        )
+        return PoolLent(action.request_id, chunk_bytes, min(first, end), end, handles)
+
+
+def _readable(descriptor: int) -> int:
+    """A new descriptor of a file, which can only be read."""
+    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)

@@ -1,0 +1,110 @@
+"""The table of a sibling's keys against a set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvferry.daemon.tiers.siblings import key_table
+from kvferry.daemon.tiers.siblings.key_table import (
+    TABLES_BYTES,
+    WAYS,
+    KeyTable,
+    KeyTables,
+    hash_keys,
+)
+from kvferry.shm.memfd import sealed_memfd
+
+
+def names(numbers: range) -> list[bytes]:
+    return [number.to_bytes(36, "big") for number in numbers]
+
+
+def hashes(numbers: range) -> key_table.Hashes:
+    return hash_keys("store", names(numbers))
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    descriptor = sealed_memfd("keys", TABLES_BYTES)
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_what_is_added_is_found_until_it_is_removed() -> None:
+    table = KeyTable()
+    table.add(hashes(range(1000)))
+    table.add(hashes(range(500, 1500)))
+    assert table.count == 1500
+    assert table.contains(hashes(range(3000))).tolist() == [True] * 1500 + [False] * 1500
+    table.remove(hashes(range(100, 200)))
+    table.remove(hashes(range(100, 300)))
+    assert table.count == 1300
+    found = table.contains(hashes(range(400))).tolist()
+    assert found == [True] * 100 + [False] * 200 + [True] * 100
+    table.clear()
+    assert table.count == 0
+    assert not table.contains(hashes(range(1500))).any()
+
+
+def test_a_million_keys_are_found() -> None:
+    """Except where a bucket is full: of one key in a thousand nothing is known."""
+    table = KeyTable()
+    for begin in range(0, 1 << 20, 1 << 12):
+        table.add(hashes(range(begin, begin + (1 << 12))))
+    sample = table.contains(hashes(range(1 << 18)))
+    assert np.count_nonzero(sample) > 0.999 * sample.size
+    others = table.contains(hashes(range(1 << 20, (1 << 20) + (1 << 16))))
+    assert not others.any()
+
+
+def test_keys_of_a_full_bucket_replace_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_table, "BUCKETS", 1)
+    table = KeyTable()
+    many = hashes(range(10 * WAYS))
+    table.add(many)
+    assert table.count == np.count_nonzero(table.contains(many)) == WAYS
+
+
+def test_the_store_is_part_of_a_key() -> None:
+    table = KeyTable()
+    table.add(hash_keys("one", names(range(9))))
+    assert not table.contains(hash_keys("two", names(range(9)))).any()
+
+
+def test_another_process_finds_the_keys_of_active_tables(descriptor: int) -> None:
+    written = KeyTables(descriptor, writable=True).tables
+    written[0].add(hashes(range(5)))
+    written[3].add(hashes(range(3, 8)))
+    read = KeyTables(descriptor)
+    assert read.find_held("store", names(range(9))) == set()
+    written[3].is_active = True
+    assert read.find_held("store", names(range(9))) == set(names(range(3, 8)))
+    written[0].is_active = True
+    assert read.find_held("store", names(range(9))) == set(names(range(8)))
+    assert read.find_held("other", names(range(9))) == set()
+    with pytest.raises(ValueError, match="read-only"):
+        read.tables[0].add(hashes(range(100, 101)))
+
+
+def test_what_a_killed_process_wrote_is_erased(descriptor: int) -> None:
+    killed = KeyTables(descriptor, writable=True).tables[0]
+    killed.add(hashes(range(5)))
+    killed.is_active = True
+    table = KeyTables(descriptor, writable=True).tables[0]
+    table.erase()
+    assert not table.is_active
+    table.is_active = True
+    assert KeyTables(descriptor).find_held("store", names(range(9))) == set()
+
+
+def test_a_table_takes_the_keys_of_another() -> None:
+    table, other = KeyTable(), KeyTable()
+    table.add(hashes(range(5)))
+    other.add(hashes(range(3, 8)))
+    table.replace_by(other)
+    assert table.contains(hashes(range(9))).tolist() == [False] * 3 + [True] * 5 + [False]
+    assert table.count == 5

@@ -1,0 +1,86 @@
+"""What a sibling gets of the pool: descriptors that can only be read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from kvferry.daemon.core.tier_actions import LendPool
+from kvferry.daemon.transport.lender import Lender, LentPool
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.messages import MAX_LENT_CHUNKS, PoolLent
+from kvferry.shm.memfd import sealed_memfd
+
+CHUNK, UID = 4096, os.geteuid()
+
+
+class HeldFds:
+    """As FdServer."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self.held: list[int] = []
+
+    def holds_any(self, session: str) -> bool:
+        return bool(self.held)
+
+    def hold_fd(self, session: str, descriptor: int) -> int:
+        self._stack.callback(os.close, descriptor)
+        self.held.append(descriptor)
+        return descriptor
+
+
+@pytest.fixture
+def fds() -> Iterator[HeldFds]:
+    with ExitStack() as stack:
+        yield HeldFds(stack)
+
+
+@pytest.fixture
+def lender(fds: HeldFds) -> Iterator[Lender]:
+    """Of a pool of 100 chunks."""
+    chunks = [sealed_memfd("chunk", CHUNK) for _ in range(100)]
+    held: Any = fds
+    yield Lender(LentPool(chunks, CHUNK), held)
+    for chunk in chunks:
+        os.close(chunk)
+
+
+def lend(lender: Lender, start: int, end: int, first: int = 0) -> PoolLent:
+    return lender.lend_pool(LendPool("s", 1, start * CHUNK, end * CHUNK, first), UID)
+
+
+def test_the_chunks_of_the_region_are_lent_to_be_read(lender: Lender, fds: HeldFds) -> None:
+    action = LendPool("s", 7, 2 * CHUNK + 1, 5 * CHUNK + 1, 0)
+    assert lender.lend_pool(action, UID) == PoolLent(7, CHUNK, 2, 6, tuple(fds.held))
+    assert len(fds.held) == 4
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(fds.held[0], b"x")
+
+
+def test_many_chunks_are_lent_in_parts(lender: Lender, fds: HeldFds) -> None:
+    lent = lend(lender, 0, 100)
+    assert (lent.first, lent.end, len(lent.handles)) == (0, 100, MAX_LENT_CHUNKS)
+    with pytest.raises(Refused, match="fetch them before") as raised:
+        lend(lender, 0, 100, MAX_LENT_CHUNKS)
+    assert raised.value.code == Code.BUSY
+    fds.held.clear()
+    lent = lend(lender, 0, 100, MAX_LENT_CHUNKS)
+    assert (lent.first, len(lent.handles)) == (MAX_LENT_CHUNKS, 100 - MAX_LENT_CHUNKS)
+
+
+@pytest.mark.parametrize("first", [5, 1 << 40])
+def test_no_chunk_beyond_the_region_is_lent(lender: Lender, fds: HeldFds, first: int) -> None:
+    assert lend(lender, 2, 5, first) == PoolLent(1, CHUNK, 5, 5, ())
+    assert not fds.held
+
+
+def test_the_pool_is_lent_to_the_daemons_own_user_only(lender: Lender, fds: HeldFds) -> None:
+    with pytest.raises(Refused, match=f"not to {UID + 1}; run both daemons as one") as raised:
+        lender.lend_pool(LendPool("s", 1, 0, CHUNK, 0), UID + 1)
+    assert raised.value.code == Code.FORBIDDEN
+    assert not fds.held

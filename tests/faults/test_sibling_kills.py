@@ -1,0 +1,141 @@
+"""SIGKILL, SIGSTOP, resets and restarts of siblings amid loads from them.
+
+A model has the keys that any engine has stored since the last reset. Whatever is loaded has the
+bytes of its key; nothing is found that the model does not have; every call ends in time; and in the
+end nothing is pinned or held.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvferry.client import Lookup
+from kvferry.testing.engine import until
+from support.sibling_daemons import SiblingDaemons
+from support.tiered_engine import keys
+from support.time_limits import PROMPTLY
+
+pytestmark = pytest.mark.timeout(7200)
+# Blocks of one prompt, different prompts, and bytes of a pool, which has no room for all prompts.
+PROMPT, PROMPTS, POOL_BYTES = 16, 12, 1 << 19
+
+
+class SiblingFaults:
+    """Random steps against a group of daemons."""
+
+    def __init__(self, count: int, rng: random.Random, folder: Path, stack: ExitStack) -> None:
+        self.siblings = SiblingDaemons(count, folder, stack, pool_bytes=POOL_BYTES)
+        self.rng = rng
+        # Numbers of keys that were stored since the last reset.
+        self.stored = set[int]()
+        self.generation = 0
+        self.loads = self.copied = self.kills = self.resets = 0
+
+    def prompt(self) -> range:
+        """The keys of a prompt. After a reset they are others."""
+        first = (self.generation * PROMPTS + self.rng.randrange(PROMPTS)) * PROMPT
+        return range(first, first + PROMPT)
+
+    def step(self) -> None:
+        begun = time.monotonic()
+        engine = self.rng.choice(self.siblings.engines)
+        numbers = self.prompt()
+        if self.rng.random() < 0.4:
+            self.stored |= set(numbers)
+            engine.store(numbers)
+        else:
+            found = engine.find(numbers).prefix
+            assert set(numbers[:found]) <= self.stored
+            wanted = keys(numbers[:found])
+            until(lambda: Lookup.HIT_PENDING not in map(engine.manager.lookup, wanted))
+            self.loads += found > 0 and engine.load_resident(numbers[:found])
+        assert time.monotonic() - begun < PROMPTLY
+
+    def kill(self) -> None:
+        number = self.rng.randrange(len(self.siblings.daemons))
+        engine = self.siblings.engines[number]
+        self.siblings.kill(number)
+        self._step_at_others(number)
+        self.siblings.restart(number)
+        until(lambda: {engine.manager.lookup(e) for e in keys(self.prompt())} == {Lookup.MISS})
+        self.kills += 1
+
+    def stop_for_a_moment(self) -> None:
+        number = self.rng.randrange(len(self.siblings.daemons))
+        pid = self.siblings.daemons[number].pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            self._step_at_others(number)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    def reset(self) -> None:
+        """After it is done, no engine finds a key from before."""
+        old = range(self.generation * PROMPTS * PROMPT, (self.generation + 1) * PROMPTS * PROMPT)
+        self.siblings.wait_linked()
+        self.rng.choice(self.siblings.engines).client.reset(timeout=PROMPTLY)
+        for engine in self.siblings.engines:
+            for first in old[::PROMPT]:
+                assert engine.find(range(first, first + PROMPT)).prefix == 0
+        self.generation += 1
+        self.stored.clear()
+        self.resets += 1
+
+    def check_released(self) -> None:
+        for engine in self.siblings.engines:
+
+            def released(engine=engine) -> bool:  # type: ignore[no-untyped-def]
+                (status,) = engine.client.namespaces()
+                return (status.pinned, status.pending, status.orphaned) == (0, 0, 0)
+
+            until(released)
+        self.copied = sum(
+            status.copied
+            for number in range(len(self.siblings.engines))
+            for status in self.siblings.statuses(number)
+        )
+
+    def _step_at_others(self, number: int) -> None:
+        others = self.siblings.engines[:number] + self.siblings.engines[number + 1 :]
+        for engine in others:
+            numbers = self.prompt()
+            begun = time.monotonic()
+            found = engine.find(numbers).prefix
+            assert set(numbers[:found]) <= self.stored
+            until(
+                lambda engine=engine, found=found, numbers=numbers: (  # type: ignore[misc]
+                    Lookup.HIT_PENDING not in map(engine.manager.lookup, keys(numbers[:found]))
+                )
+            )
+            self.loads += found > 0 and engine.load_resident(numbers[:found])
+            assert time.monotonic() - begun < PROMPTLY
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_no_wrong_bytes(count: int, short_path: Path, rng: random.Random, long: bool) -> None:
+    """200 faults (6 with two daemons in the short form, 4 with eight)."""
+    rounds = 200 if long else {2: 6, 8: 4}[count]
+    with ExitStack() as stack:
+        faults = SiblingFaults(count, rng, short_path, stack)
+        faults.siblings.wait_linked()
+        for number in range(rounds):
+            for _ in range(rng.randrange(2, 6) * count):
+                faults.step()
+            # Each kind in turn, so that a short form has all.
+            (faults.kill, faults.stop_for_a_moment, faults.reset)[number % 3]()
+        faults.siblings.wait_linked()
+        faults.check_released()
+        print(
+            f"{count} daemons, {faults.kills} kills, {faults.resets} resets, {faults.loads} loads, "
+            f"{faults.copied} blocks copied since the last starts"
+        )
+        assert faults.loads
+        for daemon in faults.siblings.daemons:
+            assert "Traceback" not in daemon.log()

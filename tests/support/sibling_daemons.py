@@ -1,0 +1,74 @@
+"""Daemons that are siblings, each with one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvferry.client import LocalDaemon, Lookup
+from kvferry.proto.status import SiblingStatus
+from kvferry.testing.engine import until
+from support.patient_daemon import PatientDaemon
+from support.tiered_engine import TieredEngine, keys
+from support.time_limits import TIMEOUT
+
+
+class SiblingDaemons:
+    """`count` daemons with device cpu, which are siblings, and their engines."""
+
+    def __init__(self, count: int, folder: Path, stack: ExitStack, **options: Any) -> None:
+        self.folders = [folder / str(number) for number in range(count)]
+        self._stack, self._options = stack, options
+        self.daemons = [self.start(number) for number in range(count)]
+        self.engines = [TieredEngine(daemon, stack) for daemon in self.daemons]
+
+    def start(self, number: int, **options: Any) -> LocalDaemon:
+        directories = ":".join(map(str, self.folders))
+        # Options of single daemons are dicts by number.
+        mine = {
+            name: value[number] if isinstance(value, dict) else value
+            for name, value in (self._options | options).items()
+            if not isinstance(value, dict) or number in value
+        }
+        given: dict[str, Any] = {
+            "pool_bytes": 1 << 20,
+            "runtime_dir": self.folders[number],
+            "siblings_enabled": "true",
+            "siblings_directories": directories,
+        }
+        return self._stack.enter_context(PatientDaemon(**given | mine))
+
+    def kill(self, number: int) -> None:
+        self.daemons[number].kill()
+        self.engines[number].raw.session = ""  # nobody replies to its Goodbye
+
+    def restart(self, number: int) -> None:
+        """Start a daemon that was killed, and wait until its engine is connected."""
+        self.daemons[number] = self.start(number)
+        self.engines[number].client.wait_connected(TIMEOUT)
+        self.engines[number].open_raw()
+
+    def statuses(self, number: int) -> tuple[SiblingStatus, ...]:
+        return self.engines[number].client.status().siblings
+
+    def wait_linked(self) -> None:
+        """Wait until each copies from all others."""
+        others = [True] * (len(self.folders) - 1)
+        for number in range(len(self.folders)):
+            until(partial(self._is_linked, number, others))
+
+    def _is_linked(self, number: int, others: list[bool]) -> bool:
+        return [status.is_on for status in self.statuses(number)] == others
+
+
+def copy_keys(engine: TieredEngine, numbers: Sequence[int]) -> None:
+    """Wait until keys that a sibling has are loadable here. The store may be a moment ago."""
+
+    def loadable() -> bool:
+        engine.find(numbers)
+        return {engine.manager.lookup(each) for each in keys(numbers)} == {Lookup.HIT}
+
+    until(loadable)
