@@ -5,7 +5,7 @@ PYTHON ?= python3
 READY := $(VENV)/.ready
 CUDA := daemon/kvferry/daemon/engine/cuda
 
-.PHONY: help demo demo-cluster test lowest trials check coverage format faults fuzz soak load bench gpu kernels clean \
+.PHONY: help demo demo-cluster demo-siblings test lowest trials check coverage format faults fuzz soak load bench gpu kernels clean \
 	vllm vllm-tests
 
 help:  ## list the targets
@@ -16,6 +16,9 @@ demo: $(READY)  ## store a small model's KV cache by another process, and load i
 
 demo-cluster: $(READY)  ## share a cache between two daemons and one Mooncake Store, on this machine
 	$(BIN)/python -m kvferry.testing.demo_cluster
+
+demo-siblings: $(READY)  ## share a cache between two daemons of this machine, without a store
+	$(BIN)/python -m kvferry.testing.demo_siblings
 
 test: $(READY)  ## all tests that need no GPU, inject no faults and boot no container
 	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m "not gpu and not systemd" --ignore tests/faults
@@ -52,7 +55,7 @@ gpu: $(READY)  ## all tests, on a machine with a GPU
 	$(BIN)/python -m pytest -q
 
 faults: $(READY)  ## kills of daemons and engines, rude clients, attackers, small limits, tiers: 40 minutes
-	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_kills.py tests/faults/test_limits.py tests/faults/test_rude_clients.py tests/faults/test_attackers.py tests/faults/test_subscribers.py tests/faults/test_disk_tier.py tests/faults/test_disk_tier_kills.py tests/faults/test_power_cuts.py tests/faults/test_kills_with_a_tier.py tests/faults/test_mooncake_cluster.py
+	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_kills.py tests/faults/test_limits.py tests/faults/test_rude_clients.py tests/faults/test_attackers.py tests/faults/test_subscribers.py tests/faults/test_disk_tier.py tests/faults/test_disk_tier_kills.py tests/faults/test_power_cuts.py tests/faults/test_kills_with_a_tier.py tests/faults/test_mooncake_cluster.py tests/faults/test_sibling_kills.py
 
 fuzz: $(READY)  ## send a million hostile frames
 	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_fuzz.py
