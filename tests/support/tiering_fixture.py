@@ -58,6 +58,9 @@ class FakeWrites:
     def namespaces(self) -> dict[str, str]:
         return {}
 
+    def generations(self) -> dict[str, int]:
+        return {}
+
 
 class TieringFixture:
     """A Tiering over tiers. Key n has `content_of(n)`."""
