@@ -17,11 +17,11 @@ from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.memory import FdAllocation, Location
+from kvferry.proto.message import Message
 from kvferry.proto.messages import (
     Allocated,
     AllocateKVCaches,
     Error,
-    Message,
     Opened,
     OpenNamespace,
     RegisterKVCaches,

@@ -12,14 +12,7 @@ import zmq
 
 from kvferry.client import Code, OffloadClient
 from kvferry.proto.codec import MAX_MESSAGE_BYTES, encode
-from kvferry.proto.messages import (
-    PROTOCOL,
-    Error,
-    Goodbye,
-    Hello,
-    StatusReport,
-    StatusRequest,
-)
+from kvferry.proto.messages import PROTOCOL, Error, Goodbye, Hello, StatusReport, StatusRequest
 from kvferry.testing.engine import SmallEngine, StartSmallEngine
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient, load

@@ -31,7 +31,7 @@ ENGINE = """
 import os, signal, sys
 from pathlib import Path
 from kvferry.client import Timeline
-from kvferry.proto.messages import (Allocated, AllocateKVCaches, Welcome)
+from kvferry.proto.messages import Allocated, AllocateKVCaches, Welcome
 from support.raw_client import RawClient, one_tensor, store
 
 directory, name, action, ends = sys.argv[1:]

@@ -27,6 +27,17 @@ from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import EventKind
+from kvferry.proto.lending import (
+    ABSENT,
+    UNCOMMITTED,
+    BlocksLocated,
+    BorrowNamespace,
+    BorrowPool,
+    LocateBlocks,
+    NamespaceLent,
+    PoolLent,
+    ResetLent,
+)
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
@@ -183,10 +194,10 @@ MESSAGES: dict[str, Any] = {
     "client/touch": wire.Touch((KEY,), 3, 4),
     "client/reset": wire.Reset(9),
     "client/find_in_tiers": wire.FindInTiers(10, (KEY, OTHER), 0.0125),
-    "client/borrow_namespace": wire.BorrowNamespace(11, "0123456789abcdef-fedc", 3, True),
-    "client/borrow_pool": wire.BorrowPool(12, 64),
-    "client/locate_blocks": wire.LocateBlocks(13, (KEY, OTHER)),
-    "client/reset_lent": wire.ResetLent(14),
+    "client/borrow_namespace": BorrowNamespace(11, "0123456789abcdef-fedc", 3, True),
+    "client/borrow_pool": BorrowPool(12, 64),
+    "client/locate_blocks": LocateBlocks(13, (KEY, OTHER)),
+    "client/reset_lent": ResetLent(14),
     "client/namespaces": wire.NamespacesRequest(10),
     "client/cancel": wire.Cancel((1, 2, 1 << 62)),
     "client/cancel-nothing": wire.Cancel(()),
@@ -272,10 +283,10 @@ MESSAGES: dict[str, Any] = {
     ),
     "daemon/done": wire.Done(9),
     "daemon/tiers_found": wire.TiersFound(10, 2, 1, 0.25),
-    "daemon/namespace_lent": wire.NamespaceLent(11, 3),
-    "daemon/pool_lent": wire.PoolLent(12, 1 << 30, 64, 66, (7, 8)),
-    "daemon/blocks_located": wire.BlocksLocated(
-        13, (1 << 40, wire.ABSENT, wire.UNCOMMITTED), ((1 << 64) - 1, 0, 0)
+    "daemon/namespace_lent": NamespaceLent(11, 3),
+    "daemon/pool_lent": PoolLent(12, 1 << 30, 64, 66, (7, 8)),
+    "daemon/blocks_located": BlocksLocated(
+        13, (1 << 40, ABSENT, UNCOMMITTED), ((1 << 64) - 1, 0, 0)
     ),
     "daemon/status-siblings": wire.StatusReport(
         6,

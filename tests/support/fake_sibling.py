@@ -13,6 +13,15 @@ import zmq
 from kvferry.proto import messages as wire
 from kvferry.proto.codec import decode_client_message, decode_descriptor_request, encode
 from kvferry.proto.fd_passing import FdHandles, FetchFd
+from kvferry.proto.lending import (
+    BlocksLocated,
+    BorrowNamespace,
+    BorrowPool,
+    LocateBlocks,
+    NamespaceLent,
+    PoolLent,
+    ResetLent,
+)
 from kvferry.proto.status import DeviceInfo, Limits
 
 Answers: TypeAlias = Sequence[wire.DaemonMessage | bytes]
@@ -53,15 +62,15 @@ class FakeSibling:
             case wire.Hello():
                 device, limits = DeviceInfo("cpu", "cpu", "host memory"), Limits(1 << 20, 1, 1)
                 return [wire.Welcome(1, "boot", "s", "0.1", 1, device, limits)]
-            case wire.BorrowNamespace(number):
-                lent = wire.NamespaceLent(number, self.generation)
+            case BorrowNamespace(number):
+                lent = NamespaceLent(number, self.generation)
                 return [lent, wire.Snapshot(0, 0, False, self.keys, True, self.generation)]
-            case wire.BorrowPool(number):
+            case BorrowPool(number):
                 handles = tuple(self.descriptors)
-                return [wire.PoolLent(number, CHUNK, 0, len(handles), handles)]
-            case wire.LocateBlocks(number, keys):
-                return [wire.BlocksLocated(number, (0,) * len(keys), (0,) * len(keys))]
-            case wire.ResetLent(number):
+                return [PoolLent(number, CHUNK, 0, len(handles), handles)]
+            case LocateBlocks(number, keys):
+                return [BlocksLocated(number, (0,) * len(keys), (0,) * len(keys))]
+            case ResetLent(number):
                 return [wire.Done(number)]
         return []
 

@@ -32,7 +32,7 @@ from kvferry.client import (
 )
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.memory import FdAllocation, Location
-from kvferry.proto.messages import (OpenNamespace, Opened, RegisterKVCaches, Registered)
+from kvferry.proto.messages import OpenNamespace, Opened, RegisterKVCaches, Registered
 from support.raw_client import RawClient, one_tensor
 
 BLOCKS, PAGE = 8, 4096

@@ -35,10 +35,10 @@ from kvferry.client.timeline import Timeline
 from kvferry.proto.codec import decode_daemon_message, encode
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
 from kvferry.proto.fingerprint import Fingerprint
+from kvferry.proto.lending import BlocksLocated, NamespaceLent, PoolLent
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import (
     PROTOCOL,
-    BlocksLocated,
     Cancel,
     ClientMessage,
     Done,
@@ -48,10 +48,8 @@ from kvferry.proto.messages import (
     Goodbye,
     Hello,
     KeyEvents,
-    NamespaceLent,
     Opened,
     OpenNamespace,
-    PoolLent,
     Reset,
     Snapshot,
     Submit,

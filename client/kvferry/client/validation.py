@@ -13,7 +13,7 @@ from msgspec import inspect
 
 from kvferry.proto.codec import readable
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.messages import Message
+from kvferry.proto.message import Message
 
 # Message fields whose argument has another name, which is vLLM's.
 _ARGUMENT_NAMES = {"quota_bytes": "cpu_bytes_to_use", "policy": "eviction_policy"}

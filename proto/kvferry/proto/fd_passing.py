@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from kvferry.proto.messages import Error, Message, Token
+from kvferry.proto.message import Message
+from kvferry.proto.messages import Error, Token
 from kvferry.proto.specs import Id
 
 # Maximum length in bytes of a socket's path in sockaddr_un (unix(7)).

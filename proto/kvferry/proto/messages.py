@@ -24,14 +24,6 @@
                                 <-             TiersFound | Error
       Subscribe                 ->
                                 <-             Snapshot, in parts; then KeyEvents, each numbered
-      BorrowNamespace           ->               (from a sibling: another daemon of the host)
-                                <-             NamespaceLent | Error; perhaps Snapshot, KeyEvents
-      BorrowPool                ->
-                                <-             PoolLent | Error
-      LocateBlocks              ->
-                                <-             BlocksLocated | Error
-      ResetLent                 ->
-                                <-             Done | Error
       StatusRequest             ->
                                 <-             StatusReport
       NamespacesRequest         ->
@@ -40,25 +32,26 @@
                                 <-             Goodbye, also when the daemon stops
 
 A request has a request_id, which its reply repeats. ZeroMQ cannot pass file descriptors (shared
-memory, timeline pages); a second socket does (fd_passing.py).
+memory, timeline pages); a second socket does (fd_passing.py). Siblings also send the messages of
+lending.py.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, TypeAlias
 
-import msgspec
 from msgspec import Meta
 
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import EventKind
+from kvferry.proto.lending import LendingReply, LendingRequest
 from kvferry.proto.memory import Allocations, HostRegion, Locations
+from kvferry.proto.message import Message
 from kvferry.proto.results import JobResult
 from kvferry.proto.specs import (
     Count,
     Id,
-    Key,
     Keys,
     KVLayout,
     LoadStoreSpec,
@@ -74,16 +67,6 @@ PROTOCOL = 1
 Token: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64)]
 MAX_JOB_IDS = 65536
 JobIds: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_JOB_IDS)]
-# Keys of one LocateBlocks, handles of one PoolLent, and offsets of blocks without a place.
-MAX_LOCATED, MAX_LENT_CHUNKS = 1024, 64
-ABSENT, UNCOMMITTED = -1, -2
-Checksum: TypeAlias = Annotated[int, Meta(ge=0)]
-
-
-class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=str.lower):
-    """A message is encoded as an array: its tag, then its fields in order."""
-
-
 # Parts of messages
 
 
@@ -236,42 +219,6 @@ class FindInTiers(Message):
     compute_seconds: Annotated[float, Meta(ge=0)] = 0.0
 
 
-class BorrowNamespace(Message):
-    """Find a namespace whose blocks the sender, a sibling, wants to copy. Creates none.
-
-    store: name of the namespace and of the composition of its host blocks (Namespace.store_name).
-    generation: of the sibling's namespace; one that is behind has missed a reset, and is reset.
-    If the session did not borrow this namespace before, or `snapshot` is set, a Snapshot and
-    KeyEvents follow the reply.
-    """
-
-    request_id: Id
-    store: Name
-    generation: Count
-    snapshot: bool = False
-
-
-class BorrowPool(Message):
-    """Request the pool's chunks with the borrowed namespace, from chunk `first` on."""
-
-    request_id: Id
-    first: Count = 0
-
-
-class LocateBlocks(Message):
-    """Request where the blocks of keys of the borrowed namespace are. Marks them as used."""
-
-    request_id: Id
-    keys: Annotated[tuple[Key, ...], Meta(max_length=MAX_LOCATED)]
-
-
-class ResetLent(Message):
-    """Reset the borrowed namespace because the sibling has reset its own. The daemon does not pass
-    it on to its siblings."""
-
-    request_id: Id
-
-
 class StatusRequest(Message):
     request_id: Id
 
@@ -394,40 +341,6 @@ class TiersFound(Message):
     seconds: float = 0.0
 
 
-class NamespaceLent(Message):
-    """generation: of the namespace; 0: there is none with this name and composition."""
-
-    request_id: Id
-    generation: Count
-
-
-class PoolLent(Message):
-    """Handles of the pool's chunks from number `first` on; their descriptors can only be read.
-
-    All chunks of the pool but the last have `chunk_bytes`. end: after the last chunk with a part of
-    the namespace; there may be more chunks than handles.
-    """
-
-    request_id: Id
-    chunk_bytes: Positive
-    first: Count
-    end: Count
-    handles: Annotated[tuple[Id, ...], Meta(max_length=MAX_LENT_CHUNKS)]
-
-
-class BlocksLocated(Message):
-    """Where the blocks of LocateBlocks are, as of now: nothing holds them.
-
-    offsets: in bytes in the pool; ABSENT, or UNCOMMITTED if the checksum is not computed yet.
-    checksums: XXH3 of each block's bytes, seeded with that of its key. What is copied is this
-    block only if it has this checksum after the copy.
-    """
-
-    request_id: Id
-    offsets: Annotated[tuple[int, ...], Meta(max_length=MAX_LOCATED)]
-    checksums: Annotated[tuple[Checksum, ...], Meta(max_length=MAX_LOCATED)]
-
-
 class StatusReport(Message):
     request_id: Id
     status: DaemonStatus
@@ -461,10 +374,7 @@ ClientMessage: TypeAlias = (
     | Touch
     | Reset
     | FindInTiers
-    | BorrowNamespace
-    | BorrowPool
-    | LocateBlocks
-    | ResetLent
+    | LendingRequest
     | StatusRequest
     | NamespacesRequest
     | Goodbye
@@ -479,9 +389,7 @@ DaemonMessage: TypeAlias = (
     | Opened
     | Done
     | TiersFound
-    | NamespaceLent
-    | PoolLent
-    | BlocksLocated
+    | LendingReply
     | Snapshot
     | KeyEvents
     | StatusReport

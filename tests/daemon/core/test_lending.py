@@ -18,6 +18,16 @@ from kvferry.daemon.core.tier_actions import (
 )
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
+from kvferry.proto.lending import (
+    ABSENT,
+    UNCOMMITTED,
+    BlocksLocated,
+    BorrowNamespace,
+    BorrowPool,
+    LocateBlocks,
+    NamespaceLent,
+    ResetLent,
+)
 from support.namespaces_fixture import (
     OTHER,
     POOL,
@@ -47,7 +57,7 @@ def store_name(fixture: NamespacesFixture) -> str:
 
 
 def borrow(fixture: NamespacesFixture, generation: int = 1, **options: Any) -> list[Any]:
-    message = wire.BorrowNamespace(1, store_name(fixture), generation, **options)
+    message = BorrowNamespace(1, store_name(fixture), generation, **options)
     return fixture.send("s", message)
 
 
@@ -74,9 +84,9 @@ def test_a_sibling_gets_all_keys_once_and_then_what_changes() -> None:
     fixture = new_fixture()
     fixture.stored("a", b"ab")
     actions = borrow(fixture)
-    assert messages_of(actions) == [wire.NamespaceLent(1, 1)]
+    assert messages_of(actions) == [NamespaceLent(1, 1)]
     assert keys_of(actions) == [b"a", b"b"]
-    assert borrow(fixture) == [SendMessage("s", wire.NamespaceLent(1, 1))]
+    assert borrow(fixture) == [SendMessage("s", NamespaceLent(1, 1))]
     assert key_events_of(fixture.end(fixture.start("a", store(b"c")))) == [("stored", b"c")]
     assert keys_of(borrow(fixture, snapshot=True)) == [b"a", b"b", b"c"]
     fixture.core.close_session("s")
@@ -86,8 +96,8 @@ def test_a_sibling_gets_all_keys_once_and_then_what_changes() -> None:
 def test_no_namespace_is_created_for_a_sibling() -> None:
     fixture = new_fixture()
     for name in ("0" * 16, f"{'0' * 16}-00", store_name(fixture) + "0"):
-        actions = fixture.send("s", wire.BorrowNamespace(1, name, 1))
-        assert actions == [SendMessage("s", wire.NamespaceLent(1, 0))]
+        actions = fixture.send("s", BorrowNamespace(1, name, 1))
+        assert actions == [SendMessage("s", NamespaceLent(1, 0))]
     assert len(fixture.core.namespaces()) == 1
 
 
@@ -97,7 +107,7 @@ def test_located_blocks_are_those_that_a_load_reads() -> None:
     borrow(fixture)
     ((first, absent, second),) = [located.offsets for located in locate(fixture, b"axb")]
     assert [first, second] == offsets(fixture.start("a", load(b"ab")))
-    assert absent == wire.ABSENT
+    assert absent == ABSENT
 
 
 def test_blocks_without_a_checksum_have_no_place() -> None:
@@ -106,19 +116,19 @@ def test_blocks_without_a_checksum_have_no_place() -> None:
     fixture.stored("a", b"a")
     borrow(fixture)
     (located,) = locate(fixture, b"a")
-    assert (located.offsets, located.checksums) == ((wire.UNCOMMITTED,), (0,))
+    assert (located.offsets, located.checksums) == ((UNCOMMITTED,), (0,))
 
 
-def locate(fixture: NamespacesFixture, letters: bytes) -> list[wire.BlocksLocated]:
-    replies = messages_of(fixture.send("s", wire.LocateBlocks(2, each(letters))))
-    return [reply for reply in replies if isinstance(reply, wire.BlocksLocated)]
+def locate(fixture: NamespacesFixture, letters: bytes) -> list[BlocksLocated]:
+    replies = messages_of(fixture.send("s", LocateBlocks(2, each(letters))))
+    return [reply for reply in replies if isinstance(reply, BlocksLocated)]
 
 
 def test_located_blocks_are_not_held_but_used() -> None:
     fixture = new_fixture()
     fixture.stored("a", b"abcd")
     borrow(fixture)
-    fixture.send("s", wire.LocateBlocks(2, each(b"d")))
+    fixture.send("s", LocateBlocks(2, each(b"d")))
     assert fixture.usage("pinned") == (0,)
     fixture.stored("a", b"xyz")
     assert fixture.loadable("a", b"abcdxyz") == b"dxyz"
@@ -130,33 +140,33 @@ def test_the_pool_is_lent_where_the_namespace_is() -> None:
     fixture.open_sessions("b")
     fixture.open_namespace("b", OTHER, REGION_BYTES)
     borrow(fixture)
-    (lent,) = fixture.send("s", wire.BorrowPool(4, 2))
+    (lent,) = fixture.send("s", BorrowPool(4, 2))
     assert lent == LendPool("s", 4, 0, REGION_BYTES, 2)
 
 
 def test_a_sibling_must_borrow_first() -> None:
     fixture = new_fixture()
-    for message in (wire.BorrowPool(1), wire.LocateBlocks(1, each(b"a")), wire.ResetLent(1)):
+    for message in (BorrowPool(1), LocateBlocks(1, each(b"a")), ResetLent(1)):
         assert error_of(fixture, message) == Code.UNKNOWN_NAMESPACE
 
 
 def test_a_daemon_without_siblings_lends_nothing() -> None:
     fixture = NamespacesFixture("a", tiers=("disk",))
     fixture.open_sessions("s")
-    assert error_of(fixture, wire.BorrowNamespace(1, "x", 1)) == Code.FORBIDDEN
+    assert error_of(fixture, BorrowNamespace(1, "x", 1)) == Code.FORBIDDEN
 
 
 def test_keys_of_a_wrong_length_are_refused() -> None:
     fixture = new_fixture()
     borrow(fixture)
-    assert error_of(fixture, wire.LocateBlocks(1, (b"long",))) == Code.BAD_KEY
+    assert error_of(fixture, LocateBlocks(1, (b"long",))) == Code.BAD_KEY
 
 
 def test_a_sibling_resets_the_namespace_and_all_tiers_but_its_own() -> None:
     fixture = new_fixture()
     fixture.stored("a", b"a")
     borrow(fixture)
-    actions = fixture.send("s", wire.ResetLent(5))
+    actions = fixture.send("s", ResetLent(5))
     assert key_events_of(actions) == [("cleared", b"")]
     (drop,) = [each for each in actions if isinstance(each, DropStore)]
     assert drop.dropped_by == 1
@@ -168,7 +178,7 @@ def test_a_sibling_resets_the_namespace_and_all_tiers_but_its_own() -> None:
 def test_a_sibling_that_left_gets_no_done() -> None:
     fixture = new_fixture()
     borrow(fixture)
-    (drop,) = [e for e in fixture.send("s", wire.ResetLent(5)) if isinstance(e, DropStore)]
+    (drop,) = [e for e in fixture.send("s", ResetLent(5)) if isinstance(e, DropStore)]
     fixture.core.close_session("s")
     assert fixture.report(StoreDropped(drop.drop)) == []
 
@@ -178,7 +188,7 @@ def test_a_namespace_that_has_missed_resets_is_reset(generation: int, reset: boo
     fixture = new_fixture()
     fixture.stored("a", b"a")
     actions = borrow(fixture, generation)
-    assert messages_of(actions) == [wire.NamespaceLent(1, generation if reset else 1)]
+    assert messages_of(actions) == [NamespaceLent(1, generation if reset else 1)]
     assert keys_of(actions) == ([] if reset else [b"a"])
     assert bool([each for each in actions if isinstance(each, DropStore)]) == reset
     assert fixture.core.writes.generations() == {
@@ -196,7 +206,7 @@ def test_a_sibling_does_not_keep_the_region_in_use() -> None:
     actions = fixture.send("b", wire.OpenNamespace(1, OTHER, POOL))
     assert isinstance(messages_of(actions, "b")[0], wire.Opened)
     assert key_events_of(actions) == [("cleared", b"")]
-    assert error_of(fixture, wire.LocateBlocks(2, each(b"a"))) == Code.UNKNOWN_NAMESPACE
+    assert error_of(fixture, LocateBlocks(2, each(b"a"))) == Code.UNKNOWN_NAMESPACE
 
 
 def test_keys_that_siblings_have_are_left_out_of_a_store() -> None:

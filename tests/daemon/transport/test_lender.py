@@ -12,7 +12,7 @@ import pytest
 from kvferry.daemon.core.tier_actions import LendPool
 from kvferry.daemon.transport.lender import Lender, LentPool
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.messages import MAX_LENT_CHUNKS, PoolLent
+from kvferry.proto.lending import MAX_LENT_CHUNKS, PoolLent
 from kvferry.shm.memfd import sealed_memfd
 
 CHUNK, UID = 4096, os.geteuid()

@@ -25,9 +25,11 @@ from kvferry.daemon.core.namespace import FindHeld, Namespace
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.promotions import Promotions
 from kvferry.daemon.core.tier_actions import LendPool
-from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.messages import (
+from kvferry.proto.lending import (
+    ABSENT,
+    UNCOMMITTED,
+    BlocksLocated,
     BorrowNamespace,
     BorrowPool,
     LocateBlocks,
@@ -119,9 +121,9 @@ class Lending:
         committed = np.zeros(blocks.size, np.bool_)
         committed[blocks >= 0] = table.among(blocks[blocks >= 0], COMMITTED)
         offsets = namespace.region.start + blocks * namespace.fingerprint.host_block_bytes
-        offsets[~committed] = wire.UNCOMMITTED
-        offsets[blocks < 0] = wire.ABSENT
+        offsets[~committed] = UNCOMMITTED
+        offsets[blocks < 0] = ABSENT
         sums = np.where(committed, table.lines.checksums(blocks), 0)
         located_at = tuple(offsets.tolist())
-        reply = wire.BlocksLocated(message.request_id, located_at, tuple(sums.tolist()))
+        reply = BlocksLocated(message.request_id, located_at, tuple(sums.tolist()))
         return SendMessage(session, reply)

@@ -13,7 +13,7 @@ from kvferry.daemon.core.tier_actions import LendPool
 from kvferry.daemon.transport.accept_gate import NONE_LEFT, fds_exhausted
 from kvferry.daemon.transport.fd_server import FdServer
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.messages import MAX_LENT_CHUNKS, PoolLent
+from kvferry.proto.lending import MAX_LENT_CHUNKS, PoolLent
 
 
 @dataclass(frozen=True, slots=True)

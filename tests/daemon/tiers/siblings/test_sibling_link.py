@@ -16,6 +16,7 @@ from kvferry.daemon.tiers.siblings.sibling_link import ON, SiblingLink
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code, KVFerryError
 from kvferry.proto.keys import EventKind
+from kvferry.proto.lending import BlocksLocated, LocateBlocks, ResetLent
 from kvferry.shm.memfd import sealed_memfd
 from support.background import in_background
 from support.eventually import eventually
@@ -117,7 +118,7 @@ async def test_a_reset_that_is_not_confirmed_is_repeated_before_use(
     async with running_link(short_path) as link:
         await eventually(lambda: link.is_usable)
         sibling.answer = lambda message: (
-            [] if isinstance(message, wire.ResetLent) else sibling.honest_answer(message)
+            [] if isinstance(message, ResetLent) else sibling.honest_answer(message)
         )
         await link.reset()
         link.note_generation(1)
@@ -132,12 +133,12 @@ async def test_a_reset_that_is_not_confirmed_is_repeated_before_use(
 
 
 def resets(sibling: FakeSibling) -> list[wire.ClientMessage]:
-    return [each for each in sibling.received if isinstance(each, wire.ResetLent)]
+    return [each for each in sibling.received if isinstance(each, ResetLent)]
 
 
-WRONG: dict[str, Callable[[wire.LocateBlocks], Answers]] = {
+WRONG: dict[str, Callable[[LocateBlocks], Answers]] = {
     "another reply": lambda m: [wire.Done(m.request_id)],
-    "too few blocks": lambda m: [wire.BlocksLocated(m.request_id, (), ())],
+    "too few blocks": lambda m: [BlocksLocated(m.request_id, (), ())],
     "no message": lambda _: [b"\xc1"],
     "a farewell": lambda _: [wire.Goodbye("enough")],
     "finished jobs": lambda _: [wire.Finished(()), b""],
@@ -152,7 +153,7 @@ async def test_a_wrong_answer_ends_the_session(
         await eventually(lambda: link.is_usable)
         sibling.answer = lambda message: (
             WRONG[name](message)
-            if isinstance(message, wire.LocateBlocks)
+            if isinstance(message, LocateBlocks)
             else sibling.honest_answer(message)
         )
         with pytest.raises(KVFerryError):

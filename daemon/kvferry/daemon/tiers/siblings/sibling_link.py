@@ -32,6 +32,16 @@ from kvferry.proto import messages as wire
 from kvferry.proto.codec import decode_daemon_message, encode
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
 from kvferry.proto.fd_passing import FetchFd
+from kvferry.proto.lending import (
+    BlocksLocated,
+    BorrowNamespace,
+    BorrowPool,
+    LocateBlocks,
+    NamespaceLent,
+    PoolLent,
+    ResetLent,
+)
+from kvferry.proto.message import Message
 
 # Seconds between two questions to a sibling, and between two attempts to connect.
 ASK_EVERY = 1.0
@@ -48,7 +58,7 @@ ON = "on"
 # The request id of the Hello, which has none.
 _HELLO = 0
 log = structlog.get_logger()
-Reply = TypeVar("Reply", bound=wire.Message)
+Reply = TypeVar("Reply", bound=Message)
 
 
 class SiblingLink:
@@ -65,7 +75,7 @@ class SiblingLink:
         self.pool: MappedPool | None = None
         self._feed = KeyFeed(store, keys)
         self._connection: Connection | None = None
-        self._pending: dict[int, tuple[asyncio.Future[wire.Message], float]] = {}
+        self._pending: dict[int, tuple[asyncio.Future[Message], float]] = {}
         self._numbers = count(_HELLO + 1)
         # Whether the sibling has not confirmed a reset; set when it has, or has nothing to reset.
         self._owes_reset = False
@@ -99,10 +109,10 @@ class SiblingLink:
                 self._disconnect()
             await asyncio.sleep(ASK_EVERY)
 
-    async def locate(self, keys: Sequence[bytes]) -> wire.BlocksLocated:
+    async def locate(self, keys: Sequence[bytes]) -> BlocksLocated:
         """Where the blocks of keys are. Raises KVFerryError if the sibling does not answer."""
-        message = wire.LocateBlocks(next(self._numbers), tuple(keys))
-        located = await self._request(message, wire.BlocksLocated, PROMPT_SECONDS)
+        message = LocateBlocks(next(self._numbers), tuple(keys))
+        located = await self._request(message, BlocksLocated, PROMPT_SECONDS)
         if not len(located.offsets) == len(located.checksums) == len(keys):
             self._lose(_wrong_reply(located))
             raise _wrong_reply(located)
@@ -155,8 +165,8 @@ class SiblingLink:
     async def _borrow(self, session: str) -> None:
         snapshot, self._feed.is_incomplete = self._feed.is_incomplete, False
         generation = self._own_generation or 0
-        message = wire.BorrowNamespace(next(self._numbers), self.store, generation, snapshot)
-        lent = await self._request(message, wire.NamespaceLent, ANSWER_SECONDS)
+        message = BorrowNamespace(next(self._numbers), self.store, generation, snapshot)
+        lent = await self._request(message, NamespaceLent, ANSWER_SECONDS)
         self._feed.generation = lent.generation
         if not lent.generation:
             self.pool, self.state = None, "it has no namespace with these blocks"
@@ -175,15 +185,15 @@ class SiblingLink:
         self.keys.is_active = self.state == ON and same
 
     async def _send_reset(self) -> None:
-        await self._request(wire.ResetLent(next(self._numbers)), wire.Done, RESET_SECONDS)
+        await self._request(ResetLent(next(self._numbers)), wire.Done, RESET_SECONDS)
         self._owes_reset = False
         self._reset_done.set()
 
     async def _map_pool(self, session: str) -> MappedPool:
         pool, first = None, 0
         while True:
-            message = wire.BorrowPool(next(self._numbers), first)
-            lent = await self._request(message, wire.PoolLent, ANSWER_SECONDS)
+            message = BorrowPool(next(self._numbers), first)
+            lent = await self._request(message, PoolLent, ANSWER_SECONDS)
             if pool is None:
                 pool = MappedPool(lent.chunk_bytes, lent.first)
             elif lent.first != first:
@@ -257,7 +267,7 @@ class SiblingLink:
             case reply:
                 self._resolve(getattr(reply, "request_id", _HELLO), reply)
 
-    def _resolve(self, number: int, reply: wire.Message | KVFerryError) -> None:
+    def _resolve(self, number: int, reply: Message | KVFerryError) -> None:
         future, _ = self._pending.pop(number, (None, 0.0))
         if future is None or future.done():
             return
@@ -296,7 +306,7 @@ class SiblingLink:
         return Gone(Code.TIMEOUT, text, str(self.directory))
 
 
-def _wrong_reply(reply: wire.Message) -> Refused:
+def _wrong_reply(reply: Message) -> Refused:
     kind = type(reply).__name__
     text = f"the sibling sent a wrong {kind}; install the same kvferry on both sides"
     return Refused(Code.BAD_MESSAGE, text, kind)

@@ -27,7 +27,7 @@ from kvferry.daemon.tiers.siblings.key_table import KeyTable, KeyTables, hash_ke
 from kvferry.daemon.tiers.siblings.mapped_pool import MappedPool
 from kvferry.daemon.tiers.siblings.sibling_link import SiblingLink
 from kvferry.proto.errors import KVFerryError
-from kvferry.proto.messages import UNCOMMITTED, BlocksLocated
+from kvferry.proto.lending import UNCOMMITTED, BlocksLocated
 from kvferry.proto.status import SiblingStatus
 
 # Seconds between two questions for a block whose checksum the sibling still computes, and in all.
