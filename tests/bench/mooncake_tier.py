@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.daemon.config import CustomTierConfig
 from kvferry.daemon.memory.shared_memory import MappedFiles
+from kvferry.daemon.tier_config import CustomTierConfig
 from kvferry.daemon.tiers.base import HostMemory, Result, block_checksum
 from kvferry.daemon.tiers.block_memory import view_memory
 from kvferry.daemon.tiers.messages import TierBlocks

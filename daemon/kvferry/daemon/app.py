@@ -25,7 +25,7 @@ import uvloop
 from kvferry.daemon import config_reader
 from kvferry.daemon.access.admission import Admission
 from kvferry.daemon.access.runtime_directory import Endpoint
-from kvferry.daemon.config import Config, HealthConfig, LimitsConfig, SiblingsTierConfig
+from kvferry.daemon.config import Config, HealthConfig, LimitsConfig
 from kvferry.daemon.core.actions import OwnRequest, PoolRegistered
 from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.identity import DaemonIdentity
@@ -55,6 +55,7 @@ from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.daemon.reload import Reload
 from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor
+from kvferry.daemon.tier_config import SiblingsTierConfig
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
 from kvferry.daemon.tiers.siblings.key_table import TABLES_BYTES, KeyTables
 from kvferry.daemon.tiers.tier_process import PoolFiles

@@ -16,14 +16,8 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 
-from kvferry.daemon.config import (
-    Config,
-    CustomTierConfig,
-    DiskTierConfig,
-    MooncakeTierConfig,
-    description,
-    options,
-)
+from kvferry.daemon.config import Config, description, options
+from kvferry.daemon.tier_config import CustomTierConfig, DiskTierConfig, MooncakeTierConfig
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.version import kvferry_version

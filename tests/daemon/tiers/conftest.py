@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.daemon.config import TierConfig
+from kvferry.daemon.tier_config import TierConfig
 from kvferry.daemon.tiers.tier_process import DEFAULT_TIMES, TierTimes
 from kvferry.testing.tier_subjects import PoolMemory, ProcessSubject
 from support.tiering_fixture import BLOCK

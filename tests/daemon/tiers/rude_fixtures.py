@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from kvferry.daemon.config import CustomTierConfig, TierConfig
+from kvferry.daemon.tier_config import CustomTierConfig, TierConfig
 from kvferry.daemon.tiers.tier_process import DEFAULT_TIMES, TierTimes
 from kvferry.testing.tier_subjects import ProcessSubject
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.daemon.config import MooncakeTierConfig
+from kvferry.daemon.tier_config import MooncakeTierConfig
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.mooncake import store_client
 from kvferry.daemon.tiers.tier_process import TierTimes

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.daemon.config import CustomTierConfig, DiskTierConfig
 from kvferry.daemon.core.tier_actions import MAX_TIER_KEYS
+from kvferry.daemon.tier_config import CustomTierConfig, DiskTierConfig
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.messages import (
     ContainsRequest,

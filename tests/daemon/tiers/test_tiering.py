@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvferry.daemon.config import CustomTierConfig
 from kvferry.daemon.core.actions import Report
 from kvferry.daemon.core.tier_actions import (
     MAX_TIER_KEYS,
@@ -26,6 +25,7 @@ from kvferry.daemon.core.tier_actions import (
     WriteJob,
 )
 from kvferry.daemon.core.writes import Writes
+from kvferry.daemon.tier_config import CustomTierConfig
 from kvferry.daemon.tiers import drop_queue, tier_client, write_out
 from kvferry.daemon.tiers.drop_markers import add_marker, marked_stores
 from kvferry.daemon.tiers.tier_process import PoolFiles

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.daemon.config import CustomTierConfig, TierConfig
 from kvferry.daemon.memory.shared_memory import MappedFiles
 from kvferry.daemon.processes import ProcessDied
+from kvferry.daemon.tier_config import CustomTierConfig, TierConfig
 from kvferry.daemon.tiers.base import Blocks, Result, Tier, TierUsage, block_checksum
 from kvferry.daemon.tiers.block_memory import view_memory
 from kvferry.daemon.tiers.messages import TierBlocks

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from kvferry.daemon.config import DiskTierConfig, TierConfig
+from kvferry.daemon.tier_config import DiskTierConfig, TierConfig
 from kvferry.daemon.tiers.durable_files import sync_directory
 
 PREFIX = "drop-"

@@ -21,8 +21,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import structlog
 
-from kvferry.daemon.config import TierConfig
 from kvferry.daemon.processes import ChildProcess, ProcessDied
+from kvferry.daemon.tier_config import TierConfig
 from kvferry.daemon.tiers.base import Result, TierUsage, without_part
 from kvferry.daemon.tiers.circuit_breaker import CircuitBreaker
 from kvferry.daemon.tiers.messages import (

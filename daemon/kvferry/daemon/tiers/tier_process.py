@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvferry.daemon.config import SiblingsTierConfig, TierConfig
 from kvferry.daemon.processes import ProcessTimes, Program
+from kvferry.daemon.tier_config import SiblingsTierConfig, TierConfig
 from kvferry.daemon.tiers.messages import TierArguments
 
 WORKER = "kvferry.daemon.tiers.tier_worker"

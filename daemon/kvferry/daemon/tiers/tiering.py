@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 import msgspec
 import structlog
 
-from kvferry.daemon.config import SiblingsTierConfig, TierConfig
 from kvferry.daemon.core.actions import Report
 from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
@@ -34,6 +33,7 @@ from kvferry.daemon.core.tier_actions import (
 )
 from kvferry.daemon.core.writes import Writes
 from kvferry.daemon.processes import ProcessDied
+from kvferry.daemon.tier_config import SiblingsTierConfig, TierConfig
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.drop_markers import marker_directory
 from kvferry.daemon.tiers.drop_queue import DropQueue
