@@ -41,16 +41,23 @@ async def _wait_forever() -> None:
 
 
 class FakeWrites:
-    """As Core.writes: provides blocks to write, and records how each job ended."""
+    """As Core.writes: provides blocks to write, and records how each job ended.
+
+    tier_of: the tier that must write a job, by its number; others may write any.
+    """
 
     def __init__(self) -> None:
         self.jobs: list[WriteJob] = []
+        self.tier_of: dict[int, int] = {}
         self.ended: dict[int, list[bool]] = {}
         self.asked: list[tuple[int, int, float]] = []
 
     def take_writes(self, tier: int, limit: int, coldest: float) -> list[WriteJob]:
         self.asked.append((tier, limit, coldest))
-        return [self.jobs.pop(0)] if self.jobs else []
+        for place, job in enumerate(self.jobs):
+            if self.tier_of.get(job.number, tier) == tier:
+                return [self.jobs.pop(place)]
+        return []
 
     def next_written(self, tier: int, limit: int) -> WrittenBlocks | None:
         return None

@@ -310,6 +310,7 @@ def test_blocks_are_written_and_unpinned(disk: TieringFixture) -> None:
 
 def test_each_tier_is_written_with_its_options(two: TieringFixture) -> None:
     two.start("write_through", "clean_ahead")
+    two.core.tier_of = {1: 0, 2: 1}
     two.write(two.write_job(1, 0), two.write_job(2, 1))
     two.tiers[0].wait_until(lambda: len(two.core.ended) == 2)
     assert sorted(two.find(0, 1).tier_of) == [0, 1]
