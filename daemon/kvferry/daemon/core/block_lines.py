@@ -85,6 +85,10 @@ class BlockLines:
         self.memory, self._committed = lines, lines["committed"]
         self._versions, self._stamps = lines["version"], lines["stamp"]
 
+    def leave_memory(self) -> None:
+        """Release memory that persistence gave: the region was freed, but jobs may still end."""
+        self.use_memory(np.zeros(self.memory.size, self.memory.dtype))
+
     def use_clock(self, clock: UseClock) -> None:
         """Count uses with this clock, which continues after all stamps of the lines."""
         self._clock = clock

@@ -171,6 +171,7 @@ class RegionStore:
                     self._update_file(record)
             case RegionFreed(owner):
                 if (kept := self._kept.pop(owner, None)) is not None:
+                    kept.region.table.lines.leave_memory()
                     self._drop_file(kept.name, kept.file)
 
     def close(self) -> None:
@@ -211,6 +212,7 @@ class RegionStore:
         file.mark_void()
         self._fd_store.remove_fd(name)
         file.close()
+        file.unmap()
 
 
 def number_of(name: str) -> int:

@@ -16,6 +16,7 @@ import mmap
 import os
 import struct
 import zlib
+from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -95,6 +96,15 @@ class TableFile:
     def close(self) -> None:
         """Close the descriptor; a stored duplicate stays valid."""
         os.close(self.descriptor)
+
+    def unmap(self) -> None:
+        """Unmap the file, if nothing else uses the lines. They must not be used again.
+
+        An mmap has a descriptor of its own, which garbage collection would close late.
+        """
+        del self.lines
+        with suppress(BufferError):
+            self._file.close()
 
     def _read_record(self) -> RegionRecord:
         magic, current = _HEAD.unpack_from(self._file)
