@@ -1,6 +1,6 @@
 """SIGKILL, SIGSTOP, resets and restarts of siblings amid loads from them.
 
-A model has the keys that any engine has stored since the last reset. Whatever is loaded has the
+A model has the keys that any engine has stored since the last reset. A loaded block has the
 bytes of its key; nothing is found that the model does not have; every call ends in time; and in the
 end nothing is pinned or held.
 """

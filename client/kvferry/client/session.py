@@ -32,10 +32,9 @@ from kvferry.client.session_state import RegistrationState, SessionState
 from kvferry.client.splitting import split_transfer
 from kvferry.client.tier_searches import SEARCH_TIMEOUT, TierSearch
 from kvferry.client.timeline import Timeline
-from kvferry.proto.codec import decode_daemon_message, encode
+from kvferry.proto.codec import decode_message_to_client, encode
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
 from kvferry.proto.fingerprint import Fingerprint
-from kvferry.proto.lending import BlocksLocated, NamespaceLent, PoolLent
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import (
     PROTOCOL,
@@ -340,7 +339,7 @@ class ClientSession:
 
     def receive_message(self, data: bytes) -> None:
         """Handle a message of the daemon."""
-        match decode_daemon_message(data):
+        match decode_message_to_client(data):
             case Finished(results):
                 for result in results:
                     if (ended := self.jobs.add_result(result)) is not None:
@@ -362,8 +361,6 @@ class ClientSession:
                 if self._resetting(request_id):
                     self.namespace.reset_done(request_id)
                 self.pending.resolve(request_id, done)
-            case NamespaceLent() | PoolLent() | BlocksLocated():
-                pass  # replies to a sibling of the daemon
             case reply:
                 self.pending.resolve(reply.request_id, reply)
 

@@ -41,7 +41,6 @@ from kvferry.daemon.flows import Shutdown, running_flows
 from kvferry.daemon.logs import start_logging, unfailing
 from kvferry.daemon.memory.numa import can_bind
 from kvferry.daemon.memory.pool import HostPool, check_fits, whole_pages
-from kvferry.daemon.observability.event_log import EventLog
 from kvferry.daemon.observability.health import Health, HealthTimeouts
 from kvferry.daemon.observability.http import MetricsServer
 from kvferry.daemon.observability.kv_events import KVEventPublisher
@@ -57,7 +56,7 @@ from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor
 from kvferry.daemon.tier_config import SiblingsTierConfig
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
-from kvferry.daemon.tiers.siblings.key_table import TABLES_BYTES, KeyTables
+from kvferry.daemon.tiers.siblings.key_table import TABLES_BYTES
 from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.tiers.tiering import Tiering, description_of, start_tiers
 from kvferry.daemon.transport.accept_gate import max_client_fd
@@ -191,11 +190,8 @@ async def run(
                 publisher.publish,
                 probe.receive_reply,
             )
-            server = Server(core, endpoint, EventLog(), reports, owners, status)
-            if siblings:
-                server.lend(LentPool(pool.descriptors, pool.chunk_bytes))
-                if not config.siblings.store_all:
-                    core.lending.leave_out(KeyTables(siblings[0].keys).find_held)
+            lent = LentPool(pool.descriptors, pool.chunk_bytes)
+            server = Server(core, endpoint, reports, owners, status, lent)
             region_store.restore_regions(kept.fds, core.restore_region)
             tensors = kept_tensor_store.restore_tensors(kept.fds, core.restore_kept_tensors)
             for number, memory in tensors.items():
@@ -258,7 +254,8 @@ def siblings_tier(config: Config, own: Path) -> tuple[SiblingsTierConfig, ...]:
         return ()
     further = map(Path, filter(None, config.siblings.directories.split(":")))
     keys = sealed_memfd("kvferry-sibling-keys", TABLES_BYTES)
-    return (SiblingsTierConfig(own, (config.directory, *further), keys),)
+    directories = config.directory, *further
+    return (SiblingsTierConfig(own, directories, keys, config.siblings.store_all),)
 
 
 def log_denied_calls(numa_node: int | None) -> None:

@@ -29,8 +29,8 @@ WritePolicy: TypeAlias = Annotated[
         description="which blocks the daemon writes into the tier in the background; clean_ahead: "
         "those that are evicted next (the coldest quarter of each namespace), and all that were "
         "stored before them; write_through: all blocks, also those that were read from a slower "
-        "tier; both write a prompt from its head on, and not what is evicted before its turn; off: "
-        "none, but the daemon still finds the blocks that the tier has"
+        "tier; both write a prompt from its head on; a block that is evicted before its turn is "
+        "not written; off: none, but the daemon still finds the blocks that the tier has"
     ),
 ]
 AdmitAfter: TypeAlias = Annotated[
@@ -140,11 +140,13 @@ class SiblingsTierConfig(msgspec.Struct, frozen=True):
     """The pools of siblings as a tier; made from [siblings]. own: the daemon's directory.
 
     directories: in which siblings are searched. keys: descriptor of their keys (key_table.py).
+    store_all: whether the pool stores also keys that siblings have.
     """
 
     own: Path
     directories: tuple[Path, ...]
     keys: int
+    store_all: bool
 
     name: ClassVar[str] = "siblings"
     module: ClassVar[str] = "kvferry.daemon.tiers.siblings.tier"

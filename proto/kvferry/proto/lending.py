@@ -88,8 +88,8 @@ class BlocksLocated(Message):
     """Where the blocks of LocateBlocks are, as of now: nothing holds them.
 
     offsets: in bytes in the pool; ABSENT, or UNCOMMITTED if the checksum is not computed yet.
-    checksums: XXH3 of each block's bytes, seeded with that of its key. What is copied is this
-    block only if it has this checksum after the copy.
+    checksums: XXH3 of each block's bytes, seeded with that of its key. After
+        the copy, the bytes are those of the block only if they have this checksum.
     """
 
     request_id: Id

@@ -379,7 +379,7 @@ ClientMessage: TypeAlias = (
     | NamespacesRequest
     | Goodbye
 )
-DaemonMessage: TypeAlias = (
+MessageToClient: TypeAlias = (
     Welcome
     | Registered
     | Allocated
@@ -389,7 +389,6 @@ DaemonMessage: TypeAlias = (
     | Opened
     | Done
     | TiersFound
-    | LendingReply
     | Snapshot
     | KeyEvents
     | StatusReport
@@ -397,3 +396,4 @@ DaemonMessage: TypeAlias = (
     | Error
     | Goodbye
 )
+DaemonMessage: TypeAlias = MessageToClient | LendingReply

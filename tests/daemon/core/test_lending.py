@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -210,8 +211,9 @@ def test_a_sibling_does_not_keep_the_region_in_use() -> None:
 
 
 def test_keys_that_siblings_have_are_left_out_of_a_store() -> None:
-    fixture = NamespacesFixture(tiers=(SIBLINGS,))
-    fixture.core.lending.leave_out(lambda _store, keys: {b"b", b"d"} & set(keys))
+    held = {b"b", b"d"}
+    tier = replace(SIBLINGS, find_held=lambda _store, keys: held & set(keys))
+    fixture = NamespacesFixture(tiers=(tier,))
     fixture.open_sessions("a")
     fixture.open_namespace("a")
     fixture.register("a")

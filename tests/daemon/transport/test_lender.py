@@ -1,4 +1,4 @@
-"""What a sibling gets of the pool: descriptors that can only be read."""
+"""Siblings of the daemon's user get descriptors of the pool that can only be read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.daemon.core.tier_actions import LendPool
-from kvferry.daemon.transport.lender import Lender, LentPool
+from kvferry.daemon.transport.lender import Lender, LentPool, check_sibling
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.lending import MAX_LENT_CHUNKS, PoolLent
 from kvferry.shm.memfd import sealed_memfd
@@ -51,12 +51,12 @@ def lender(fds: HeldFds) -> Iterator[Lender]:
 
 
 def lend(lender: Lender, start: int, end: int, first: int = 0) -> PoolLent:
-    return lender.lend_pool(LendPool("s", 1, start * CHUNK, end * CHUNK, first), UID)
+    return lender.lend_pool(LendPool("s", 1, start * CHUNK, end * CHUNK, first))
 
 
 def test_the_chunks_of_the_region_are_lent_to_be_read(lender: Lender, fds: HeldFds) -> None:
     action = LendPool("s", 7, 2 * CHUNK + 1, 5 * CHUNK + 1, 0)
-    assert lender.lend_pool(action, UID) == PoolLent(7, CHUNK, 2, 6, tuple(fds.held))
+    assert lender.lend_pool(action) == PoolLent(7, CHUNK, 2, 6, tuple(fds.held))
     assert len(fds.held) == 4
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.write(fds.held[0], b"x")
@@ -79,8 +79,8 @@ def test_no_chunk_beyond_the_region_is_lent(lender: Lender, fds: HeldFds, first:
     assert not fds.held
 
 
-def test_the_pool_is_lent_to_the_daemons_own_user_only(lender: Lender, fds: HeldFds) -> None:
+def test_only_the_daemons_own_user_has_siblings() -> None:
+    check_sibling(UID)
     with pytest.raises(Refused, match=f"not to {UID + 1}; run both daemons as one") as raised:
-        lender.lend_pool(LendPool("s", 1, 0, CHUNK, 0), UID + 1)
+        check_sibling(UID + 1)
     assert raised.value.code == Code.FORBIDDEN
-    assert not fds.held

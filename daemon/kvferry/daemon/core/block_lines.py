@@ -7,7 +7,7 @@ killed between any two instructions. The order of writes keeps the lines consist
     store        after the store: key and part are written
     commit       once the checksum is computed: it is written first, `committed` last
 
-So a committed block always matches its checksum, and what was stored but not committed is a miss.
+So a committed block always matches its checksum. After a kill, a block without a commit is a miss.
 Only the block table calls what changes a line. Event loop only.
 """
 

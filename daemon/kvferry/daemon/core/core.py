@@ -30,7 +30,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.engine_owners import EngineOwners
 from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.layout import split_spec
-from kvferry.daemon.core.lending import LENDING, Lending
+from kvferry.daemon.core.lending import Lending
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.promotions import Promotions
 from kvferry.daemon.core.records import KeptTensorsRecord, RecoveredRegion
@@ -52,6 +52,7 @@ from kvferry.daemon.core.writes import Writes
 from kvferry.proto import messages as wire
 from kvferry.proto import status as wire_status
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused
+from kvferry.proto.lending import LendingRequest
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import Direction
 
@@ -285,7 +286,7 @@ class Core:
             case wire.Reset(request_id):
                 reset = self._namespaces.handle_message(session, message)
                 return [*reset, *self._promotions.drop_store(session, request_id)]
-            case message if isinstance(message, LENDING):
+            case message if isinstance(message, LendingRequest):
                 return self.lending.handle(session, message)
             case wire.Subscribe() | wire.Pin() | wire.Unpin() | wire.Touch():
                 return self._namespaces.handle_message(session, message)

@@ -15,13 +15,11 @@ core, on the event loop.
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import numpy as np
 
 from kvferry.daemon.core.actions import Action, SendMessage, SendStream
 from kvferry.daemon.core.block_table import COMMITTED
-from kvferry.daemon.core.namespace import FindHeld, Namespace
+from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.promotions import Promotions
 from kvferry.daemon.core.tier_actions import LendPool
@@ -32,19 +30,17 @@ from kvferry.proto.lending import (
     BlocksLocated,
     BorrowNamespace,
     BorrowPool,
+    LendingRequest,
     LocateBlocks,
     NamespaceLent,
     ResetLent,
 )
 
-SiblingMessage: TypeAlias = BorrowNamespace | BorrowPool | LocateBlocks | ResetLent
-LENDING = BorrowNamespace, BorrowPool, LocateBlocks, ResetLent
-
 
 class Lending:
     """The namespaces that siblings borrow.
 
-    located: blocks that siblings were told the place of.
+    located: number of blocks in the replies to LocateBlocks.
     """
 
     def __init__(self, namespaces: Namespaces, promotions: Promotions) -> None:
@@ -54,11 +50,7 @@ class Lending:
         # The namespace of each sibling's session.
         self._borrowed: dict[str, Namespace] = {}
 
-    def leave_out(self, find_held: FindHeld) -> None:
-        """Do not store keys that siblings have. Before the first namespace."""
-        self._namespaces.find_held_elsewhere = find_held
-
-    def handle(self, session: str, message: SiblingMessage) -> list[Action]:
+    def handle(self, session: str, message: LendingRequest) -> list[Action]:
         """Handle a message of a sibling. Raises Refused."""
         if not self._enabled:
             text = "this daemon lends no blocks; set siblings.enabled = true in its configuration"

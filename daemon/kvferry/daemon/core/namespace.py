@@ -22,6 +22,7 @@ from kvferry.daemon.core.cache.jobs import Pins, Reservation
 from kvferry.daemon.core.layout import BlockLayout, GroupExtent, Int64s, ResolvedBlocks
 from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.core.region import Region
+from kvferry.daemon.core.tier_actions import TierDescription
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import OffloadKey
@@ -53,7 +54,7 @@ class Lease(msgspec.Struct, frozen=True):
 class Namespace:
     """One namespace: its cache, its region of the pool and its sessions.
 
-    changed: called with the namespace when it has key events to take. min_uses: see Cache.
+    changed: called with the namespace when it has key events to take.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Namespace:
         policy: str,
         threshold: int,
         changed: Callable[[Namespace], None],
-        min_uses: Sequence[int] = (),
+        tiers: Sequence[TierDescription] = (),
     ) -> None:
         self.name = fingerprint.name
         self.region = region
@@ -75,13 +76,13 @@ class Namespace:
         self.subscribers: set[str] = set()
         # Sessions of siblings that copy its blocks. They do not keep its region.
         self.borrowers: set[str] = set()
-        # See Namespaces.
-        self.find_held_elsewhere: FindHeld | None = None
+        self._find_held = next((tier.find_held for tier in tiers if tier.find_held), None)
         # Blocks that tiers may write into.
         self.promoting = 0
         self.sequence = 0
         self.generation = 1
         self.policy, self.threshold = policy, threshold
+        min_uses = [tier.min_uses for tier in tiers]
         self.cache = Cache(region.num_blocks, policy, threshold, min_uses, region.table)
         self.cache.events.on_event = partial(changed, self)
         self._pages: tuple[tuple[int, ...], ...] | None = None
@@ -290,9 +291,8 @@ class Namespace:
         first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True)) if parts else {}
         named = {keys[at]: part for at, part in parts.items() if first[keys[at]] == at}
         held: Set[OffloadKey] = frozenset()
-        find_held = self.find_held_elsewhere
-        if find_held is not None and self.store_name is not None:
-            held = find_held(self.store_name, keys)
+        if self._find_held is not None and self.store_name is not None:
+            held = self._find_held(self.store_name, keys)
         offered = [key for key in keys if key not in held] if held else keys
         reservation = self.cache.prepare_store(offered, named, keep)
         if reservation is None:

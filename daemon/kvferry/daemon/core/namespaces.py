@@ -23,7 +23,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.cache.policies import POLICIES
-from kvferry.daemon.core.namespace import FindHeld, Namespace
+from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.records import RecoveredRegion, namespace_owner
 from kvferry.daemon.core.region import Region
 from kvferry.daemon.core.regions import Regions
@@ -56,8 +56,7 @@ class Namespaces:
     """
 
     def __init__(self, regions: Regions, tiers: tuple[TierDescription, ...] = ()) -> None:
-        self._regions, self._tiers = regions, tuple(tier.name for tier in tiers)
-        self._min_uses = tuple(tier.min_uses for tier in tiers)
+        self._regions, self._tiers = regions, tiers
         # Blocks of freed namespaces that were evicted before they were written into each tier.
         self._unwritten = [0] * len(tiers)
         self._by_name: dict[str, Namespace] = {}
@@ -70,8 +69,6 @@ class Namespaces:
         # Whether a request waits for a region: tiers then take no blocks of a namespace without
         # users, so that its region can be freed.
         self.region_wanted = False
-        # Returns those of some keys of a store that need not be stored here; None: all are.
-        self.find_held_elsewhere: FindHeld | None = None
         # Pinned keys of each session.
         self._session_pins: dict[str, SessionPins] = {}
 
@@ -126,7 +123,7 @@ class Namespaces:
             namespace.threshold,
             self._similar_namespaces(namespace),
             namespace.generation,
-            self._tiers,
+            tuple(tier.name for tier in self._tiers),
         )
         return [SendMessage(session, reply)]
 
@@ -232,11 +229,7 @@ class Namespaces:
     def _make_namespace(
         self, region: Region, fingerprint: Fingerprint, policy: str, threshold: int
     ) -> Namespace:
-        namespace = Namespace(
-            region, fingerprint, policy, threshold, self._note_changed, self._min_uses
-        )
-        namespace.find_held_elsewhere = self.find_held_elsewhere
-        return namespace
+        return Namespace(region, fingerprint, policy, threshold, self._note_changed, self._tiers)
 
     def _note_changed(self, namespace: Namespace) -> None:
         self._changed[namespace] = None

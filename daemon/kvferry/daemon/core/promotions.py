@@ -40,8 +40,8 @@ from kvferry.proto.messages import Done, FindInTiers, TiersFound
 # long in vain: a quarter of a second is hardly noticed. On a busy machine processes wait for tenths
 # of a second, and that must not turn their reads into misses.
 MIN_SECONDS, MAX_SECONDS = 0.25, 2.0
-# The part of a namespace's blocks that is promoted at a time. A promotion evicts no more than the
-# store of the computed prompt would. The other part is left to stores.
+# Promotions write at most this part of a namespace's blocks at the same time, so that stores find
+# room. A promotion evicts no more blocks than the store of the computed prompt would.
 PROMOTED_PART = 0.5
 # Bytes that are read to measure the rate of a tier.
 MEASURED_BYTES = 64 << 20

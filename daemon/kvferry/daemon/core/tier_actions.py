@@ -6,14 +6,21 @@ written. Actions and reports pass like those of actions.py. Event loop only.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvferry.daemon.core.block_lines import Checksums
 from kvferry.daemon.core.layout import Int64s
+from kvferry.proto.keys import OffloadKey
 
 # Keys of one FindKeys, FetchBlocks or WriteJob: with the longest keys, a request to the
 # process of a tier fits a datagram.
 MAX_TIER_KEYS = 1024
+
+
+# Given the name of a store and keys of it: those that a tier holds and the pool need not store.
+FindHeld: TypeAlias = Callable[[str, Sequence[OffloadKey]], Set[OffloadKey]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +31,7 @@ class TierDescription:
     min_uses: the use from which on a block is written into it; the store of a key is a use, and
         each load and touch. 0: nothing is written.
     locality: for KV events, see Place. is_siblings: whether it consists of the pools of siblings,
-        to which this daemon lends its own.
+        to which this daemon lends its own. find_held: see FindHeld; None: all keys are stored.
     """
 
     name: str
@@ -32,6 +39,7 @@ class TierDescription:
     min_uses: int = 1
     locality: str | None = None
     is_siblings: bool = False
+    find_held: FindHeld | None = None
 
 
 # Actions

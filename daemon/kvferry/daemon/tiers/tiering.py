@@ -39,6 +39,7 @@ from kvferry.daemon.tiers.drop_markers import marker_directory
 from kvferry.daemon.tiers.drop_queue import DropQueue
 from kvferry.daemon.tiers.messages import TierBlocks
 from kvferry.daemon.tiers.read_rate import ReadRate
+from kvferry.daemon.tiers.siblings.key_table import KeyTables
 from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.tiers.write_check import WriteCheck
@@ -57,8 +58,10 @@ log = structlog.get_logger()
 def description_of(tier: TierConfig) -> TierDescription:
     """The description of a tier for the core."""
     min_uses = tier.admit_after if tier.write in COLDEST else 0
-    is_siblings, through = isinstance(tier, SiblingsTierConfig), tier.write == WRITE_THROUGH
-    return TierDescription(tier.name, through, min_uses, tier.locality, is_siblings)
+    through, find_held = tier.write == WRITE_THROUGH, None
+    if is_siblings := isinstance(tier, SiblingsTierConfig):
+        find_held = None if tier.store_all else KeyTables(tier.keys).find_held
+    return TierDescription(tier.name, through, min_uses, tier.locality, is_siblings, find_held)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,15 +30,11 @@ class Lender:
     def __init__(self, pool: LentPool, fd_server: FdServer) -> None:
         self._pool, self._fd_server = pool, fd_server
 
-    def lend_pool(self, action: LendPool, uid: int) -> PoolLent:
-        """Pass chunks of the pool to a session of user `uid`. Raises Refused.
+    def lend_pool(self, action: LendPool) -> PoolLent:
+        """Pass chunks of the pool to a sibling. Raises Refused.
 
-        The chunks may have blocks of any engine, so they are for the daemon's own user only. The
-        descriptors can only be read; a sibling cannot write into the pool by mistake.
+        The descriptors can only be read; a sibling cannot write into the pool by mistake.
         """
-        if uid != os.geteuid():
-            text = f"this daemon lends its pool to siblings of user {os.geteuid()}, not to {uid}"
-            raise Refused(Code.FORBIDDEN, f"{text}; run both daemons as one user", uid)
         if self._fd_server.holds_any(action.session):
             text = "descriptors of this session are waiting; fetch them before you request more"
             raise Refused(Code.BUSY, text, action.session)
@@ -52,6 +48,16 @@ class Lender:
             for descriptor in self._pool.descriptors[first:end][:MAX_LENT_CHUNKS]
         )
         return PoolLent(action.request_id, chunk_bytes, min(first, end), end, handles)
+
+
+def check_sibling(uid: int) -> None:
+    """Raise Refused (FORBIDDEN) if user `uid` is not the daemon's.
+
+    The pool may have blocks of any engine, and a sibling chooses the generation of a namespace.
+    """
+    if uid != os.geteuid():
+        text = f"this daemon lends its pool to siblings of user {os.geteuid()}, not to {uid}"
+        raise Refused(Code.FORBIDDEN, f"{text}; run both daemons as one user", uid)
 
 
 def _readable(descriptor: int) -> int:

@@ -38,13 +38,14 @@ from kvferry.daemon.observability.event_log import EventLog
 from kvferry.daemon.transport.accept_gate import AcceptGate
 from kvferry.daemon.transport.action_owners import ActionOwners
 from kvferry.daemon.transport.fd_server import FdServer
-from kvferry.daemon.transport.lender import Lender, LentPool
+from kvferry.daemon.transport.lender import Lender, LentPool, check_sibling
 from kvferry.daemon.transport.outbox import merge_results
 from kvferry.daemon.transport.sessions import Sessions
 from kvferry.daemon.transport.status import StatusAssembler
 from kvferry.daemon.transport.zap import ZapHandler, protect
 from kvferry.proto.codec import MAX_MESSAGE_BYTES
 from kvferry.proto.errors import KVFerryError
+from kvferry.proto.lending import LendingRequest
 from kvferry.proto.messages import ClientMessage, DaemonMessage, Goodbye, Hello, StatusReport
 
 # Messages of any size that ZeroMQ itself queues per connection: received ones, of at most twice
@@ -65,16 +66,16 @@ class Server:
         self,
         core: Core,
         endpoint: Endpoint,
-        client_log: EventLog,
         reports: ReportQueue,
         owners: ActionOwners,
         status: StatusAssembler,
+        pool: LentPool,
     ) -> None:
-        self._core, self._client_log = core, client_log
+        self._core = core
+        self._client_log = client_log = EventLog()
         self._reports, self._owners, self._status = reports, owners, status
-        # None: this daemon lends nothing.
-        self._lender: Lender | None = None
         self._fd_server = FdServer(endpoint, lambda: core.sessions, core.error_reply)
+        self._lender = Lender(pool, self._fd_server)
         self._context = zmq.Context(io_threads=1)
         self._socket = _router(self._context)
         self._accept_gate = AcceptGate(endpoint.messages)
@@ -88,10 +89,6 @@ class Server:
         self._accept_gate.bind_socket(self._socket)
         endpoint.apply_access()
         self._accept_gate.open_gate()
-
-    def lend(self, pool: LentPool) -> None:
-        """Lend blocks of the pool to siblings."""
-        self._lender = Lender(pool, self._fd_server)
 
     def start(self) -> None:
         """Serve clients from now on."""
@@ -129,6 +126,8 @@ class Server:
 
     def handle_message(self, session: str, message: ClientMessage) -> None:
         self._take_reports()
+        if isinstance(message, LendingRequest) and not self._is_sibling(session, message):
+            return
         self._perform(self._core.handle(session, message, time.monotonic()))
 
     def open_session(self, session: str, hello: Hello, uid: int) -> bool:
@@ -192,12 +191,20 @@ class Server:
                 case _:
                     self._owners.perform(action)
 
-    def _lend_pool(self, action: LendPool) -> None:
-        lender, peer = self._lender, self._sessions.peer_of(action.session)
-        if lender is None or peer is None:
-            return
+    def _is_sibling(self, session: str, message: LendingRequest) -> bool:
+        """Whether the session is of the daemon's own user; others get an error."""
+        peer = self._sessions.peer_of(session)
         try:
-            reply: DaemonMessage = lender.lend_pool(action, peer.uid)
+            check_sibling(-1 if peer is None else peer.uid)
+        except KVFerryError as error:
+            reply = self._core.error_reply(error, message.request_id, session)
+            self._sessions.send_message(session, reply)
+            return False
+        return True
+
+    def _lend_pool(self, action: LendPool) -> None:
+        try:
+            reply: DaemonMessage = self._lender.lend_pool(action)
         except KVFerryError as error:
             reply = self._core.error_reply(error, action.request_id, action.session)
         self._sessions.send_message(action.session, reply)
