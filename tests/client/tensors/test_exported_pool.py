@@ -24,11 +24,14 @@ class MemoryDriver:
 
     def __init__(self) -> None:
         self._memory = SimulatedMemory()
-        self.full = False
+        # Segments that still fit into the device.
+        self.room = 100
 
     def call(self, name: str, *arguments: Any) -> None:
-        if self.full and name == "cuMemCreate":
-            raise Failed(Code.DRIVER, "cuMemCreate returned 2: out of memory", 2)
+        if name == "cuMemCreate":
+            if not self.room:
+                raise Failed(Code.DRIVER, "cuMemCreate returned 2: out of memory", 2)
+            self.room -= 1
         assert self._memory.call(name, *arguments), name
 
     def device_attribute(self, attribute: int, ordinal: int) -> int:
@@ -107,7 +110,28 @@ def test_a_segment_is_freed_while_its_memory_is_released(driver: MemoryDriver) -
 
 
 def test_a_full_device(driver: MemoryDriver, caplog: pytest.LogCaptureFixture) -> None:
-    driver.full = True
+    driver.room = 0
     with caplog.at_level(logging.WARNING, "kvferry"):
         assert SegmentAllocator(0).allocate(GRANULE, 0, None) is None
     assert f"cannot allocate {GRANULE} bytes" in caplog.text
+
+
+def test_a_restore_on_a_full_device_is_repeated(driver: MemoryDriver) -> None:
+    """What was restored keeps its bytes."""
+    pool = SegmentAllocator(0)
+    addresses = [allocate(pool, GRANULE) for _ in range(3)]
+    pool.release_memory()
+    driver.room = 1
+    with pytest.raises(Failed):
+        pool.restore_memory()
+    (restored,) = [address for address in addresses if mapped_memory_at(address)]
+    ctypes.memmove(restored, b"kept", 4)
+    addresses.remove(restored)
+    pool.free(addresses.pop(), GRANULE, 0, None)
+    driver.room = 1
+    pool.restore_memory()
+    assert bytes_of_descriptor(restored) == b"kept"
+    assert bytes_of_descriptor(addresses[0]) == bytes(4)
+    for address in (restored, *addresses):
+        pool.free(address, GRANULE, 0, None)
+        assert mapped_memory_at(address) is None

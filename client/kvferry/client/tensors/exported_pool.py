@@ -37,7 +37,8 @@ class SegmentAllocator:
         self._ordinal = ordinal
         # Segments by address.
         self._segments: dict[int, DeviceMemory] = {}
-        self._released = False
+        # Addresses of those whose bytes are released.
+        self._released: set[int] = set()
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +63,8 @@ class SegmentAllocator:
         try:
             with driver().visiting(self._ordinal) as context:
                 driver().drain(context)
-                if self._released:
+                if address in self._released:
+                    self._released.remove(address)
                     segment.free_address()
                 else:
                     os.close(remove_mapping(address).descriptor)
@@ -75,27 +77,24 @@ class SegmentAllocator:
 
         The device has the memory back once the daemon has unmapped it, too. Raises Failed (DRIVER).
         """
-        if self._released:
-            return
         with driver().visiting(self._ordinal) as context:
             driver().drain(context)
-            for segment in self._segments.values():
-                os.close(remove_mapping(segment.address).descriptor)
-                segment.unmap()
-        self._released = True
+            for address in self._segments.keys() - self._released:
+                os.close(remove_mapping(address).descriptor)
+                self._segments[address].unmap()
+                self._released.add(address)
 
     def restore_memory(self) -> None:
         """Allocate the bytes of all segments again, with undefined content.
 
-        Raises Failed (DRIVER) if the device has too little memory.
+        Raises Failed (DRIVER) if the device has too little memory; call it again once it has more.
         """
-        if not self._released:
-            return
         with driver().visiting(self._ordinal):
             memory = self._virtual_memory()
-            for segment in self._segments.values():
+            for address in tuple(self._released):
+                segment = self._segments[address]
                 add_mapping(segment, memory.replace_memory(segment))
-        self._released = False
+                self._released.remove(address)
 
     def _virtual_memory(self) -> VirtualMemory:
         return VirtualMemory(driver(), self._ordinal)
