@@ -80,6 +80,7 @@ def start(running: ExitStack, name: str, host_gib: int) -> VLLMServer:
         extra["kvferry_dirs"] = daemon.directory
     options = {
         "max_model_len": TOKENS + 1024,
+        "gpu_memory_utilization": 0.25,  # they start at the same time
         "kv_cache_memory_bytes": 4 << 30,
         "num_gpu_blocks_override": GPU_BLOCKS,
     }

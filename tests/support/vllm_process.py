@@ -170,11 +170,18 @@ def make_prompts(count: int, seed: int, tokens: int, shared: int = 0) -> Prompts
 
 
 class GpuDaemon:
-    """A kvferryd for one GPU, with a runtime directory of its own. tree: as for VLLM."""
+    """A kvferryd for one GPU. tree: as for VLLM. runtime_dir: by default one of its own."""
 
-    def __init__(self, device: int = 0, pool: str = "8GiB", tree: str = "", **options: Any) -> None:
+    def __init__(
+        self,
+        device: int = 0,
+        pool: str = "8GiB",
+        tree: str = "",
+        runtime_dir: Path | None = None,
+        **options: Any,
+    ) -> None:
         self._device, self._pool, self._tree, self._options = device, pool, tree, options
-        self.runtime_dir = Path(tempfile.mkdtemp(prefix="kvferry-"))
+        self.runtime_dir = runtime_dir or Path(tempfile.mkdtemp(prefix="kvferry-"))
         self.start()
 
     @property
