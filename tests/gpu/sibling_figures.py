@@ -1,99 +1,232 @@
-"""Time to first token of a prompt that another replica has stored, through its daemon.
+"""What replicas of one model gain from siblings: two daemons, and an engine beside each.
 
-    python tests/gpu/sibling_figures.py [--devices 0,1] [--reps 7] [--json FILE]
+    python tests/gpu/sibling_figures.py [ttft,chat,mla] [--devices 0,1] [--reps 7] [--json FILE]
 
-Two daemons that are siblings, and an engine beside each, Llama-3.1-8B's shape. The first engine
-computes and stores a prompt of 16,384 tokens. The second one is asked for it: that loads the blocks
-of the sibling (sibling_ms). Then its GPU's cache is emptied and it is asked again: those are blocks
-of its own daemon (own_ms). With `--devices 0,0` both are on one GPU.
+ttft    time to first token of 16,384 tokens, Llama-3.1-8B's shape. The first engine computes and
+        stores a prompt. The second one is asked for it: that loads blocks of the sibling. Then its
+        GPU's cache is emptied, it stores another prompt, and loads that: blocks of its own daemon
+chat    conversations of four rounds, each round of each at one of two engines, chosen at random.
+        Before every round the GPUs' caches are emptied. `isolated`: daemons that are no siblings;
+        `vllm`: vLLM's own connector
+mla     two ranks of one engine with multi-head latent attention: bytes stored in both pools, and
+        time to first token of a prompt in host memory. `alone`: daemons that are no siblings
+
+With `--devices 0,0` both engines are on one GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import tempfile
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvferry.client import OffloadClient
 from support.vllm_measure import Record, measure_link, print_figures, summary
-from support.vllm_models import LARGE, kv_bytes
+from support.vllm_models import DEEPSEEK, FAMILIES, LARGE, kv_bytes
 from support.vllm_process import VLLM, GpuDaemon, make_prompts
 
 TOKENS = 16384
+# With as many layers as large models have.
+MANY_LAYERS = DEEPSEEK | {"num_hidden_layers": 48}
+CONVERSATIONS, ROUNDS, STEP, GENERATED = 16, 4, 2048, 32
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", nargs="?", default="ttft,chat")
     parser.add_argument("--devices", default="0,1")
     parser.add_argument("--reps", type=int, default=7)
     parser.add_argument("--host-gib", type=int, default=24, help="of each daemon")
-    parser.add_argument("--tree", default="", help="another source tree of the daemons")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     record: Record = {"link_gbs": measure_link()}
     print_figures("link", gbs=record["link_gbs"])
-    record["moved_ms"] = kv_bytes(LARGE, TOKENS) / record["link_gbs"] / 1e6
-    with ExitStack() as running:
-        daemons, (first, second) = start(running, chosen)
-        rows = [measure_round(first, second, daemons[1], n) for n in range(-2, chosen.reps)]
-    record["rows"] = [{"connector": "kvferry", **row} for row in rows[2:]]
-    record["figures"] = summary(
-        "siblings", record["rows"], "cold_ms", "sibling_ms", "own_ms", "ratio"
-    )
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps(record, indent=1))
-
-
-def start(running: ExitStack, chosen: Any) -> tuple[list[GpuDaemon], list[VLLM]]:
     devices = [int(device) for device in chosen.devices.split(",")]
-    folders = [Path(tempfile.mkdtemp(prefix="kvferry-")) for _ in devices]
-    siblings = {
-        "siblings_enabled": "true",
-        "siblings_directories": ":".join(map(str, folders)),
-    }
-    daemons, engines = list[GpuDaemon](), list[VLLM]()
-    for device, folder in zip(devices, folders, strict=True):
-        pool = f"{chosen.host_gib}GiB"
-        daemon = GpuDaemon(device, pool, chosen.tree, runtime_dir=folder, **siblings)
-        daemons.append(running.enter_context(daemon))
-    for device, daemon in zip(devices, daemons, strict=True):
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(device)
-        extra = {"cpu_bytes_to_use": chosen.host_gib << 30, "kvferry_dirs": daemon.directory}
+    with ExitStack() as running:
+        daemons = start_daemons(running, devices, f"{chosen.host_gib}GiB")
+        if "mla" in chosen.what:
+            record["mla"] = measure_mla(daemons, chosen.reps)
+            for daemon in daemons:
+                daemon.restart(**siblings_of(daemons))
+        if "ttft" in chosen.what or "chat" in chosen.what:
+            extras = [{"kvferry_dirs": daemon.directory} for daemon in daemons]
+            engines = start_engines(running, "kvferry", devices, chosen.host_gib, extras)
+        if "ttft" in chosen.what:
+            rows = [measure_ttft(engines, daemons[1], n) for n in range(-2, chosen.reps)][2:]
+            record["ttft"] = rows
+            summary("ttft", rows, "cold_ms", "sibling_ms", "own_ms", "ratio")
+        if "chat" in chosen.what:
+            record["chat"] = []
+            kinds = ["siblings", "isolated", "vllm"]
+            own = start_engines(running, "vllm", devices, chosen.host_gib, [{}, {}])
+            for kind in kinds:
+                if kind == "isolated":
+                    for daemon in daemons:
+                        daemon.restart(siblings_enabled="false")
+                for number in range(-1, chosen.reps):
+                    row = measure_chat(own if kind == "vllm" else engines, number)
+                    print_figures(f"chat {kind}", round=number, **row)
+                    if number >= 0:
+                        record["chat"].append({"connector": kind, **row})
+            summary("chat", record["chat"], "later_s", "requests_s", "cached")
+        if chosen.json is not None:
+            chosen.json.write_text(json.dumps(record, indent=1))
+
+
+def start_daemons(running: ExitStack, devices: Sequence[int], pool: str) -> list[GpuDaemon]:
+    daemons = [running.enter_context(GpuDaemon(device, pool)) for device in devices]
+    for daemon in daemons:
+        daemon.restart(**siblings_of(daemons))
+    return daemons
+
+
+def siblings_of(daemons: Sequence[GpuDaemon]) -> dict[str, str]:
+    """The option with which daemons in different runtime directories are siblings."""
+    return {"siblings_directories": ":".join(str(daemon.runtime_dir) for daemon in daemons)}
+
+
+def start_engines(
+    running: ExitStack,
+    connector: str,
+    devices: Sequence[int],
+    host_gib: int,
+    extras: Sequence[dict[str, Any]],
+) -> list[VLLM]:
+    """An engine on each device. Those on different GPUs start at the same time."""
+    start = partial(
+        VLLM, connector, model=LARGE, max_model_len=TOKENS + 1024, gpu_memory_utilization=0.42
+    )
+    with ThreadPoolExecutor(len(set(devices))) as threads:
+        host = {"cpu_bytes_to_use": host_gib << 30}
+        started = [
+            threads.submit(start, extra=host | extra, device=device)
+            for device, extra in zip(devices, extras, strict=True)
+        ]
+        engines = [running.enter_context(each.result()) for each in started]
+    print_figures("started", connector=connector)
+    return engines
+
+
+def measure_mla(daemons: Sequence[GpuDaemon], reps: int) -> Record:
+    """Rows of each kind, and the bytes that one prompt takes in both pools."""
+    rows, stored = list[Record](), dict[str, int]()
+    for kind in ("siblings", "alone"):
+        if kind == "alone":
+            for daemon in daemons:
+                daemon.restart(siblings_enabled="false")
+        extra = {"cpu_bytes_to_use": 16 << 30, "kvferry_dirs": [d.directory for d in daemons]}
         engine = VLLM(
-            model=LARGE, extra=extra, max_model_len=TOKENS + 1024, gpu_memory_utilization=0.42
+            model=MANY_LAYERS,
+            extra=extra,
+            tensor_parallel_size=2,
+            max_model_len=TOKENS + 1024,
+            **FAMILIES["mla"].options,
         )
-        engines.append(running.enter_context(engine))
-    return daemons, engines
+        with engine:
+            for number in range(-2, reps):
+                before = stored_bytes(daemons)
+                prompt = make_prompts(1, 300 + number, TOKENS)
+                cold, _ = engine.timed(prompt)
+                engine.settle()
+                stored[kind] = stored_bytes(daemons) - before
+                engine.forget()
+                host, cached = engine.timed(prompt)
+                row: Record = {
+                    "cold_ms": 1e3 * cold,
+                    "host_ms": 1e3 * host,
+                    "gpu_ms": 1e3 * time_gpu_hit(engine, prompt),
+                    "cached": cached,
+                }
+                print_figures(f"mla {kind}", round=number, stored_mib=stored[kind] >> 20, **row)
+                if number >= 0:
+                    rows.append({"connector": kind, **row})
+    summary("mla", rows, "cold_ms", "host_ms", "gpu_ms")
+    return {"rows": rows, "stored_bytes": stored}
 
 
-def measure_round(first: VLLM, second: VLLM, daemon: GpuDaemon, number: int) -> Record:
-    prompt = make_prompts(1, 100 + number, TOKENS)
-    cold, _ = first.timed(prompt)
-    first.settle()
+def stored_bytes(daemons: Sequence[GpuDaemon]) -> int:
+    total = 0
+    for daemon in daemons:
+        with OffloadClient(daemon.directory, engine="observer") as client:
+            total += sum(each.ready * each.block_bytes for each in client.namespaces())
+    return total
+
+
+def measure_ttft(engines: Sequence[VLLM], daemon: GpuDaemon, number: int) -> Record:
+    first, second = engines
+    theirs, own = (
+        make_prompts(1, 200 + 2 * number, TOKENS),
+        make_prompts(1, 201 + 2 * number, TOKENS),
+    )
+    cold = first.timed(theirs)[0]
+    second.timed(own)
+    for engine in engines:
+        engine.settle()
+    second.forget()
+    gpu = time_gpu_hit(second, own)
+    second.forget()
+    sibling, copied = second.timed(theirs)
     second.settle()
     second.forget()
-    sibling, cached = second.timed(prompt)
-    second.settle()
-    second.forget()
-    own, again = second.timed(prompt)
+    loaded, cached = second.timed(own)
     with OffloadClient(daemon.directory, engine="observer") as client:
         (status,) = client.status().siblings
-    row = {
+    row: Record = {
         "cold_ms": 1e3 * cold,
         "sibling_ms": 1e3 * sibling,
-        "own_ms": 1e3 * own,
-        "ratio": sibling / own,
-        "cached": cached,
-        "again": again,
+        "own_ms": 1e3 * loaded,
+        "gpu_ms": 1e3 * gpu,
+        "ratio": sibling / loaded,
+        "cached": (copied, cached),
+        "loaded_gib": status.loaded_bytes / 2**30,
         "copied": status.copied,
-        "missed": status.missed,
     }
-    print_figures("siblings", round=number, **row)
-    return row
+    print_figures("ttft", round=number, **row)
+    return {"connector": "kvferry", **row}
+
+
+def time_gpu_hit(engine: VLLM, prompt: list[list[int]]) -> float:
+    engine.timed(prompt)
+    return statistics.median(engine.timed(prompt)[0] for _ in range(3))
+
+
+def measure_chat(engines: Sequence[VLLM], number: int) -> Record:
+    rng = random.Random(number)
+    prompts = make_prompts(CONVERSATIONS, 1500 + number, ROUNDS * STEP)
+    seconds, cached = list[float](), 0
+    with ThreadPoolExecutor(len(engines)) as threads:
+        for turn in range(1, ROUNDS + 1):
+            parts: list[list[list[int]]] = [[] for _ in engines]
+            for ids in prompts:
+                rng.choice(parts).append(ids[: turn * STEP])
+            begun = time.perf_counter()
+            asked = [
+                threads.submit(engine.timed, part, GENERATED)
+                for engine, part in zip(engines, parts, strict=True)
+                if part
+            ]
+            cached += sum(each.result()[1] for each in asked)
+            seconds.append(time.perf_counter() - begun)
+            for engine in engines:
+                engine.settle()
+                engine.forget()
+    later = sum(seconds[1:])
+    tokens = CONVERSATIONS * STEP * sum(range(1, ROUNDS))
+    return {
+        "first_s": seconds[0],
+        "later_s": later,
+        "requests_s": CONVERSATIONS * (ROUNDS - 1) / later,
+        "cached": cached / tokens,
+        "gib": CONVERSATIONS * kv_bytes(LARGE, ROUNDS * STEP) / 2**30,
+    }
 
 
 if __name__ == "__main__":

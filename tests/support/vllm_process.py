@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -59,7 +60,8 @@ class VLLM:
     connector: a name in CONNECTORS. extra: its kv_connector_extra_config. sensitive: use weights
     whose outputs depend on the KV cache (sensitive_loader.py), so that answers can be compared;
     else dummy weights. isolated: in PID and IPC namespaces of its own, as in a container. tree:
-    another source tree of kvferry, whose client the engine uses. options: of vLLM.
+    another source tree of kvferry, whose client the engine uses. device: the GPU; None: all.
+    options: of vLLM.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class VLLM:
         sensitive: bool = False,
         isolated: bool = False,
         tree: str = "",
+        device: int | None = None,
         **options: Any,
     ) -> None:
         transfer = CONNECTORS[connector]
@@ -84,6 +87,7 @@ class VLLM:
             "options": options,
             "top": TOP if sensitive else None,
         }
+        visible = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
         self._process = subprocess.Popen(
             [
                 *(CONTAINER if isolated else ()),
@@ -94,7 +98,7 @@ class VLLM:
             stderr=sys.stderr,
             text=True,
             start_new_session=True,
-            env={**os.environ, "PYTHONHASHSEED": "0"} | python_path(tree),
+            env={**os.environ, "PYTHONHASHSEED": "0"} | python_path(tree) | visible,
         )
         self.answer()
 
@@ -170,18 +174,11 @@ def make_prompts(count: int, seed: int, tokens: int, shared: int = 0) -> Prompts
 
 
 class GpuDaemon:
-    """A kvferryd for one GPU. tree: as for VLLM. runtime_dir: by default one of its own."""
+    """A kvferryd for one GPU, with a runtime directory of its own. tree: as for VLLM."""
 
-    def __init__(
-        self,
-        device: int = 0,
-        pool: str = "8GiB",
-        tree: str = "",
-        runtime_dir: Path | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, device: int = 0, pool: str = "8GiB", tree: str = "", **options: Any) -> None:
         self._device, self._pool, self._tree, self._options = device, pool, tree, options
-        self.runtime_dir = runtime_dir or Path(tempfile.mkdtemp(prefix="kvferry-"))
+        self.runtime_dir = Path(tempfile.mkdtemp(prefix="kvferry-"))
         self.start()
 
     @property
@@ -271,7 +268,7 @@ def model_folder(model: dict[str, Any]) -> Path:
     name = f"{model['model_type']}-{zlib.crc32(json.dumps(model).encode()):08x}"
     folder = Path(tempfile.gettempdir()) / f"kvferry-{name}"
     folder.mkdir(exist_ok=True)
-    unfinished = folder / f"{os.getpid()}.part"
+    unfinished = folder / f"{os.getpid()}-{threading.get_ident()}.part"
     unfinished.write_text(json.dumps(model))
     unfinished.replace(folder / "config.json")  # several engines may write at the same time
     return folder
