@@ -18,6 +18,7 @@ from kvferry.proto.specs import Direction
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 TIER = proto_status.TierStatus("disk", "on")
+SIBLING = proto_status.SiblingStatus("/run/kvferry/GPU-1", "on")
 
 
 def daemon_status(
@@ -25,12 +26,13 @@ def daemon_status(
     engines: tuple[proto_status.EngineStatus, ...],
     errors: dict[str, int],
 ) -> proto_status.DaemonStatus:
-    """The status of a daemon with a tier, and with a session of each engine."""
+    """The status of a daemon with a tier, a sibling, and a session of each engine."""
     device, pool = proto_status.DeviceInfo("cpu", "cpu", "host"), proto_status.PoolStatus(1, 1, 1)
     sessions, totals = len(engines), proto_status.Totals()
     return proto_status.DaemonStatus(
         *("0", "b", 1, 1.0, device, pool, sessions, engines, totals, errors, None, health),
         tiers=(TIER,),
+        siblings=(SIBLING,),
     )
 
 
