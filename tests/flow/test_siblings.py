@@ -17,7 +17,7 @@ from kvferry.client.doctor import Finding, Verdict, run_checks
 from kvferry.testing.engine import until
 from support.sibling_daemons import SiblingDaemons, copy_keys
 from support.tier_processes import tier_process_of
-from support.tiered_engine import keys
+from support.tiered_engine import PAGE, keys
 from support.time_limits import PROMPTLY, TIMEOUT
 
 Start = Callable[..., SiblingDaemons]
@@ -42,6 +42,63 @@ def test_what_one_stores_the_others_load(start: Start) -> None:
     assert one.client.status().located >= 16
     (tier,) = three.client.status().tiers
     assert (tier.name, tier.errors, tier.checksum_failures) == ("siblings", 0, 0)
+
+
+def test_blocks_are_loaded_directly_from_the_sibling(start: Start) -> None:
+    """They take no block of the own pool, and other daemons are not told that it has them."""
+    siblings = start(2)
+    one, two = siblings.engines
+    one.store(range(16))
+    siblings.wait_mapped()
+    until(lambda: two.find(range(16)).prefix == 16)
+    assert {two.manager.lookup(each) for each in keys(range(16))} == {Lookup.HIT}
+    assert two.find(range(16)).promoted == 0
+    two.load(range(16))
+    (status,) = siblings.statuses(1)
+    assert (status.loaded, status.loaded_bytes, status.copied) == (16, 16 * PAGE, 0)
+    (namespace,) = two.client.namespaces()
+    assert namespace.free == two.num_blocks
+    assert [each.keys for each in siblings.statuses(0)] == [0]
+    one.client.reset()
+    assert two.find(range(16)).prefix == 0
+    assert {two.manager.lookup(each) for each in keys(range(16))} == {Lookup.MISS}
+
+
+def test_own_blocks_and_those_of_siblings_in_one_load(start: Start) -> None:
+    siblings = start(3)
+    one, two, three = siblings.engines
+    one.store(range(8))
+    two.store(range(8, 16))
+    three.store(range(16, 24))
+    siblings.wait_mapped()
+    until(lambda: three.find(range(24)).prefix == 24)
+    three.load([*range(20), 7, 23])
+    assert [each.loaded for each in siblings.statuses(2)] == [9, 8]
+
+
+def test_a_load_of_what_the_sibling_has_evicted_fails(start: Start) -> None:
+    """The key was found before. Its next lookup is a miss."""
+    siblings = start(2)
+    one, two = siblings.engines
+    one.store(range(8))
+    siblings.wait_mapped()
+    until(lambda: two.find(range(8)).prefix == 8)
+    assert two.load_resident(range(8))
+    one.store(range(1000, 1000 + one.num_blocks))
+    assert not two.load_resident(range(8))
+    until(lambda: two.manager.lookup(keys([0])[0]) is Lookup.MISS)
+
+
+def test_a_load_from_a_sibling_that_has_just_died_is_right_or_fails(start: Start) -> None:
+    siblings = start(2)
+    one, two = siblings.engines
+    one.store(range(8))
+    siblings.wait_mapped()
+    until(lambda: two.find(range(8)).prefix == 8)
+    siblings.kill(0)
+    two.load_resident(range(8))
+    until(lambda: siblings.statuses(1)[0].mapped_bytes == 0)
+    assert not two.load_resident(range(8))
 
 
 def test_what_a_sibling_has_is_not_stored_again(start: Start) -> None:
@@ -159,12 +216,20 @@ def test_lent_memory_can_only_be_read_and_is_freed_when_its_owner_dies(start: St
     one, two = siblings.engines
     one.store(range(4))
     copy_keys(two, range(4))
-    owner, borrower = siblings.daemons[0].pid, tier_process_of(siblings.daemons[1].pid)
-    assert borrower is not None
-    pool = {inode for _, inode in pool_mappings(owner)}
-    assert {access for access, inode in pool_mappings(borrower) if inode in pool} == {"r--s"}
+    siblings.wait_mapped()
+    owner, daemon = siblings.daemons[0].pid, siblings.daemons[1].pid
+    process = tier_process_of(daemon)
+    assert process is not None
+    pool = {inode for access, inode in pool_mappings(owner) if access == "rw-s"}
+    for pid in (daemon, process):
+        assert {access for access, inode in pool_mappings(pid) if inode in pool} == {"r--s"}
     siblings.kill(0)
-    until(lambda: not pool & {inode for _, inode in pool_mappings(borrower)})
+    for pid in (daemon, process):
+        until(partial(maps_none, pid, pool))
+
+
+def maps_none(pid: int, pool: set[str]) -> bool:
+    return not pool & {inode for _, inode in pool_mappings(pid)}
 
 
 def pool_mappings(pid: int) -> list[tuple[str, str]]:

@@ -285,8 +285,12 @@ MESSAGES: dict[str, Any] = {
     "daemon/tiers_found": wire.TiersFound(10, 2, 1, 0.25),
     "daemon/namespace_lent": NamespaceLent(11, 3),
     "daemon/pool_lent": PoolLent(12, 1 << 30, 64, 66, (7, 8)),
+    "daemon/pool_lent-table": PoolLent(12, 1 << 30, 64, 66, (7, 8), (64 << 30) + 4096, 9),
     "daemon/blocks_located": BlocksLocated(
         13, (1 << 40, ABSENT, UNCOMMITTED), ((1 << 64) - 1, 0, 0)
+    ),
+    "daemon/blocks_located-versions": BlocksLocated(
+        13, (1 << 40, ABSENT, UNCOMMITTED), ((1 << 64) - 1, 0, 0), (7, 0, 0)
     ),
     "daemon/status-siblings": wire.StatusReport(
         6,
@@ -297,6 +301,15 @@ MESSAGES: dict[str, Any] = {
                 proto_status.SiblingStatus("/run/kvferry/GPU-2", "connecting"),
             ),
             located=5,
+        ),
+    ),
+    "daemon/status-lent": wire.StatusReport(
+        6,
+        msgspec.structs.replace(
+            NEW_STATUS,
+            siblings=(
+                proto_status.SiblingStatus("/run/kvferry/GPU-1", "on", 1, 2, 3, 4, 0.5, 6, 7, 8),
+            ),
         ),
     ),
     "daemon/snapshot": wire.Snapshot(6, 0, False, (KEY, OTHER)),
@@ -319,11 +332,14 @@ EARLIER = {
     "client/allocate-bounded",
     "daemon/allocated-cuda",
     "daemon/allocated-fd",
+    "daemon/blocks_located",
+    "daemon/pool_lent",
     "daemon/status",
     "daemon/status-health",
     "daemon/status-healthy",
     "daemon/status-kept",
     "daemon/status-new",
+    "daemon/status-siblings",
     "daemon/status-tiers",
     "daemon/status-verification",
     "daemon/welcome",

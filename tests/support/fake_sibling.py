@@ -69,7 +69,7 @@ class FakeSibling:
                 handles = tuple(self.descriptors)
                 return [PoolLent(number, CHUNK, 0, len(handles), handles)]
             case LocateBlocks(number, keys):
-                return [BlocksLocated(number, (0,) * len(keys), (0,) * len(keys))]
+                return [BlocksLocated(number, *[(0,) * len(keys)] * 3)]
             case ResetLent(number):
                 return [wire.Done(number)]
         return []

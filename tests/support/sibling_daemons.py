@@ -60,6 +60,15 @@ class SiblingDaemons:
         for number in range(len(self.folders)):
             until(partial(self._is_linked, number, others))
 
+    def wait_mapped(self) -> None:
+        """Wait until each can load directly from all others."""
+        self.wait_linked()
+        for number in range(len(self.folders)):
+            until(partial(self._is_mapped, number))
+
+    def _is_mapped(self, number: int) -> bool:
+        return all(status.mapped_bytes for status in self.statuses(number))
+
     def _is_linked(self, number: int, others: list[bool]) -> bool:
         return [status.is_on for status in self.statuses(number)] == others
 

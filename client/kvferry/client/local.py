@@ -28,9 +28,10 @@ class LocalDaemon:
     """Start kvferryd on a device; the constructor returns when it is ready.
 
     device: "cpu", a GPU's index or its UUID. pool_bytes: size of the host pool. options: further
-    flags of kvferryd as keywords (stop_drain_seconds=1, reference_stall=0.5...). `directory` is for
-    OffloadClient. Raises the error that kvferryd reports if it does not start (NO_DEVICE,
-    BAD_CONFIG...), else Gone (DAEMON_GONE, TIMEOUT) with its log.
+    flags of kvferryd as keywords (stop_drain_seconds=1, reference_stall=0.5...). Without the option
+    siblings_enabled it exchanges no blocks with other daemons. `directory` is for OffloadClient.
+    Raises the error that kvferryd reports if it does not start (NO_DEVICE, BAD_CONFIG...), else
+    Gone (DAEMON_GONE, TIMEOUT) with its log.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class LocalDaemon:
             "pool_size": pool_bytes,
             "runtime_dir": self.runtime_dir,
             "stop_with_process": os.getpid(),
+            "siblings_enabled": "false",
         }
         self.command = [sys.executable, "-m", "kvferry.daemon"]
         for name, value in (arguments | options).items():

@@ -52,7 +52,7 @@ class MirroredKeys:
         removed = list[set[OffloadKey]]()
         for event in events:
             match event.kind:
-                case EventKind.STORED:
+                case EventKind.STORED | EventKind.BORROWED:
                     ready.add_keys(event.keys)
                     pending.discard_keys(event.keys)
                 case EventKind.PENDING:

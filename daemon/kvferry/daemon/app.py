@@ -51,14 +51,16 @@ from kvferry.daemon.persistence.checksum_client import ChecksumClient
 from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
 from kvferry.daemon.persistence.recovery import RecoveredState, chunks_of, recover_pool
 from kvferry.daemon.persistence.region_store import RegionStore
+from kvferry.daemon.persistence.table_file import TableFile
 from kvferry.daemon.reload import Reload
 from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor
 from kvferry.daemon.tier_config import SiblingsTierConfig
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
-from kvferry.daemon.tiers.siblings.key_table import TABLES_BYTES
+from kvferry.daemon.tiers.siblings.key_table import TABLES_BYTES, KeyTables
+from kvferry.daemon.tiers.siblings.lent_memory import MappedWindows
 from kvferry.daemon.tiers.tier_process import PoolFiles
-from kvferry.daemon.tiers.tiering import Tiering, description_of, start_tiers
+from kvferry.daemon.tiers.tiering import SiblingMemory, Tiering, description_of, start_tiers
 from kvferry.daemon.transport.accept_gate import max_client_fd
 from kvferry.daemon.transport.action_owners import ActionOwners
 from kvferry.daemon.transport.lender import LentPool
@@ -142,15 +144,18 @@ async def run(
     log_denied_calls(engine.numa_node)
     gc.set_threshold(*GC_THRESHOLDS)  # before a million keys are restored
     shutdown, reports, metrics = Shutdown(), ReportQueue(), Metrics()
-    siblings = siblings_tier(config, endpoint.directory)
-    tier_configs = (*siblings, *config.tiers.used)
+    siblings, tier_configs = None, config.tiers.used
+    if (own_tier := siblings_tier(config, endpoint.directory)) is not None:
+        windows = MappedWindows(engine, pool, partial(TableFile, writable=False))
+        siblings = SiblingMemory(windows, KeyTables(own_tier.keys))
+        tier_configs = (own_tier, *tier_configs)
     core = Core(
         identity_of(engine, config.limits),
         pool.nbytes,
         HOST_BYTES,
         max_regions(),
         metrics.jobs.count_job,
-        tuple(map(description_of, tier_configs)),
+        tuple(description_of(tier, siblings) for tier in tier_configs),
     )
     # Before the socket exists: a user who sees it may send SIGTERM.
     with signals.handled(shutdown.stop, config.stop.with_process):
@@ -159,7 +164,12 @@ async def run(
             checksums = ChecksumClient(pool.descriptors, pool.chunk_bytes, config.integrity.threads)
             pool_files = PoolFiles(pool.descriptors, pool.chunk_bytes, pool.nbytes)
             tiers = start_tiers(
-                tier_configs, pool_files, endpoint.directory, core.writes, reports.put_reports
+                tier_configs,
+                pool_files,
+                endpoint.directory,
+                core.writes,
+                reports.put_reports,
+                siblings,
             )
             publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
             worker = DeviceWorker(engine, pool, reports.put_reports, shutdown.fail)
@@ -190,7 +200,7 @@ async def run(
                 publisher.publish,
                 probe.receive_reply,
             )
-            lent = LentPool(pool.descriptors, pool.chunk_bytes)
+            lent = LentPool(pool.descriptors, pool.chunk_bytes, region_store.descriptor_of)
             server = Server(core, endpoint, reports, owners, status, lent)
             region_store.restore_regions(kept.fds, core.restore_region)
             tensors = kept_tensor_store.restore_tensors(kept.fds, core.restore_kept_tensors)
@@ -248,14 +258,14 @@ def identity_of(engine: CopyEngine, limits: LimitsConfig) -> DaemonIdentity:
     )
 
 
-def siblings_tier(config: Config, own: Path) -> tuple[SiblingsTierConfig, ...]:
-    """The tier of siblings, if that is enabled. own: the daemon's directory."""
+def siblings_tier(config: Config, own: Path) -> SiblingsTierConfig | None:
+    """The tier of siblings; None if that is off. own: the daemon's directory."""
     if not config.siblings.enabled:
-        return ()
+        return None
     further = map(Path, filter(None, config.siblings.directories.split(":")))
     keys = sealed_memfd("kvferry-sibling-keys", TABLES_BYTES)
     directories = config.directory, *further
-    return (SiblingsTierConfig(own, directories, keys, config.siblings.store_all),)
+    return SiblingsTierConfig(own, directories, keys, config.siblings.store_all)
 
 
 def log_denied_calls(numa_node: int | None) -> None:

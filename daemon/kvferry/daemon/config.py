@@ -102,7 +102,7 @@ class SiblingsConfig(Section, frozen=True):
             description="exchange blocks with the other daemons of this host and user: what one "
             "has stored the engines of all others find; each of them needs this setting"
         ),
-    ] = False
+    ] = True
     store_all: Annotated[
         bool,
         Meta(

@@ -295,9 +295,13 @@ class Driver:
         self.call("cuMemAlloc_v2", byref(pointer), nbytes)
         return pointer.value
 
-    def register_host(self, address: int, nbytes: int, *, mapped: bool = False) -> None:
-        """Page-lock host memory for all contexts. mapped: also map it for access by the device."""
-        self.call("cuMemHostRegister_v2", address, nbytes, 1 | (2 if mapped else 0))
+    def register_host(
+        self, address: int, nbytes: int, *, mapped: bool = False, writable: bool = True
+    ) -> None:
+        """Page-lock host memory for all contexts. mapped: also map it for access by the device.
+        writable: False for memory that is mapped read-only."""
+        flags = 1 | (2 if mapped else 0) | (0 if writable else 8)
+        self.call("cuMemHostRegister_v2", address, nbytes, flags)
 
     def host_device_pointer(self, address: int) -> int:
         """The device address of host memory that was registered with `mapped`."""

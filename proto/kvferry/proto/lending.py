@@ -74,7 +74,9 @@ class PoolLent(Message):
     """Handles of the pool's chunks from number `first` on; their descriptors can only be read.
 
     All chunks of the pool but the last have `chunk_bytes`. end: after the last chunk with a part of
-    the namespace; there may be more chunks than handles.
+    the namespace; there may be more chunks than handles. start: of the namespace, in bytes in the
+    pool. table: handle of its block table, whose versions show whether a block has changed; None if
+    it is in no file.
     """
 
     request_id: Id
@@ -82,19 +84,23 @@ class PoolLent(Message):
     first: Count
     end: Count
     handles: Annotated[tuple[Id, ...], Meta(max_length=MAX_LENT_CHUNKS)]
+    start: Count = 0
+    table: Id | None = None
 
 
 class BlocksLocated(Message):
     """Where the blocks of LocateBlocks are, as of now: nothing holds them.
 
     offsets: in bytes in the pool; ABSENT, or UNCOMMITTED if the checksum is not computed yet.
-    checksums: XXH3 of each block's bytes, seeded with that of its key. After
-        the copy, the bytes are those of the block only if they have this checksum.
+    checksums: XXH3 of each block's bytes, seeded with that of its key. versions: in the block
+        table. After a copy, the bytes are those of the block only if they have this checksum, or if
+        the block table still has this version.
     """
 
     request_id: Id
     offsets: Annotated[tuple[int, ...], Meta(max_length=MAX_LOCATED)]
     checksums: Annotated[tuple[Checksum, ...], Meta(max_length=MAX_LOCATED)]
+    versions: Annotated[tuple[Count, ...], Meta(max_length=MAX_LOCATED)] = ()
 
 
 LendingRequest: TypeAlias = BorrowNamespace | BorrowPool | LocateBlocks | ResetLent

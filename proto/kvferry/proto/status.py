@@ -255,6 +255,11 @@ class SiblingStatus(Part):
     ] = 0
     copied_bytes: Annotated[int, counter("Bytes copied from the sibling.", text="")] = 0
     copy_seconds: Annotated[float, counter("Time of the copies.", text="")] = 0.0
+    loaded: Annotated[
+        int, counter("Blocks loaded from the sibling's pool directly.", "blocks", result="loaded")
+    ] = 0
+    loaded_bytes: Annotated[int, counter("Bytes loaded directly.", text="")] = 0
+    mapped_bytes: Annotated[int, gauge("Bytes of the sibling's pool that are mapped.", text="")] = 0
 
     @property
     def is_on(self) -> Annotated[bool, gauge("Whether its blocks are copied: 1 or 0.", "on")]:

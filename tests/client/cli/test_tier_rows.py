@@ -77,11 +77,12 @@ def test_an_idle_tier_has_no_rates() -> None:
 
 
 def test_status_shows_each_sibling_and_why_it_is_not_used() -> None:
-    on = SiblingStatus("/run/kvferry/GPU-1", "on", 1200, 300, 2, GIB, 0.5)
+    on = SiblingStatus("/run/kvferry/GPU-1", "on", 1200, 300, 2, GIB, 0.5, 200, 2 * GIB, 4 * GIB)
     off = SiblingStatus("/run/kvferry/GPU-2", "no daemon runs there")
     assert [line.plain for line in sibling_lines((on, off), 80)] == [
         "sibling  /run/kvferry/GPU-1, on",
-        "         1,200 keys, copied 1 GiB in 300 blocks (2 GiB/s), 2 gone",
+        "         1,200 keys, 4 GiB mapped, loaded 2 GiB in 200 blocks,",
+        "         copied 1 GiB in 300 blocks (2 GiB/s), 2 gone",
         "sibling  /run/kvferry/GPU-2, no daemon runs there",
-        "         0 keys, copied 0 B in 0 blocks",
+        "         0 keys, not mapped, loaded 0 B in 0 blocks, copied 0 B in 0 blocks",
     ]

@@ -11,6 +11,7 @@ from kvferry.daemon.core.actions import (
     SendMessage,
     SendStream,
 )
+from kvferry.daemon.core.records import namespace_owner
 from kvferry.daemon.core.tier_actions import (
     DropStore,
     LendPool,
@@ -30,6 +31,7 @@ from kvferry.proto.lending import (
     ResetLent,
 )
 from support.namespaces_fixture import (
+    FINGERPRINT,
     OTHER,
     POOL,
     REGION_BYTES,
@@ -142,7 +144,8 @@ def test_the_pool_is_lent_where_the_namespace_is() -> None:
     fixture.open_namespace("b", OTHER, REGION_BYTES)
     borrow(fixture)
     (lent,) = fixture.send("s", BorrowPool(4, 2))
-    assert lent == LendPool("s", 4, 0, REGION_BYTES, 2)
+    owner = namespace_owner(FINGERPRINT.name)
+    assert lent == LendPool("s", 4, 0, REGION_BYTES, 2, owner)
 
 
 def test_a_sibling_must_borrow_first() -> None:

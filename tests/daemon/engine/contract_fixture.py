@@ -26,7 +26,7 @@ from kvferry.daemon.core.actions import (
     TensorsUnmapped,
     UnmapTensors,
 )
-from kvferry.daemon.core.layout import BlockLayout
+from kvferry.daemon.core.layout import BlockLayout, ResolvedBlocks
 from kvferry.daemon.device.device_worker import DeviceWorker
 from kvferry.daemon.device.mappings import MapCommand
 from kvferry.daemon.engine.base import CopyEngine, Mapping
@@ -229,14 +229,29 @@ class ModelledRegistration:
             self.model(direction, spec, hosts)
         return command.plan.serial
 
+    def start_borrowed(self, spec: GPULoadStoreSpec, hosts: list[int], away: int) -> None:
+        """Start a load of host blocks that are `away` bytes from where they are in the pool."""
+        layout = self.block_layout
+        extents = layout.group_extents(Direction.LOAD, spec, len(hosts))
+        starts = layout.region_start + np.array(hosts, np.int64) * layout.host_block_bytes
+        blocks = layout.resolve_borrowed(extents, np.full(len(hosts), -1), starts + away)
+        assert not blocks.host_blocks.size
+        self.fixture.worker.post_command(self._started(Direction.LOAD, blocks, host_end=0))
+        self.model(Direction.LOAD, spec, hosts)
+
     def command(
         self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]
     ) -> StartTransfer:
         blocks = self.block_layout.resolve(direction, spec, np.array(hosts, dtype=np.int64))
+        return self._started(direction, blocks, self.block_layout.end_offset(blocks.extents))
+
+    def _started(
+        self, direction: Direction, blocks: ResolvedBlocks, host_end: int
+    ) -> StartTransfer:
         serial, runs = next(self.fixture.serials), blocks.extents
         plan = CopyPlan(
             serial, self.number, direction, runs, self.block_layout.count_bytes(runs), 0, 0,
-            self.block_layout.end_offset(runs),
+            host_end,
         )  # fmt: skip
         return StartTransfer(plan, "session", plan.serial)
 

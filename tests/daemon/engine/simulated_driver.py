@@ -108,7 +108,7 @@ class SimulatedDriver:
     def copy_to_device(self, pointer: int, array: np.ndarray[Any, Any]) -> None:
         ctypes.memmove(pointer, array.ctypes.data, array.nbytes)
 
-    def register_host(self, address: int, nbytes: int) -> None: ...
+    def register_host(self, address: int, nbytes: int, *, writable: bool = True) -> None: ...
 
     # Streams and events
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import queue
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, cast
 
 import numpy as np
@@ -32,9 +33,11 @@ from kvferry.daemon.engine.cuda.dma import FEW
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
 from kvferry.daemon.memory import fd_closer
 from kvferry.daemon.memory.pool import HostPool
+from kvferry.daemon.memory.shared_memory import ReadOnlyFiles
 from kvferry.proto.errors import Code, KVFerryError
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import Direction, GPULoadStoreSpec
+from kvferry.shm.memfd import sealed_memfd
 
 from .contract_fixture import (
     CHUNK,
@@ -94,6 +97,30 @@ def test_every_byte_equals_the_model(fixture: ContractFixture, name: str) -> Non
             ended = fixture.report(TransferCompleted)
             assert (ended.serial, ended.outcome, ended.error) == (serial, Outcome.DONE, None)
             assert ended.seconds >= 0
+        engine.check()
+
+
+@pytest.mark.parametrize("name", ["layers", "odd widths", "two groups", "large"])
+def test_loads_read_another_pool_that_is_mapped_read_only(
+    fixture: ContractFixture, name: str
+) -> None:
+    engine, rng = fixture.open(LAYOUTS[name]), np.random.default_rng(4)
+    own, engine.host = engine.host, rng.integers(0, 256, POOL, dtype=np.uint8)
+    with ExitStack() as stack:
+        files = [sealed_memfd("other", CHUNK) for _ in range(POOL // CHUNK)]
+        for number, file in enumerate(files):
+            stack.callback(os.close, file)
+            os.pwrite(file, engine.host[number * CHUNK :][:CHUNK].tobytes(), 0)
+        memory = ReadOnlyFiles(files, CHUNK, fixture.pool.address)
+        stack.callback(memory.close)
+        for address in range(memory.address, memory.address + POOL, CHUNK):
+            fixture.engine.pin(address, CHUNK, writable=False)
+            stack.callback(fixture.engine.unpin, address)
+        for _ in range(6):
+            job = transfer(LAYOUTS[name], engine.block_layout.host_blocks, rng)
+            engine.start_borrowed(*job, memory.address - fixture.pool.address)
+            assert fixture.report(TransferCompleted).outcome is Outcome.DONE
+        engine.host = own
         engine.check()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.daemon.core.block_table import BlockTable
 from kvferry.daemon.core.records import RegionRecord
-from kvferry.daemon.persistence.table_file import LINES_AT, RECORD_BYTES, TableFile
+from kvferry.daemon.persistence.table_file import LINES_AT, RECORD_BYTES, TableFile, mark_void
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.layout import LayoutArrays
@@ -97,7 +97,7 @@ def test_a_record_that_is_too_long_is_refused_and_the_old_one_stays() -> None:
 
 def test_an_invalidated_table_is_refused() -> None:
     with new_file() as file:
-        file.mark_void()
+        mark_void(file.descriptor)
         with pytest.raises(Refused):
             read_file(file)
 

@@ -16,6 +16,7 @@ import pytest
 
 from kvferry.daemon.tier_config import MooncakeTierConfig
 from kvferry.daemon.tiers.base import Result
+from kvferry.daemon.tiers.messages import UsageRequest
 from kvferry.daemon.tiers.mooncake import store_client
 from kvferry.daemon.tiers.tier_process import TierTimes
 from kvferry.proto.errors import Refused
@@ -133,7 +134,7 @@ def follow(host: Host, space: str) -> list[str]:
     gets the namespace when it is dropped elsewhere."""
     client, dropped = host.tier.client, list[str]()
     client.dropped_elsewhere = dropped.append
-    client.namespaces = lambda: {space: ""}
+    client.usage_request = lambda: UsageRequest({space: ""})
     host.tier.wait_until(lambda: space in client._generations)
     return dropped
 

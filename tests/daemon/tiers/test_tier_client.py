@@ -396,7 +396,7 @@ def test_another_generation_of_a_namespace_that_was_never_searched_is_noticed(ru
     """Also a smaller one. The first one that is known is not a change."""
     client, dropped = rude.tier.client, list[str]()
     client.dropped_elsewhere = dropped.append
-    client.namespaces = lambda: {NAMESPACE: ""}
+    client.usage_request = lambda: UsageRequest({NAMESPACE: ""})
     (rude.folder / "generation").write_text("7")
     rude.tier.wait_until(lambda: NAMESPACE in client._generations)
     (rude.folder / "generation").write_text("5")
@@ -417,6 +417,7 @@ def test_a_drop_by_this_daemon_is_not_reported_as_one_of_another(rude: Rude) -> 
 
 
 def test_the_process_is_told_which_stores_are_in_use(rude: Rude) -> None:
-    rude.tier.client.namespaces = lambda: {"a": "a-part", "b": "", "c": "c-part"}
+    names = {"a": "a-part", "b": "", "c": "c-part"}
+    rude.tier.client.usage_request = lambda: UsageRequest(names)
     rude.tier.usage()
     rude.tier.wait_until(lambda: (rude.folder / "used").read_text() == "a-part c-part")

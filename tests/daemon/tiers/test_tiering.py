@@ -28,6 +28,7 @@ from kvferry.daemon.core.writes import Writes
 from kvferry.daemon.tier_config import CustomTierConfig
 from kvferry.daemon.tiers import drop_queue, tier_client, write_out
 from kvferry.daemon.tiers.drop_markers import add_marker, marked_stores
+from kvferry.daemon.tiers.messages import UsageRequest
 from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.tiers.tiering import DropTimes, start_tiers
 from kvferry.testing.tier_subjects import (
@@ -185,7 +186,8 @@ async def test_a_drop_in_a_shared_tier_is_reported(pool: PoolMemory, tmp_path: P
     reports, core, config = list[Report](), FakeWrites(), CustomTierConfig(MEMORY, {"size": 4096})
     files = PoolFiles(pool.files.descriptors, POOL_BYTES // 2, POOL_BYTES)
     tiers = start_tiers([config, config], files, tmp_path, cast(Writes, core), reports.extend)
-    assert [tier.client.namespaces for tier in tiers] == [core.namespaces] * 2
+    requests = [tier.client.usage_request() for tier in tiers]
+    assert requests == [UsageRequest(core.namespaces(), core.generations())] * 2
     tiers[1].client.dropped_elsewhere(NAMESPACE)
     assert reports == [StoreDroppedElsewhere(1, NAMESPACE)]
     for tier in tiers:

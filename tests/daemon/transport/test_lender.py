@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.daemon.core.records import namespace_owner
 from kvferry.daemon.core.tier_actions import LendPool
 from kvferry.daemon.transport.lender import Lender, LentPool, check_sibling
 from kvferry.proto.errors import Code, Refused
@@ -16,6 +17,7 @@ from kvferry.proto.lending import MAX_LENT_CHUNKS, PoolLent
 from kvferry.shm.memfd import sealed_memfd
 
 CHUNK, UID = 4096, os.geteuid()
+OWNER = namespace_owner("namespace")
 
 
 class HeldFds:
@@ -51,12 +53,12 @@ def lender(fds: HeldFds) -> Iterator[Lender]:
 
 
 def lend(lender: Lender, start: int, end: int, first: int = 0) -> PoolLent:
-    return lender.lend_pool(LendPool("s", 1, start * CHUNK, end * CHUNK, first))
+    return lender.lend_pool(LendPool("s", 1, start * CHUNK, end * CHUNK, first, OWNER))
 
 
 def test_the_chunks_of_the_region_are_lent_to_be_read(lender: Lender, fds: HeldFds) -> None:
-    action = LendPool("s", 7, 2 * CHUNK + 1, 5 * CHUNK + 1, 0)
-    assert lender.lend_pool(action) == PoolLent(7, CHUNK, 2, 6, tuple(fds.held))
+    action = LendPool("s", 7, 2 * CHUNK + 1, 5 * CHUNK + 1, 0, OWNER)
+    assert lender.lend_pool(action) == PoolLent(7, CHUNK, 2, 6, tuple(fds.held), action.start)
     assert len(fds.held) == 4
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.write(fds.held[0], b"x")
@@ -75,7 +77,7 @@ def test_many_chunks_are_lent_in_parts(lender: Lender, fds: HeldFds) -> None:
 
 @pytest.mark.parametrize("first", [5, 1 << 40])
 def test_no_chunk_beyond_the_region_is_lent(lender: Lender, fds: HeldFds, first: int) -> None:
-    assert lend(lender, 2, 5, first) == PoolLent(1, CHUNK, 5, 5, ())
+    assert lend(lender, 2, 5, first) == PoolLent(1, CHUNK, 5, 5, (), 2 * CHUNK)
     assert not fds.held
 
 

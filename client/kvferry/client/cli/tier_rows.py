@@ -53,14 +53,16 @@ def tier_row(tier: TierStatus) -> Text:
 
 
 def sibling_lines(siblings: Sequence[SiblingStatus], width: int) -> Iterator[Text]:
-    """Rows of `kvferry status`: each sibling, and why its blocks are not copied."""
+    """Rows of `kvferry status`: each sibling, and why its blocks are not used."""
     for sibling in siblings:
         state = Text(printable(sibling.state), "green" if sibling.is_on else "yellow")
         yield from rows("sibling", [printable(sibling.directory), state], width)
         copied = f"copied {size(sibling.copied_bytes)} in {sibling.copied:,} blocks"
         if sibling.copy_seconds:
             copied += f" ({size(sibling.copied_bytes / sibling.copy_seconds)}/s)"
-        parts = [f"{sibling.keys:,} keys", copied]
+        mapped = f"{size(sibling.mapped_bytes)} mapped" if sibling.mapped_bytes else "not mapped"
+        loaded = f"loaded {size(sibling.loaded_bytes)} in {sibling.loaded:,} blocks"
+        parts = [f"{sibling.keys:,} keys", mapped, loaded, copied]
         if sibling.missed:
             parts.append(f"{sibling.missed:,} gone")
         yield from rows("", parts, width, "dim")

@@ -137,6 +137,7 @@ class Core:
             return [
                 *self._regions.take_changes(),
                 SendMessage(session, self.refusal_reply(message, error, session)),
+                *self._namespaces.take_key_events(),
             ]
         return [*self._regions.take_changes(), *actions, *self._namespaces.take_key_events()]
 
@@ -282,7 +283,7 @@ class Core:
             case wire.Wait():
                 return self._transfers.add_wait(session, engine, message)
             case wire.FindInTiers():
-                return self._promotions.find_keys(session, message)
+                return self._promotions.find_keys(session, message, now)
             case wire.Reset(request_id):
                 reset = self._namespaces.handle_message(session, message)
                 return [*reset, *self._promotions.drop_store(session, request_id)]

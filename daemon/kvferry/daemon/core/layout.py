@@ -224,6 +224,17 @@ class BlockLayout:
         kept = None if in_range(hosts, self.host_blocks) else hosts >= 0
         return self._resolved(group_extents, hosts, kept)
 
+    def resolve_borrowed(
+        self, group_extents: tuple[GroupExtent, ...], hosts: Int64s, offsets: Int64s
+    ) -> ResolvedBlocks:
+        """As resolve_extents, but host blocks of -1 are in another pool. offsets: of them, in
+        order, from the start of the own pool."""
+        away = hosts < 0
+        starts = hosts * self._host_block
+        starts[away] = offsets - self.region_start
+        extents, slots = self._placed(group_extents, starts, None)
+        return ResolvedBlocks(extents, slots, hosts[~away])
+
     def end_parts(self, part: GroupExtent) -> tuple[tuple[int, int], tuple[int, int]]:
         """The sub-blocks (from, to) that it uses of its first and of its last host block."""
         end = part.skip + part.gpu_blocks.size
@@ -274,16 +285,21 @@ class BlockLayout:
         self, group_extents: tuple[GroupExtent, ...], hosts: Int64s, kept: Bools | None
     ) -> ResolvedBlocks:
         """Resolve group extents to pool offsets and GPU slots. kept: of the host blocks to use."""
+        extents, slots = self._placed(group_extents, hosts * self._host_block, kept)
+        return ResolvedBlocks(extents, slots, hosts if kept is None else hosts[kept])
+
+    def _placed(
+        self, group_extents: tuple[GroupExtent, ...], starts: Int64s, kept: Bools | None
+    ) -> tuple[tuple[Extent, ...], Int64s]:
+        """The extents, and their GPU slots. starts: of host blocks, in bytes in the region."""
         extents, slots = [], []
         for part in group_extents:
-            extent = self._extent(part, hosts, kept)
+            extent = self._extent(part, starts, kept)
             if extent.gpu_blocks.size:
                 base = self._slot_base[extent.group]
                 extents.append(extent)
                 slots.append(extent.gpu_blocks + base if base else extent.gpu_blocks)
-        return ResolvedBlocks(
-            tuple(extents), join_ids(slots), hosts if kept is None else hosts[kept]
-        )
+        return tuple(extents), join_ids(slots)
 
     def _sub_blocks_of(self, group_extents: tuple[GroupExtent, ...], hosts: Int64s) -> Int64s:
         if self.factor == 1:
@@ -310,11 +326,11 @@ class BlockLayout:
             written = [blocks[group] for group in sharers if group in blocks]
             check_unique(join_ids(written), self.gpu_slots, "GPU block")
 
-    def _extent(self, part: GroupExtent, hosts: Int64s, kept: Bools | None) -> Extent:
+    def _extent(self, part: GroupExtent, starts: Int64s, kept: Bools | None) -> Extent:
         """The GPU blocks of one group whose host block is `kept`, and their pool offsets."""
         own = slice(part.begin, part.end)
         used = slice(part.skip, part.skip + part.gpu_blocks.size)
-        starts = hosts[own] * self._host_block
+        starts = starts[own]
         if self.factor > 1:
             starts = starts[:, None]
         offsets = (starts + self._sub_blocks[part.group]).ravel()[used]

@@ -5,9 +5,10 @@
     LocateBlocks    -> BlocksLocated                                     offsets and checksums
     ResetLent       -> Done                                              the sibling was reset
 
-Nothing is held for a sibling: it copies the bytes and compares the checksum, which is seeded with
-the key. If a block is evicted, reset or overwritten meanwhile, that is a miss. So a sibling that
-dies or misbehaves leaves nothing behind, and cannot keep a block or a region in use.
+Nothing is held for a sibling: it copies the bytes, and then compares the checksum, which is seeded
+with the key, or the block's version. If a block is evicted, reset or overwritten meanwhile, that is
+a miss. So a sibling that dies or misbehaves leaves nothing behind, and cannot keep a block or a
+region in use.
 
 Two daemons exchange blocks only while their namespaces have the same generation. Called by the
 core, on the event loop.
@@ -65,7 +66,8 @@ class Lending:
         match message:
             case BorrowPool(request_id, first):
                 region = namespace.region
-                return [LendPool(session, request_id, region.start, region.end, first)]
+                owner = region.owner
+                return [LendPool(session, request_id, region.start, region.end, first, owner)]
             case LocateBlocks():
                 return [self._locate(session, namespace, message)]
             case ResetLent(request_id):
@@ -116,6 +118,6 @@ class Lending:
         offsets[~committed] = UNCOMMITTED
         offsets[blocks < 0] = ABSENT
         sums = np.where(committed, table.lines.checksums(blocks), 0)
-        located_at = tuple(offsets.tolist())
-        reply = BlocksLocated(message.request_id, located_at, tuple(sums.tolist()))
-        return SendMessage(session, reply)
+        versions = np.where(committed, table.lines.versions(blocks), 0)
+        columns = (tuple(column.tolist()) for column in (offsets, sums, versions))
+        return SendMessage(session, BlocksLocated(message.request_id, *columns))

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from kvferry.daemon.core.block_lines import Part
+from kvferry.daemon.core.borrowed import BorrowedBlocks, BorrowedKeys
 from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.cache.jobs import Pins, Reservation
@@ -25,7 +26,7 @@ from kvferry.daemon.core.region import Region
 from kvferry.daemon.core.tier_actions import TierDescription
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
-from kvferry.proto.keys import OffloadKey
+from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.messages import KeyEvent, KeyEvents, Snapshot
 from kvferry.proto.specs import MAX_KEYS, Direction, GPULoadStoreSpec, KeyLoadStoreSpec
@@ -38,13 +39,24 @@ SNAPSHOT_BLOCKS = MAX_KEYS
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """The blocks that a keyed transfer holds in its namespace."""
+    """The blocks that a keyed transfer holds in its namespace. borrowed: those it reads from
+    siblings, which hold nothing."""
 
     namespace: Namespace
     held: Reservation | Pins
+    borrowed: BorrowedBlocks | None = None
 
-    def release_blocks(self, *, done: bool) -> None:
-        """End the lease. The keys of a completed store become loadable."""
+    def forget_changed(self) -> bool:
+        """Forget borrowed keys whose blocks have changed since they were found. Returns whether
+        there are any: the bytes of such a load must not be used."""
+        changed = [] if self.borrowed is None else self.borrowed.changed_keys()
+        self.namespace.borrowed.forget(changed)
+        return bool(changed)
+
+    def release_blocks(self, *, done: bool, nbytes: int = 0) -> None:
+        """End the lease. The keys of a completed store become loadable. nbytes: moved."""
+        if self.borrowed is not None:
+            self.borrowed.release(nbytes)
         if isinstance(self.held, Pins):
             self.namespace.cache.complete_load(self.held)
         else:
@@ -85,6 +97,8 @@ class Namespace:
         min_uses = [tier.min_uses for tier in tiers]
         self.cache = Cache(region.num_blocks, policy, threshold, min_uses, region.table)
         self.cache.events.on_event = partial(changed, self)
+        lent_memory = next((tier.lent_memory for tier in tiers if tier.lent_memory), None)
+        self.borrowed = BorrowedKeys(lent_memory, self.cache)
         self._pages: tuple[tuple[int, ...], ...] | None = None
         # GPU blocks in a host block.
         self._factor = 0
@@ -210,17 +224,27 @@ class Namespace:
             blocks, lease = self._reserve_keys(keys, parts, host.keep)
         else:
             blocks, lease = self._pin_keys(keys, parts, (0, layout.factor))
+        if (borrowed := lease.borrowed) is not None:
+            borrowed.hold()
+            return layout.resolve_borrowed(group_extents, blocks, borrowed.rows[1]), lease
         return layout.resolve_extents(group_extents, blocks), lease
 
     def reset(self, generation: int = 0) -> DeferredFree:
         """Make every key absent, and refuse stores of the generation before. Returns the tables to
         be freed. generation: the new one, if it is larger than the next."""
         self.generation = max(self.generation + 1, generation)
+        self.borrowed.clear()
         return self.cache.reset()
+
+    def states(self, keys: Sequence[OffloadKey]) -> list[Lookup | None]:
+        """The lookup of each key, which is not counted. Borrowed keys are a HIT. None: it has no
+        block."""
+        return self.borrowed.add_to(keys, self.cache.states(keys))
 
     def count_prefix(self, keys: Sequence[OffloadKey]) -> int:
         """How many of `keys`, from the first on, are loadable or pending."""
-        return self.cache.count_prefix(keys)
+        found = (Lookup.HIT, Lookup.HIT_PENDING)
+        return next((at for at, one in enumerate(self.states(keys)) if one not in found), len(keys))
 
     def take_key_events(self) -> KeyEvents | None:
         """The key events since the last call; None if there are none."""
@@ -264,14 +288,26 @@ class Namespace:
     def _pin_keys(
         self, keys: Sequence[OffloadKey], parts: dict[int, Part], whole: Part
     ) -> tuple[Int64s, Lease]:
-        pins = self.cache.prepare_load(keys)
+        """The host block of each key; -1 for those that are borrowed."""
+        away = self.borrowed.places(keys)
+        borrowed = self.borrowed.blocks_of([keys[place] for place in away]) if away else None
+        if borrowed is not None and (changed := borrowed.changed_keys()):
+            self.borrowed.forget(changed)
+            text = f"the sibling no longer has key {changed[0].hex()}; treat it as a miss"
+            raise Refused(Code.KEY_ABSENT, text, changed[0].hex())
+        here = sorted({*range(len(keys))} - {*away}) if away else range(len(keys))
+        pins = self.cache.prepare_load([keys[place] for place in here])
         try:
-            for position, key in enumerate(keys) if self.cache.has_parts else ():
-                self._check_part(key, parts.get(position, whole))
+            for position in here if self.cache.has_parts else ():
+                self._check_part(keys[position], parts.get(position, whole))
         except Refused:
             self.cache.complete_load(pins)
             raise
-        return pins.blocks, Lease(self, pins)
+        if borrowed is None:
+            return pins.blocks, Lease(self, pins)
+        blocks = np.full(len(keys), -1, np.int64)
+        blocks[here] = pins.blocks
+        return blocks, Lease(self, pins, borrowed)
 
     def _check_part(self, key: OffloadKey, wanted: Part) -> None:
         stored = self.cache.stored_part(key)

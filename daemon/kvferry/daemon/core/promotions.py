@@ -3,6 +3,7 @@
     FindInTiers -> FindKeys ... KeysFound (perhaps in parts) -> FetchBlocks, TiersFound
     ... BlocksFetched (keys become loadable or absent) ... FetchReleased (blocks are released)
 
+Keys that can be loaded directly from a sibling are not promoted, but borrowed (borrowed.py).
 A prefix is promoted only if reading it is expected to be faster than computing it. If it is not,
 and the rate of the tier is not known, some of its last keys are read nevertheless, to measure it:
 no request waits for them, as the first keys are absent. Called by the core, on the event loop.
@@ -92,10 +93,11 @@ class Promotions:
         """The searches of a session end without a reply."""
         self._searches.close_session(session)
 
-    def find_keys(self, session: str, message: FindInTiers) -> list[Action]:
+    def find_keys(self, session: str, message: FindInTiers, now: float) -> list[Action]:
         """Ask the tiers for the absent keys, or reply at once. Raises Refused."""
         namespace = self._namespaces.require_namespace(session, message)
         namespace.check_keys(message.keys)
+        namespace.borrowed.expire(now)
         states = namespace.cache.states(message.keys)
         keys = message.keys
         absent = dict.fromkeys(key for key, state in zip(keys, states, strict=True) if not state)
@@ -188,11 +190,16 @@ class Promotions:
         if namespace.generation != search.generation:
             return [_resident_reply(namespace, search.session, message)]
         tier_of = dict(zip(search.keys, search.tier_of, strict=True))
-        found = _found_prefix(message.keys, namespace.cache.states(message.keys), tier_of)
+        if search.places is not None:
+            nbytes, start = namespace.fingerprint.host_block_bytes, namespace.region.start
+            namespace.borrowed.add(search.keys, search.places, nbytes, start, report.now)
+        found, gained = _found_prefix(message.keys, namespace.states(message.keys), tier_of)
         most = max(1, int(PROMOTED_PART * namespace.region.num_blocks))
-        found = found[: max(0, most - namespace.promoting)]
+        if len(found) > (room := max(0, most - namespace.promoting)):
+            found = found[:room]
+            gained = room
         estimate = _estimate_seconds(namespace, [tier_of[key] for key in found], report)
-        computing = message.compute_seconds * len(found)
+        computing = message.compute_seconds * gained if found else 0.0
         seconds = _deadline(estimate, computing)
         skips = 0 < computing <= estimate
         if skips:
@@ -245,15 +252,17 @@ def _resident_reply(namespace: Namespace, session: str, message: FindInTiers) ->
 
 def _found_prefix(
     keys: Sequence[OffloadKey], states: Sequence[Lookup | None], tier_of: dict[OffloadKey, int]
-) -> list[OffloadKey]:
-    """The keys to promote of the longest prefix that is resident or in a tier."""
-    found = dict[OffloadKey, None]()
+) -> tuple[list[OffloadKey], int]:
+    """The keys to promote of the longest prefix that is resident or in a tier. Also the number of
+    keys that need not be computed then: from the first of these on, all of the prefix."""
+    found, gained = dict[OffloadKey, None](), 0
     for key, state in zip(keys, states, strict=True):
         if state is None and tier_of.get(key, -1) >= 0:
             found[key] = None
         elif state is None or state is Lookup.MISS:
             break
-    return list(found)
+        gained += bool(found)
+    return list(found), gained
 
 
 def _estimate_seconds(namespace: Namespace, tiers: Sequence[int], report: KeysFound) -> float:

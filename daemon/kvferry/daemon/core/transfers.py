@@ -167,7 +167,8 @@ class Transfers:
             nbytes,
             message.wait_for,
             registration.hazards.add_transfer(serial, direction, blocks),
-            registration.layout.end_offset(blocks.extents),
+            # Blocks in the pools of siblings are outside of the region, and registered.
+            min(registration.layout.end_offset(blocks.extents), registration.region.end),
             0.0 if engine == OWN else now,
             requires,
         )
@@ -208,7 +209,7 @@ class Transfers:
         result = self._result(job, report)
         done = result.outcome is Outcome.DONE
         if job.lease is not None:
-            job.lease.release_blocks(done=done)
+            job.lease.release_blocks(done=done, nbytes=job.nbytes if done else 0)
         elif job.registration.region.states is not None and job.direction is Direction.STORE:
             job.registration.region.states.end_store(job.serial, job.blocks, done=done)
         own = job.registration.engine == OWN
@@ -257,6 +258,9 @@ class Transfers:
         outcome, error = report.outcome, report.error
         if outcome is Outcome.DONE and job.error is not None:
             outcome, error = Outcome.FAILED, job.error
+        if outcome is Outcome.DONE and job.lease is not None and job.lease.forget_changed():
+            message = "a sibling's block changed while it was loaded; treat it as a miss"
+            outcome, error = Outcome.FAILED, ErrorInfo(Code.KEY_ABSENT, message, str(job.job_id))
         if outcome is Outcome.CANCELLED:
             message = f"job {job.job_id} was cancelled; submit it again if it is still needed"
             error = ErrorInfo(Code.CANCELLED, message, str(job.job_id))

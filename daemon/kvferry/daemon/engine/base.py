@@ -125,8 +125,11 @@ class CopyEngine(Protocol):
         calibration; None if the engine has none.
         """
 
-    def pin(self, address: int, nbytes: int) -> None:
-        """Register a chunk of the host pool with the device. Any thread. Raises Failed."""
+    def pin(self, address: int, nbytes: int, *, writable: bool = True) -> None:
+        """Register a chunk of host memory with the device. Any thread. Raises Failed.
+
+        writable: whether the device may write it; False for memory that is mapped read-only.
+        """
 
     def unpin(self, address: int) -> None:
         """Undo `pin` of the chunk at `address`. Any thread."""

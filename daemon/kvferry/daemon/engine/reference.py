@@ -99,7 +99,7 @@ class ReferenceEngine:
             thread.daemon = True
             thread.start()
 
-    def pin(self, address: int, nbytes: int) -> None:
+    def pin(self, address: int, nbytes: int, *, writable: bool = True) -> None:
         """Do nothing: the CPU can copy from pageable memory."""
 
     def unpin(self, address: int) -> None:

@@ -38,7 +38,7 @@ class HostRegistrar(Protocol):
     def numa_node(self) -> int | None:
         """The NUMA node of the device; None if it has none."""
 
-    def pin(self, address: int, nbytes: int) -> None:
+    def pin(self, address: int, nbytes: int, *, writable: bool = True) -> None:
         """Register a chunk of host memory. Raises Failed (POOL_TOO_LARGE)."""
 
     def unpin(self, address: int) -> None:

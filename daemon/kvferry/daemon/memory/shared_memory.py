@@ -137,6 +137,32 @@ class MappedFiles:
             os.close(descriptor)
 
 
+class ReadOnlyFiles:
+    """Files mapped back to back, to be read only. Owns the mapping, not the descriptors.
+
+    descriptors: of files of `file_bytes`; the last may be smaller. like: an address; the first file
+    begins at an address that differs from it by a multiple of `file_bytes`. Raises OSError.
+    """
+
+    def __init__(self, descriptors: Sequence[int], file_bytes: int, like: int = 0) -> None:
+        sizes = [os.fstat(descriptor).st_size for descriptor in descriptors]
+        self.nbytes = sum(sizes)
+        self._reserved = self.nbytes + file_bytes
+        self._begin = _map(None, self._reserved, _NO_ACCESS, _PRIVATE | _ANONYMOUS | _NORESERVE, -1)
+        self.address = at = self._begin + (like - self._begin) % file_bytes
+        try:
+            for descriptor, size in zip(descriptors, sizes, strict=True):
+                _map(at, size, mmap.PROT_READ, mmap.MAP_SHARED | _FIXED, descriptor)
+                at += size
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Unmap the memory. Nothing may access it."""
+        _done(_libc.munmap(self._begin, self._reserved))
+
+
 def free_file(descriptor: int) -> None:
     """Free the memory of a file, although other processes have its descriptor. Raises OSError."""
     size = os.fstat(descriptor).st_size

@@ -18,6 +18,7 @@ import structlog
 from kvferry.daemon.memory.pool import HostPool, free_chunks, used_bytes
 from kvferry.daemon.persistence.kept_tensor_store import TENSORS
 from kvferry.daemon.persistence.region_store import TABLE, FdStore, NullFdStore
+from kvferry.daemon.persistence.table_file import mark_void
 from kvferry.proto.errors import Code, KVFerryError
 
 # Prefix of the names of the pool's descriptors in the descriptor store.
@@ -70,6 +71,10 @@ class RecoveredState:
         unknown = [name for name in self.stale_fds if not name.startswith(PREFIXES)]
         if unknown:
             log.warning("stored descriptors dropped: unknown names", names=sorted(unknown))
+        # Siblings may have mapped them: nothing in a stale pool is valid from now on.
+        for name in self.stale_fds:
+            if name.startswith(TABLE):
+                mark_void(self.stale_fds[name])
         # Otherwise the memory stays in use until systemd closes its descriptors.
         free_chunks(chunks_of(self.stale_fds))
         for name, descriptor in self.stale_fds.items():

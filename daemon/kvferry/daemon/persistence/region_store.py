@@ -33,7 +33,7 @@ from kvferry.daemon.persistence.block_checks import (
 )
 from kvferry.daemon.persistence.checksum_client import Batch, ChecksumClient
 from kvferry.daemon.persistence.checksum_writer import write_checksums
-from kvferry.daemon.persistence.table_file import TableFile
+from kvferry.daemon.persistence.table_file import TableFile, mark_void
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.status import VerificationStatus
 
@@ -174,6 +174,11 @@ class RegionStore:
                     kept.region.table.lines.leave_memory()
                     self._drop_file(kept.name, kept.file)
 
+    def descriptor_of(self, owner: RegionOwner) -> int | None:
+        """The descriptor of a region's block table; None if it is in no file."""
+        kept = self._kept.get(owner)
+        return None if kept is None else kept.file.descriptor
+
     def close(self) -> None:
         """Close the files; stored descriptors stay stored."""
         for kept in self._kept.values():
@@ -209,7 +214,7 @@ class RegionStore:
             self._drop_file(kept.name, kept.file)
 
     def _drop_file(self, name: str, file: TableFile) -> None:
-        file.mark_void()
+        mark_void(file.descriptor)
         self._fd_store.remove_fd(name)
         file.close()
         file.unmap()

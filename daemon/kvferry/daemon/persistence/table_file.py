@@ -25,6 +25,7 @@ from kvferry.daemon.core.block_lines import Lines, line_type
 from kvferry.daemon.core.records import RegionRecord, decode_record, encode_record
 from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.proto.errors import Code, KVFerryError, Refused
+from kvferry.proto.layout import Bools, Int64s
 from kvferry.shm.memfd import check_sealed, sealed_memfd
 
 # The last character is the version of the format.
@@ -41,11 +42,12 @@ _RECORD = struct.Struct("<II")
 class TableFile:
     """A mapped file with the block table of a region. Owns the descriptor.
 
-    lines: stay mapped as long as they are used. Raises Refused (BAD_LAYOUT, NOT_SHAREABLE) and
-    closes the descriptor if it is no block table of this version.
+    lines: stay mapped as long as they are used. writable: False for the table of another daemon.
+    Raises Refused (BAD_LAYOUT, NOT_SHAREABLE) and closes the descriptor if it is no block table of
+    this version.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, writable: bool = True) -> None:
         self.descriptor = descriptor
         try:
             check_sealed(descriptor, "a kept block table")
@@ -53,7 +55,8 @@ class TableFile:
             if nbytes <= LINES_AT:
                 message = f"the block table has {nbytes} bytes, not more than {LINES_AT}"
                 raise Refused(Code.BAD_LAYOUT, message, nbytes)
-            self._file = mmap.mmap(descriptor, 0)
+            access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            self._file = mmap.mmap(descriptor, 0, prot=access)
             self.record = self._read_record()
             if nbytes != (expected := _file_bytes(self.record)):
                 message = f"the block table has {nbytes} bytes, but its record needs {expected}"
@@ -89,9 +92,11 @@ class TableFile:
         _HEAD.pack_into(self._file, 0, MAGIC, other)
         self.record = record
 
-    def mark_void(self) -> None:
-        """Make the file an invalid block table, for every process that has its descriptor."""
-        _HEAD.pack_into(self._file, 0, bytes(8), 0)
+    def unchanged(self, blocks: Int64s, versions: Int64s) -> Bools:
+        """Which blocks have not lost their contents since they had these versions. For the table of
+        another daemon, which may have become void."""
+        same: Bools = self.lines["version"][blocks] == versions
+        return same & (self._file[: len(MAGIC)] == MAGIC)
 
     def close(self) -> None:
         """Close the descriptor; a stored duplicate stays valid."""
@@ -124,6 +129,12 @@ class TableFile:
             message = f"the record of the block table cannot be decoded: {error}"
             raise Refused(Code.BAD_LAYOUT, message) from error
         return record
+
+
+def mark_void(descriptor: int) -> None:
+    """Make a file an invalid block table, for every process that has mapped it."""
+    with suppress(OSError):
+        os.pwrite(descriptor, bytes(len(MAGIC)), 0)
 
 
 def _packed(record: RegionRecord) -> bytes:

@@ -22,9 +22,11 @@ current one must not be found by anyone.
 A tier that divides its room among namespaces may have a method `note_used(namespaces)`. It is
 called once per second with the names of those that engines have open.
 
-A tier made of the pools of other daemons has the methods `note_generations(generations)`, called
-once per second with the generation in this daemon of each store in use, and `siblings()`, which
-returns their status. Its attribute `unequal` is the result for bytes that do not match their
+A tier made of the pools of other daemons has more methods. Once per second, `note_pool(generations,
+windows)` is called with the generation in this daemon of each store in use, and with the memory of
+other daemons that this one has mapped; `lent_files()` returns what it can map, and `siblings()`
+their status. After each `contains`, `locate(namespace, keys)` returns which keys the daemon can
+load from there. Its attribute `unequal` is the result for bytes that do not match their
 checksum; without it they are CORRUPT.
 
 Who owns a host block, and until when:

@@ -43,6 +43,30 @@ class TierBlocks(msgspec.Struct, frozen=True, array_like=True):
     model: str = ""
 
 
+class FileOf(msgspec.Struct, frozen=True, array_like=True):
+    """A descriptor of the tier's process, and the inode of its file."""
+
+    descriptor: int
+    inode: int
+
+
+class LentFiles(msgspec.Struct, frozen=True, array_like=True):
+    """The memory of a sibling's namespace.
+
+    window: a number that no other has, also in later processes. directory: of the sibling. chunks:
+    those of its pool from number `first` on, all but the last of the pool with `chunk_bytes`.
+    start: of the namespace, in bytes in the pool. table: the file of its block table.
+    """
+
+    window: int
+    directory: str
+    chunk_bytes: int
+    first: int
+    start: int
+    chunks: tuple[FileOf, ...]
+    table: FileOf
+
+
 class _Tagged(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A message that begins with the name of its class."""
 
@@ -79,13 +103,15 @@ class DropRequest(_Tagged, frozen=True):
 
 class UsageRequest(_Tagged, frozen=True):
     """namespaces: those in the pool; of one in use the name of its store, else an empty one.
-    generations: of each of these stores, how often its namespace in the pool was reset.
+    generations: of each of these stores, how often its namespace in the pool was reset. windows:
+    those of LentFiles from which blocks can be loaded directly.
 
     The reply is a UsageAnswer; those to other requests are an Answer.
     """
 
     namespaces: dict[str, str]
     generations: dict[str, int] = {}
+    windows: tuple[int, ...] = ()
 
 
 # Replies
@@ -93,19 +119,22 @@ class UsageRequest(_Tagged, frozen=True):
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     """results: a byte for each key, a Result; of `contains`, 0, 1 or FAILED. generation: of the
-    namespace after a `contains` or a drop; -1: not known."""
+    namespace after a `contains` or a drop; -1: not known. places: after a `contains`, int64 (n, 3),
+    see LentMemory.resolve; or empty."""
 
     results: bytes
     generation: int = -1
+    places: bytes = b""
 
 
 class UsageAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """generations: as in Answer, of the namespaces in the request. siblings: if the tier is made of
-    the pools of siblings."""
+    """generations: as in Answer, of the namespaces in the request. siblings, lent: if the tier is
+    made of the pools of siblings."""
 
     usage: TierUsage
     generations: dict[str, int] = {}
     siblings: tuple[SiblingStatus, ...] = ()
+    lent: tuple[LentFiles, ...] = ()
 
 
 # Notices

@@ -30,6 +30,7 @@ from kvferry.daemon.tiers.messages import (
     ContainsRequest,
     DropRequest,
     FetchRequest,
+    LentFiles,
     LogLine,
     PutRequest,
     Started,
@@ -67,9 +68,8 @@ log = structlog.get_logger()
 class TierClient:
     """Requests of at most MAX_TIER_KEYS keys to one tier. The process starts at once.
 
-    config: its section of the configuration. namespaces: returns the namespaces in the pool, see
-    UsageRequest. dropped_elsewhere: called with a namespace that another daemon has dropped.
-    generations: returns the generation of each store in use.
+    config: its section of the configuration. usage_request: returns the UsageRequest to send.
+    dropped_elsewhere: called with a namespace that another daemon has dropped.
 
     counts: counters of TierStatus by field, since the start of the daemon.
     """
@@ -79,15 +79,14 @@ class TierClient:
         config: TierConfig,
         pool: PoolFiles,
         times: TierTimes = DEFAULT_TIMES,
-        namespaces: Callable[[], dict[str, str]] = dict,
+        usage_request: Callable[[], UsageRequest] = lambda: UsageRequest({}),
         dropped_elsewhere: Callable[[str], None] = lambda _: None,
-        generations: Callable[[], dict[str, int]] = dict,
     ) -> None:
         self.config, self._times = config, times
-        self.namespaces, self.dropped_elsewhere = namespaces, dropped_elsewhere
-        self.generations = generations
+        self.usage_request, self.dropped_elsewhere = usage_request, dropped_elsewhere
         self.usage = TierUsage()
         self.siblings: tuple[SiblingStatus, ...] = ()
+        self.lent: tuple[LentFiles, ...] = ()
         self.counts = Counter[str]()
         # Why the process has ended; empty once it has started again.
         self.failure = ""
@@ -103,6 +102,7 @@ class TierClient:
         self._late: set[Released] = set()
         self._moved = 0.0
         self._drops = 0
+        self._asked = asyncio.Event()
         self._process = ChildProcess(
             tier_program(config, pool), times, self._handle_notice, self._note_death
         )
@@ -145,12 +145,21 @@ class TierClient:
 
     # Requests
 
-    async def contains(self, namespace: str, keys: Sequence[bytes], seconds: float) -> Results:
-        """Find out which keys the tier has: OK, MISS or ERROR, or LATE after `seconds`."""
+    async def contains(
+        self,
+        namespace: str,
+        keys: Sequence[bytes],
+        seconds: float,
+        found: Callable[[bytes], None] = lambda _: None,
+    ) -> Results:
+        """Find out which keys the tier has: OK, MISS or ERROR, or LATE after `seconds`.
+
+        found: called with Answer.places.
+        """
         self._last_lookup = namespace, keys
         if not self.is_prompt:
             return [Result.MISS] * len(keys)
-        reply = self._look_up(namespace, keys, self.breaker.record_error)
+        reply = self._look_up(namespace, keys, self.breaker.record_error, found)
         ended = await self._wait(reply, seconds)
         if ended is Result.MISS:
             return [ended] * len(keys)
@@ -209,8 +218,13 @@ class TierClient:
 
     async def refresh_usage(self) -> None:
         """Ask for the usage, and replace `usage` by the answer."""
-        request = encode(UsageRequest(self.namespaces(), self.generations()))
+        request = encode(self.usage_request())
         await self._wait(self._process.send(request, self._receive_usage), DROP_SECONDS)
+
+    async def until_asked(self) -> None:
+        """Wait until the usage was asked for again, as once per second."""
+        self._asked.clear()
+        await self._asked.wait()
 
     def _refuse(self, blocks: TierBlocks, result: Result) -> tuple[Results, Released]:
         released: Released = asyncio.get_running_loop().create_future()
@@ -231,9 +245,13 @@ class TierClient:
         return results, released
 
     def _look_up(
-        self, namespace: str, keys: Sequence[bytes], failed: Callable[[], None]
+        self,
+        namespace: str,
+        keys: Sequence[bytes],
+        failed: Callable[[], None],
+        found: Callable[[bytes], None] = lambda _: None,
     ) -> Released:
-        receive = partial(self._receive_found, namespace, failed)
+        receive = partial(self._receive_found, namespace, failed, found)
         return self._process.send(encode(ContainsRequest(namespace, keys)), receive)
 
     async def _wait(
@@ -261,13 +279,20 @@ class TierClient:
 
     # Answers: what they change at once, before anything counts as late
 
-    def _receive_found(self, namespace: str, failed: Callable[[], None], payload: bytes) -> Results:
+    def _receive_found(
+        self,
+        namespace: str,
+        failed: Callable[[], None],
+        found: Callable[[bytes], None],
+        payload: bytes,
+    ) -> Results:
         answer = decode_answer(payload)
         if errors := answer.results.count(FAILED):
             self.counts["errors"] += errors
             failed()
         if self._note_generation(namespace, answer.generation):
             return [Result.MISS] * len(answer.results)
+        found(answer.places)
         return [LOOKUP_RESULTS[each] for each in answer.results]
 
     def _receive_moved(self, payload: bytes) -> Results:
@@ -286,7 +311,7 @@ class TierClient:
 
     def _receive_usage(self, payload: bytes) -> Results:
         answer = decode_usage(payload)
-        self.usage, self.siblings = answer.usage, answer.siblings
+        self.usage, self.siblings, self.lent = answer.usage, answer.siblings, answer.lent
         for name, generation in answer.generations.items():
             self._note_generation(name, generation)
         return ()
@@ -317,6 +342,7 @@ class TierClient:
 
     def _note_death(self, why: str) -> None:
         log.warning("tier process lost", tier=self.config.name, reason=why)
+        self.lent = ()
         if self._process.pid is None:  # it cannot be started, which says nothing about the tier
             return
         self.counts["deaths"] += 1
@@ -339,4 +365,5 @@ class TierClient:
         while True:
             await self._process.until_ready()
             await self.refresh_usage()
+            self._asked.set()
             await asyncio.sleep(USAGE_EVERY)

@@ -44,6 +44,7 @@ from kvferry.daemon.tiers.messages import (
     ContainsRequest,
     DropRequest,
     FetchRequest,
+    LentFiles,
     LogLine,
     PutRequest,
     Started,
@@ -168,24 +169,28 @@ class TierWorker:
         match request:
             case FetchRequest() | PutRequest():
                 self._start(number, request)
-            case UsageRequest(namespaces, pool_generations):
-                if note_generations := getattr(self._tier, "note_generations", None):
-                    note_generations(pool_generations)
+            case UsageRequest(namespaces, pool_generations, windows):
+                if note_pool := getattr(self._tier, "note_pool", None):
+                    note_pool(pool_generations, windows)
                 generations = {name: self._generation_of(name) for name in namespaces}
                 if note_used := getattr(self._tier, "note_used", None):
                     note_used(frozenset(filter(None, namespaces.values())))
                 siblings: tuple[SiblingStatus, ...] = getattr(self._tier, "siblings", tuple)()
-                answer = UsageAnswer(self._refresh_usage(), generations, siblings)
+                lent: tuple[LentFiles, ...] = getattr(self._tier, "lent_files", tuple)()
+                answer = UsageAnswer(self._refresh_usage(), generations, siblings, lent)
                 self._daemon.send(number, encode(answer))
             case ContainsRequest(namespace, keys):
                 try:
                     present = self._tier.contains(namespace, keys)
                     _check_results("contains", present, keys)
-                    found, generation = bytes(map(bool, present)), self._generation_of(namespace)
+                    locate = getattr(self._tier, "locate", None)
+                    places = locate(namespace, keys) if locate and any(present) else b""
+                    generation = self._generation_of(namespace)
+                    found = Answer(bytes(map(bool, present)), generation, places)
                 except Exception as error:
                     self._report_exception("contains", error)
-                    found, generation = bytes([FAILED]) * len(keys), -1
-                self._daemon.send(number, encode(Answer(found, generation)))
+                    found = Answer(bytes([FAILED]) * len(keys))
+                self._daemon.send(number, encode(found))
             case DropRequest(namespace, keys):
                 if keys is None:
                     for job, part in self._queue.remove_namespace(namespace):

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 import structlog
 
 from kvferry.daemon.core.actions import Report
+from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
     DropStore,
@@ -37,9 +39,10 @@ from kvferry.daemon.tier_config import SiblingsTierConfig, TierConfig
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.drop_markers import marker_directory
 from kvferry.daemon.tiers.drop_queue import DropQueue
-from kvferry.daemon.tiers.messages import TierBlocks
+from kvferry.daemon.tiers.messages import TierBlocks, UsageRequest
 from kvferry.daemon.tiers.read_rate import ReadRate
 from kvferry.daemon.tiers.siblings.key_table import KeyTables
+from kvferry.daemon.tiers.siblings.lent_memory import MappedWindows
 from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.tiers.write_check import WriteCheck
@@ -55,13 +58,26 @@ TierAction: TypeAlias = FindKeys | FetchBlocks | DropStore
 log = structlog.get_logger()
 
 
-def description_of(tier: TierConfig) -> TierDescription:
-    """The description of a tier for the core."""
+@dataclass(frozen=True, slots=True)
+class SiblingMemory:
+    """Memory that the daemon shares with siblings and with their tier's process: their pools, and
+    the tables of their keys."""
+
+    windows: MappedWindows
+    keys: KeyTables
+
+
+def description_of(tier: TierConfig, siblings: SiblingMemory | None = None) -> TierDescription:
+    """The description of a tier for the core. siblings: see AttachedTier."""
     min_uses = tier.admit_after if tier.write in COLDEST else 0
-    through, find_held = tier.write == WRITE_THROUGH, None
-    if is_siblings := isinstance(tier, SiblingsTierConfig):
-        find_held = None if tier.store_all else KeyTables(tier.keys).find_held
-    return TierDescription(tier.name, through, min_uses, tier.locality, is_siblings, find_held)
+    through, find_held, lent = tier.write == WRITE_THROUGH, None, None
+    is_siblings = isinstance(tier, SiblingsTierConfig)
+    if isinstance(tier, SiblingsTierConfig) and siblings is not None:
+        find_held = None if tier.store_all else siblings.keys.find_held
+        lent = siblings.windows
+    return TierDescription(
+        tier.name, through, min_uses, tier.locality, is_siblings, find_held, lent
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +91,12 @@ class DropTimes:
 
 @dataclass(eq=False, slots=True)
 class AttachedTier:
-    """A tier that is in use. markers: directory for the markers of drops."""
+    """A tier that is in use. markers: directory for the markers of drops. siblings: the daemon's
+    part of it, if it consists of their pools."""
 
     client: TierClient
     markers: Path
+    siblings: SiblingMemory | None = None
     rate: ReadRate = field(default_factory=lambda: ReadRate(time.monotonic))
     # Starts of the fetches that have not ended, by number, the oldest first.
     fetches: dict[int, float] = field(default_factory=dict)
@@ -93,8 +111,14 @@ def start_tiers(
     runtime_directory: Path,
     writes: Writes,
     report: Callable[[list[Report]], None],
+    siblings: SiblingMemory | None = None,
 ) -> list[AttachedTier]:
-    """Start the process of each tier. report: called with the drops of other daemons."""
+    """Start the process of each tier. report: called with the drops of other daemons. siblings: see
+    AttachedTier."""
+
+    def usage_request() -> UsageRequest:
+        usable = () if siblings is None else siblings.windows.numbers
+        return UsageRequest(writes.namespaces(), writes.generations(), usable)
 
     def report_drop(place: int, store: str) -> None:
         log.info("namespace dropped elsewhere", namespace=store)
@@ -105,11 +129,11 @@ def start_tiers(
             TierClient(
                 tier,
                 pool,
-                namespaces=writes.namespaces,
+                usage_request=usage_request,
                 dropped_elsewhere=partial(report_drop, place),
-                generations=writes.generations,
             ),
             marker_directory(tier, runtime_directory),
+            siblings if isinstance(tier, SiblingsTierConfig) else None,
         )
         for place, tier in enumerate(tiers)
     ]
@@ -117,11 +141,17 @@ def start_tiers(
 
 @dataclass(eq=False, slots=True)
 class _Search:
-    """tier_of: of each key the fastest tier that has it so far. left: tiers without an answer."""
+    """tier_of: of each key the fastest tier that has it so far. left: tiers without an answer.
+    places: see KeysFound."""
 
     action: FindKeys
     tier_of: list[int]
     left: int
+    places: Int64s | None = None
+
+    def note_places(self, places: bytes) -> None:
+        if places:
+            self.places = np.frombuffer(places, np.int64).reshape(-1, 3)
 
 
 class Tiering:
@@ -164,6 +194,8 @@ class Tiering:
                 self._start(flow)
             for tier in self._tiers:
                 self._start(tier.client.run())
+                if tier.siblings is not None:
+                    self._start(_map_siblings(tier.client, tier.siblings.windows))
             for place, write_out in self._write_outs.items():
                 check = WriteCheck(
                     self._writes, self._tiers[place].client, place, write_out.wake_up
@@ -194,7 +226,12 @@ class Tiering:
 
     def siblings(self) -> tuple[SiblingStatus, ...]:
         """The daemons whose blocks this one copies."""
-        return tuple(each for tier in self._tiers for each in tier.client.siblings)
+        return tuple(
+            tier.siblings.windows.count_in(each)
+            for tier in self._tiers
+            if tier.siblings is not None
+            for each in tier.client.siblings
+        )
 
     def stop(self) -> None:
         """Stop writing and reporting. The server closes the core's sessions next."""
@@ -224,7 +261,12 @@ class Tiering:
     async def _search(self, search: _Search, place: int) -> None:
         """Ask one tier. The last one to answer reports the fastest tier that has each key."""
         tier, action = self._tiers[place], search.action
-        results = await tier.client.contains(action.store, action.keys, FIND_SECONDS)
+        results: Sequence[Result] = [Result.MISS] * len(action.keys)
+        # Without siblings, no request waits for the process.
+        if tier.siblings is None or tier.siblings.keys.find_held(action.store, action.keys):
+            results = await tier.client.contains(
+                action.store, action.keys, FIND_SECONDS, search.note_places
+            )
         hits = results.count(Result.OK)
         tier.client.counts["hits"] += hits
         tier.client.counts["misses"] += len(results) - hits
@@ -238,7 +280,9 @@ class Tiering:
         speeds = tuple(rate.bytes_per_second for rate in rates)
         queues = tuple(rate.queue_seconds for rate in rates)
         known = tuple(rate.is_known for rate in rates)
-        self._report(KeysFound(action.search, tuple(search.tier_of), speeds, queues, known))
+        tier_of, now = tuple(search.tier_of), time.monotonic()
+        found = KeysFound(action.search, tier_of, speeds, queues, known, search.places, now)
+        self._report(found)
 
     async def _promote(self, action: FetchBlocks) -> None:
         """Read blocks into the pool, and release them when nothing can write into them."""
@@ -308,3 +352,13 @@ class Tiering:
             failure=client.failure,
             **numbers,
         )
+
+
+async def _map_siblings(client: TierClient, windows: MappedWindows) -> None:
+    """Map the memory that siblings lend, and tell the tier which of it can be used."""
+    while True:
+        await client.until_asked()
+        before = windows.numbers
+        await windows.update(client.lent, client.pid or 0)
+        if windows.numbers != before:
+            await client.refresh_usage()

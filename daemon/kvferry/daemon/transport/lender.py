@@ -6,9 +6,10 @@ Called by the server, on the event loop.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvferry.daemon.core.records import RegionOwner
 from kvferry.daemon.core.tier_actions import LendPool
 from kvferry.daemon.transport.accept_gate import NONE_LEFT, fds_exhausted
 from kvferry.daemon.transport.fd_server import FdServer
@@ -18,10 +19,14 @@ from kvferry.proto.lending import MAX_LENT_CHUNKS, PoolLent
 
 @dataclass(frozen=True, slots=True)
 class LentPool:
-    """The host pool: descriptors of its chunks, all but the last of `chunk_bytes`."""
+    """The host pool: descriptors of its chunks, all but the last of `chunk_bytes`.
+
+    table_of: returns the descriptor of a region's block table; None if it is in no file.
+    """
 
     descriptors: Sequence[int]
     chunk_bytes: int
+    table_of: Callable[[RegionOwner], int | None] = lambda _: None
 
 
 class Lender:
@@ -47,7 +52,11 @@ class Lender:
             self._fd_server.hold_fd(action.session, _readable(descriptor))
             for descriptor in self._pool.descriptors[first:end][:MAX_LENT_CHUNKS]
         )
-        return PoolLent(action.request_id, chunk_bytes, min(first, end), end, handles)
+        table, descriptor = None, None if action.first else self._pool.table_of(action.owner)
+        if descriptor is not None:
+            table = self._fd_server.hold_fd(action.session, _readable(descriptor))
+        number, start = action.request_id, action.start
+        return PoolLent(number, chunk_bytes, min(first, end), end, handles, start, table)
 
 
 def check_sibling(uid: int) -> None:

@@ -42,14 +42,17 @@ def copied(pool: MappedPool, offset: int, nbytes: int) -> bytes | None:
 def test_blocks_are_copied_also_across_chunks(descriptors: list[int]) -> None:
     pool = MappedPool(CHUNK, 0)
     for descriptor in descriptors:
-        pool.map_chunk(descriptor)
+        pool.add_chunk(os.dup(descriptor))
+    pool.map()
     for offset, nbytes in ((0, 4096), (CHUNK - 100, 300), (1, 2 * CHUNK), (2 * CHUNK, CHUNK // 2)):
         assert copied(pool, offset, nbytes) == content(offset, nbytes)
 
 
 def test_the_first_chunk_may_have_any_number(descriptors: list[int]) -> None:
     pool = MappedPool(CHUNK, 1)
-    pool.map_chunk(descriptors[1])
+    pool.add_chunk(os.dup(descriptors[1]))
+    assert copied(pool, CHUNK, CHUNK) is None
+    pool.map()
     assert copied(pool, CHUNK, CHUNK) == content(CHUNK, CHUNK)
     assert copied(pool, 0, 10) is None
 
@@ -63,7 +66,8 @@ def test_nothing_beyond_the_chunks_is_read(
 ) -> None:
     pool = MappedPool(CHUNK, 0)
     for descriptor in descriptors:
-        pool.map_chunk(descriptor)
+        pool.add_chunk(os.dup(descriptor))
+    pool.map()
     assert copied(pool, offset, nbytes) is None
 
 
@@ -71,24 +75,30 @@ def test_memory_that_its_owner_can_shrink_is_refused() -> None:
     descriptor = os.memfd_create("chunk", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, CHUNK)
     with pytest.raises(Refused, match="shrunk") as raised:
-        MappedPool(CHUNK, 0).map_chunk(descriptor)
+        MappedPool(CHUNK, 0).add_chunk(descriptor)
     assert raised.value.code == Code.NOT_SHAREABLE
-    os.close(descriptor)
 
 
 @pytest.mark.parametrize("nbytes", [0, 2 * CHUNK])
 def test_chunks_of_a_wrong_size_are_refused(nbytes: int) -> None:
     descriptor = sealed_memfd("chunk", nbytes)
     with pytest.raises(Refused, match="not up to 8192"):
-        MappedPool(CHUNK, 0).map_chunk(descriptor)
-    os.close(descriptor)
+        MappedPool(CHUNK, 0).add_chunk(descriptor)
+
+
+def test_only_the_last_chunk_may_be_smaller(descriptors: list[int]) -> None:
+    pool = MappedPool(CHUNK, 0)
+    pool.add_chunk(os.dup(descriptors[2]))
+    with pytest.raises(Refused, match="not up to 8192"):
+        pool.add_chunk(os.dup(descriptors[0]))
 
 
 def test_the_memory_is_unmapped_with_the_pool(descriptors: list[int]) -> None:
     """The memory of a sibling that has died must not stay."""
     pool = MappedPool(CHUNK, 0)
     before = mappings()
-    pool.map_chunk(descriptors[0])
+    pool.add_chunk(os.dup(descriptors[0]))
+    pool.map()
     assert mappings() == before + 1
     del pool
     assert mappings() == before

@@ -138,7 +138,7 @@ def resets(sibling: FakeSibling) -> list[wire.ClientMessage]:
 
 WRONG: dict[str, Callable[[LocateBlocks], Answers]] = {
     "another reply": lambda m: [wire.Done(m.request_id)],
-    "too few blocks": lambda m: [BlocksLocated(m.request_id, (), ())],
+    "too few blocks": lambda m: [BlocksLocated(m.request_id, (), (), ())],
     "no message": lambda _: [b"\xc1"],
     "a farewell": lambda _: [wire.Goodbye("enough")],
     "finished jobs": lambda _: [wire.Finished(()), b""],

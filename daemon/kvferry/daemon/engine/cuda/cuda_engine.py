@@ -113,15 +113,14 @@ class CudaEngine:
         self._modes = modes_from(status, self._staging.chunk_bytes)
         return status
 
-    def pin(self, address: int, nbytes: int) -> None:
+    def pin(self, address: int, nbytes: int, *, writable: bool = True) -> None:
         self._driver.call("cuCtxSetCurrent", self._context)
         try:
-            self._driver.register_host(address, nbytes)
+            self._driver.register_host(address, nbytes, writable=writable)
         except Failed as error:
             raise Failed(
                 Code.POOL_TOO_LARGE,
-                f"{nbytes} bytes of the host pool cannot be pinned ({error.value}); reduce "
-                "pool.size",
+                f"{nbytes} bytes of host memory cannot be pinned ({error.value}); reduce pool.size",
                 nbytes,
             ) from error
 

@@ -1,53 +1,92 @@
-"""The pool of a sibling, mapped read-only. Any thread.
+"""The pool of a sibling, mapped read-only in the process of the tier. Any thread.
 
 The memory of a sibling that dies stays as long as it is mapped, so a link that is lost drops its
-pool. It is unmapped when the last copy from it has ended.
+pool. It is unmapped when the last copy from it has ended. The descriptors stay open as long: the
+daemon maps the same files (lent_memory.py).
 """
 
 from __future__ import annotations
 
-import mmap
 import os
-from typing import Any
+import weakref
+from itertools import count
+from pathlib import Path
 
 import numpy as np
 
+from kvferry.daemon.memory.shared_memory import ReadOnlyFiles
 from kvferry.daemon.tiers.block_memory import view_memory
+from kvferry.daemon.tiers.messages import FileOf, LentFiles
 from kvferry.proto.errors import Code, Refused
 from kvferry.shm.memfd import check_sealed
 
+# Numbers of windows, which processes that follow each other do not use twice.
+_windows = count(os.getpid() << 20)
+
 
 class MappedPool:
-    """Chunks of the pool from number `first` on. chunk_bytes: of all but the last of the pool."""
+    """Chunks of the pool from number `first` on. chunk_bytes: of all but the last of the pool.
 
-    def __init__(self, chunk_bytes: int, first: int) -> None:
-        self._chunk_bytes, self._first = chunk_bytes, first
-        self._chunks: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
+    start: of the namespace, in bytes in the pool. window: see LentFiles. Owns the descriptors that
+    it is given, also if it raises an error.
+    """
 
-    def map_chunk(self, descriptor: int) -> None:
-        """Map the next chunk. The caller owns the descriptor. Raises Refused or OSError."""
+    def __init__(self, chunk_bytes: int, first: int, start: int = 0) -> None:
+        self._chunk_bytes, self._first, self._start = chunk_bytes, first, start
+        self.window = next(_windows)
+        self._chunks = list[int]()
+        self._table: int | None = None
+        self._open = list[int]()
+        weakref.finalize(self, _close_all, self._open)
+        self._memory: ReadOnlyFiles | None = None
+
+    def add_chunk(self, descriptor: int) -> None:
+        """Add the next chunk. Raises Refused or OSError."""
+        self._open.append(descriptor)
         check_sealed(descriptor, "the sibling's pool memory")
-        nbytes = os.fstat(descriptor).st_size
-        if not 0 < nbytes <= self._chunk_bytes:
-            text = f"a chunk of the sibling's pool has {nbytes} bytes, not up to"
-            raise Refused(Code.BAD_LAYOUT, f"{text} {self._chunk_bytes}", nbytes)
-        memory = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
-        self._chunks.append(np.frombuffer(memory, np.uint8))
+        sizes = [os.fstat(each).st_size for each in (*self._chunks[-1:], descriptor)]
+        if not 0 < sizes[-1] <= self._chunk_bytes or sizes[0] < sizes[-1]:
+            text = f"a chunk of the sibling's pool has {sizes[-1]} bytes, not up to"
+            raise Refused(Code.BAD_LAYOUT, f"{text} {self._chunk_bytes}", sizes[-1])
+        self._chunks.append(descriptor)
+
+    def add_table(self, descriptor: int) -> None:
+        """Add the block table of the namespace. Raises Refused or OSError."""
+        self._open.append(descriptor)
+        check_sealed(descriptor, "the sibling's block table")
+        self._table = descriptor
+
+    def map(self) -> None:
+        """Map the chunks. Raises OSError."""
+        self._memory = ReadOnlyFiles(self._chunks, self._chunk_bytes)
+        weakref.finalize(self, self._memory.close)
+
+    def files_of(self, directory: Path) -> LentFiles | None:
+        """What the daemon needs to map it, too; None if it has no block table."""
+        if self._table is None:
+            return None
+        chunks, table = tuple(map(_file_of, self._chunks)), _file_of(self._table)
+        place = self._chunk_bytes, self._first, self._start
+        return LentFiles(self.window, str(directory), *place, chunks, table)
 
     def copy_block(self, offset: int, nbytes: int, address: int) -> bool:
         """Copy a block to memory of this process. False if it is not in the mapped chunks.
 
         offset: in bytes in the sibling's pool. Releases the GIL.
         """
+        memory, at = self._memory, offset - self._first * self._chunk_bytes
+        if memory is None or not 0 <= at <= memory.nbytes - nbytes:
+            return False
+        source = np.frombuffer(view_memory(memory.address + at, nbytes), np.uint8)
         target = np.frombuffer(view_memory(address, nbytes), np.uint8)
-        done = 0
-        while done < nbytes:
-            number, start = divmod(offset + done, self._chunk_bytes)
-            if not 0 <= number - self._first < len(self._chunks):
-                return False
-            part = self._chunks[number - self._first][start : start + nbytes - done]
-            if not part.size:
-                return False
-            target[done : done + part.size] = part
-            done += part.size
+        target[:] = source
         return True
+
+
+def _file_of(descriptor: int) -> FileOf:
+    return FileOf(descriptor, os.fstat(descriptor).st_ino)
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

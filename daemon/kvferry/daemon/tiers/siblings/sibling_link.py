@@ -91,6 +91,12 @@ class SiblingLink:
             now - begun < PROMPT_SECONDS for _, begun in tuple(self._pending.values())
         )
 
+    @property
+    def window(self) -> int:
+        """Of the mapped pool, see LentFiles; -1 if there is none. Any thread."""
+        pool = self.pool
+        return -1 if pool is None else pool.window
+
     def note_generation(self, generation: int | None) -> None:
         """The generation of this daemon's namespace. Any thread."""
         self._own_generation = generation
@@ -109,11 +115,11 @@ class SiblingLink:
                 self._disconnect()
             await asyncio.sleep(ASK_EVERY)
 
-    async def locate(self, keys: Sequence[bytes]) -> BlocksLocated:
+    async def locate(self, keys: Sequence[bytes], seconds: float = PROMPT_SECONDS) -> BlocksLocated:
         """Where the blocks of keys are. Raises KVFerryError if the sibling does not answer."""
         message = LocateBlocks(next(self._numbers), tuple(keys))
-        located = await self._request(message, BlocksLocated, PROMPT_SECONDS)
-        if not len(located.offsets) == len(located.checksums) == len(keys):
+        located = await self._request(message, BlocksLocated, seconds)
+        if {len(located.offsets), len(located.checksums), len(located.versions)} != {len(keys)}:
             self._lose(_wrong_reply(located))
             raise _wrong_reply(located)
         return located
@@ -195,17 +201,16 @@ class SiblingLink:
             message = BorrowPool(next(self._numbers), first)
             lent = await self._request(message, PoolLent, ANSWER_SECONDS)
             if pool is None:
-                pool = MappedPool(lent.chunk_bytes, lent.first)
+                pool = MappedPool(lent.chunk_bytes, lent.first, lent.start)
             elif lent.first != first:
                 raise _wrong_reply(lent)
             for handle in lent.handles:
-                descriptor = await self._fetch_fd(session, handle)
-                try:
-                    pool.map_chunk(descriptor)
-                finally:
-                    os.close(descriptor)
+                pool.add_chunk(await self._fetch_fd(session, handle))
+            if lent.table is not None:
+                pool.add_table(await self._fetch_fd(session, lent.table))
             first = lent.first + len(lent.handles)
             if first >= lent.end or not lent.handles:
+                pool.map()
                 return pool
 
     async def _fetch_fd(self, session: str, handle: int) -> int:

@@ -23,6 +23,7 @@ from kvferry.daemon.tiers.base import (
     TierUsage,
     without_part,
 )
+from kvferry.daemon.tiers.messages import LentFiles
 from kvferry.daemon.tiers.siblings.key_table import KeyTable, KeyTables, hash_keys
 from kvferry.daemon.tiers.siblings.mapped_pool import MappedPool
 from kvferry.daemon.tiers.siblings.sibling_link import SiblingLink
@@ -32,6 +33,11 @@ from kvferry.proto.status import SiblingStatus
 
 # Seconds between two questions for a block whose checksum the sibling still computes, and in all.
 COMMIT_PAUSE, COMMIT_SECONDS = 0.005, 0.1
+# Seconds for siblings to say where blocks are: less than a search may take in all. Without an
+# answer the blocks are copied.
+LOCATE_SECONDS = 0.05
+# Chunks that one answer names; it must fit a datagram. Blocks in others are copied.
+MAX_LENT_FILES = 8192
 
 
 def open_tier(options: Mapping[str, Any], _memory: HostMemory) -> SiblingsTier:
@@ -58,6 +64,8 @@ class SiblingsTier:
         self._tasks: dict[tuple[Path, str], asyncio.Task[None]] = {}
         # Of each store in use its generation in this daemon.
         self._generations: dict[str, int] = {}
+        # Those that the daemon has mapped, so that it can load directly from them.
+        self._windows: frozenset[int] = frozenset()
         # By directory: why a sibling is not used at all; counters of SiblingStatus.
         self._unusable: dict[Path, str] = {}
         self._counts: dict[Path, defaultdict[str, float]] = {}
@@ -70,6 +78,23 @@ class SiblingsTier:
 
     def contains(self, namespace: str, keys: Sequence[bytes]) -> Sequence[bool]:
         return [link is not None for link in self._holders(namespace, keys)]
+
+    def locate(self, namespace: str, keys: Sequence[bytes]) -> bytes:
+        """Where the daemon can load keys directly: see Answer.places."""
+        places = np.full((len(keys), 3), -1, np.int64)
+        wanted = dict[SiblingLink, list[int]]()
+        for place, link in enumerate(self._holders(namespace, keys)):
+            if link is not None and link.window in self._windows:
+                wanted.setdefault(link, []).append(place)
+        if not wanted:
+            return b""
+        located = asyncio.run_coroutine_threadsafe(self._locate_all(keys, wanted), self._loop)
+        for (link, at), found in zip(wanted.items(), located.result(), strict=True):
+            if isinstance(found, BlocksLocated):
+                offsets = np.array(found.offsets)
+                places[at, 0] = np.where(offsets < 0, -1, link.window)
+                places[at, 1], places[at, 2] = offsets, found.versions
+        return places.tobytes()
 
     def fetch(self, blocks: Blocks, deadline: float) -> Sequence[Fetched]:
         """Copy blocks from the siblings that have them. The caller compares the checksums."""
@@ -128,11 +153,22 @@ class SiblingsTier:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def note_generations(self, generations: Mapping[str, int]) -> None:
-        """The stores in use by this daemon's engines, and how often each was reset."""
-        self._generations = dict(generations)
+    def note_pool(self, generations: Mapping[str, int], windows: Sequence[int]) -> None:
+        """See UsageRequest."""
+        self._generations, self._windows = dict(generations), frozenset(windows)
         for link in tuple(self._links.values()):
             link.note_generation(generations.get(link.store))
+
+    def lent_files(self) -> tuple[LentFiles, ...]:
+        """The memory that siblings lend now."""
+        pools = [(link.pool, link.directory) for link in tuple(self._links.values())]
+        lent, left = list[LentFiles](), MAX_LENT_FILES
+        for pool, directory in pools:
+            files = None if pool is None else pool.files_of(directory)
+            if files is not None and len(files.chunks) <= left:
+                lent.append(files)
+                left -= len(files.chunks)
+        return tuple(lent)
 
     def siblings(self) -> tuple[SiblingStatus, ...]:
         links = tuple(self._links.values())
@@ -184,6 +220,14 @@ class SiblingsTier:
             return asyncio.run_coroutine_threadsafe(link.locate(keys), self._loop).result()
         except KVFerryError:
             return None
+
+    async def _locate_all(
+        self, keys: Sequence[bytes], wanted: Mapping[SiblingLink, Sequence[int]]
+    ) -> Sequence[BlocksLocated | BaseException]:
+        asked = (
+            link.locate([keys[at] for at in its], LOCATE_SECONDS) for link, its in wanted.items()
+        )
+        return await asyncio.gather(*asked, return_exceptions=True)
 
     def _count(self, directory: Path, **numbers: float) -> None:
         with self._counting:

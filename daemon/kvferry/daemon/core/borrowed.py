@@ -1,0 +1,132 @@
+"""Borrowed keys: those whose blocks are loaded directly from the pool of a sibling.
+
+A search in the tiers finds them (promotions.py). Nothing is held at the sibling: after the copy, a
+load counts only if the sibling's block table still has the version of each block. Mirrors see the
+keys as stored for BORROWED_SECONDS, in which their load should follow; every search finds them
+again. Called by the core, on the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+import msgspec
+import numpy as np
+
+from kvferry.daemon.core.cache.cache import Cache
+from kvferry.daemon.core.layout import Int64s
+from kvferry.daemon.core.tier_actions import LentMemory
+from kvferry.proto.keys import EventKind, Lookup, OffloadKey
+
+# A request is scheduled within this time after its search. Meanwhile a sibling hardly evicts the
+# block, which the search has marked as used; later a load of it would fail more often.
+BORROWED_SECONDS = 10.0
+# Of one namespace; those found first are forgotten first.
+MAX_BORROWED = 1 << 16
+_ABSENT = None, Lookup.MISS
+
+
+class BorrowedBlocks(msgspec.Struct, frozen=True, eq=False):
+    """Blocks of siblings that a load reads. rows: see LentMemory."""
+
+    memory: LentMemory
+    keys: tuple[OffloadKey, ...]
+    rows: Int64s
+
+    def hold(self) -> None:
+        self.memory.hold(self.rows)
+
+    def release(self, nbytes: int) -> None:
+        self.memory.release(self.rows, nbytes)
+
+    def changed_keys(self) -> list[OffloadKey]:
+        """The keys whose blocks may have had other bytes while they were read."""
+        same = self.memory.unchanged(self.rows).tolist()
+        return [key for key, kept in zip(self.keys, same, strict=True) if not kept]
+
+
+class BorrowedKeys:
+    """The borrowed keys of one namespace. memory: None if there are no siblings. cache: of the
+    namespace. Mirrors are told of a key unless the cache has it."""
+
+    def __init__(self, memory: LentMemory | None, cache: Cache) -> None:
+        self._memory, self._cache = memory, cache
+        # A row of LentMemory, and until when it is used; the oldest first.
+        self._found: dict[OffloadKey, tuple[list[int], float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(
+        self,
+        keys: Sequence[OffloadKey],
+        places: Int64s,
+        block_bytes: int,
+        start: int,
+        now: float,
+    ) -> None:
+        """Borrow those of these keys that can be loaded directly.
+
+        places, block_bytes, start: see LentMemory.resolve.
+        """
+        if self._memory is None:
+            return
+        rows = self._memory.resolve(places, block_bytes, start)
+        added = list[OffloadKey]()
+        for key, row in zip(keys, rows.T.tolist(), strict=True):
+            if row[0] >= 0:
+                self._found.pop(key, None)
+                self._found[key] = row, now + BORROWED_SECONDS
+                added.append(key)
+        self._tell(EventKind.BORROWED, added)
+
+    def expire(self, now: float) -> None:
+        """Forget the keys that were found too long ago."""
+        surplus = max(0, len(self._found) - MAX_BORROWED)
+        old = list(islice(self._found, surplus))
+        for key, (_, until) in islice(self._found.items(), surplus, None):
+            if until > now:
+                break
+            old.append(key)
+        self.forget(old)
+
+    def forget(self, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            self._found.pop(key, None)
+        self._tell(EventKind.ABANDONED, keys)
+
+    def clear(self) -> None:
+        self._found.clear()
+
+    def blocks_of(self, keys: Sequence[OffloadKey]) -> BorrowedBlocks:
+        """The blocks of borrowed keys."""
+        assert self._memory is not None
+        rows = np.array([self._found[key][0] for key in keys], np.int64).T
+        return BorrowedBlocks(self._memory, tuple(keys), rows)
+
+    def places(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """The places of the keys that a load must read from siblings: the cache has no hit."""
+        if not self._found:
+            return []
+        return [
+            place
+            for place, (key, state) in enumerate(zip(keys, self._cache.states(keys), strict=True))
+            if state is not Lookup.HIT and key in self._found
+        ]
+
+    def add_to(
+        self, keys: Sequence[OffloadKey], states: list[Lookup | None]
+    ) -> list[Lookup | None]:
+        """The lookups of keys in the cache, with those of borrowed keys."""
+        if not self._found:
+            return states
+        return [
+            Lookup.HIT if state in _ABSENT and key in self._found else state
+            for key, state in zip(keys, states, strict=True)
+        ]
+
+    def _tell(self, kind: EventKind, keys: Sequence[OffloadKey]) -> None:
+        if keys:
+            states = zip(keys, self._cache.states(keys), strict=True)
+            self._cache.events.add(kind, [key for key, state in states if state in _ABSENT])

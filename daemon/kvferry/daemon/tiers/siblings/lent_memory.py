@@ -1,0 +1,232 @@
+"""The pools of siblings as the daemon uses them: mapped read-only, and registered with its device.
+
+The tier's process has the descriptors. A window is the memory of one namespace at one sibling. Its
+chunks follow each other in the address space of this process, at the same distance from the chunks
+of the own pool as those have from each other; so an engine addresses a block there like one of its
+own pool, by an offset from its start. Blocks can be loaded from a window once it is registered. It
+stays mapped until the last load from it has ended: the memory of a sibling that dies stays as long.
+
+Nothing is held at the sibling. Before anything writes a block there, its version in the sibling's
+block table grows; so a load whose versions are the same afterwards has read the right bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+import structlog
+
+from kvferry.daemon.core.block_lines import Lines
+from kvferry.daemon.core.layout import Bools, Int64s
+from kvferry.daemon.memory.pool import HostPool, HostRegistrar
+from kvferry.daemon.memory.shared_memory import ReadOnlyFiles
+from kvferry.daemon.tiers.messages import FileOf, LentFiles
+from kvferry.proto.errors import Code, KVFerryError, Refused
+from kvferry.proto.status import SiblingStatus
+from kvferry.shm.memfd import check_sealed
+
+log = structlog.get_logger()
+
+
+T = TypeVar("T")
+
+
+class BlockTableFile(Protocol):
+    """The block table of a sibling's namespace, as persistence/table_file.py reads it."""
+
+    lines: Lines
+
+    def unchanged(self, blocks: Int64s, versions: Int64s) -> Bools:
+        """Which blocks have not lost their contents since they had these versions."""
+
+    def close(self) -> None:
+        """Close its descriptor."""
+
+    def unmap(self) -> None:
+        """Unmap it."""
+
+
+@dataclass(eq=False, slots=True)
+class _Window:
+    """files: what was mapped: bytes `begin` to `end` of the sibling's pool. offset: of its byte 0,
+    from the start of the own pool. holds: blocks that loads read."""
+
+    files: LentFiles
+    memory: ReadOnlyFiles
+    table: BlockTableFile
+    offset: int
+    begin: int
+    end: int
+    holds: int = 0
+
+
+class MappedWindows:
+    """The windows that can be used. Satisfies LentMemory.
+
+    pool: the own one. open_table: opens a block table, and owns its descriptor; raises Refused.
+    Event loop only, except where a method says otherwise.
+    """
+
+    def __init__(
+        self, engine: HostRegistrar, pool: HostPool, open_table: Callable[[int], BlockTableFile]
+    ) -> None:
+        self._engine, self._pool, self._open_table = engine, pool, open_table
+        self._windows: dict[int, _Window] = {}
+        # Windows from which nothing is loaded any longer, and those that cannot be used.
+        self._closing: dict[int, _Window] = {}
+        self._refused: set[int] = set()
+        # Blocks that were loaded directly, and their bytes, by the sibling's directory.
+        self._loaded, self._loaded_bytes = Counter[str](), Counter[str]()
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The windows from which blocks can be loaded."""
+        return tuple(self._windows)
+
+    def count_in(self, sibling: SiblingStatus) -> SiblingStatus:
+        """The status of a sibling, with the numbers of its windows."""
+        name, every = sibling.directory, (*self._windows.values(), *self._closing.values())
+        return msgspec.structs.replace(
+            sibling,
+            loaded=self._loaded[name],
+            loaded_bytes=self._loaded_bytes[name],
+            mapped_bytes=sum(each.memory.nbytes for each in every if each.files.directory == name),
+        )
+
+    async def update(self, lent: Sequence[LentFiles], pid: int) -> None:
+        """Map and register what siblings lend, and unmap what they no longer lend.
+
+        lent: of the tier's process `pid`. Registering tens of GiB takes seconds, so it begins when
+        the own pool is registered.
+        """
+        numbers = {files.window for files in lent}
+        for number in self._windows.keys() - numbers:
+            self._closing[number] = self._windows.pop(number)
+        self._refused &= numbers
+        for number, window in list(self._closing.items()):
+            if not window.holds:
+                del self._closing[number]
+                await _finish(self._unmap, window)
+        for files in lent if self._pool.ready_bytes == self._pool.nbytes else ():
+            if files.window in self._windows or files.window in self._refused:
+                continue
+            try:
+                self._windows[files.window] = await _finish(self._map, files, pid)
+            except (KVFerryError, OSError) as error:
+                self._refused.add(files.window)
+                log.warning(
+                    "blocks of a sibling are copied to the own pool before they are loaded",
+                    sibling=files.directory,
+                    reason=str(error),
+                )
+
+    # LentMemory
+
+    def resolve(self, places: Int64s, block_bytes: int, start: int) -> Int64s:
+        rows = np.full((4, len(places)), -1, np.int64)
+        # If no own block spans chunks, engines do not split the copies of any block.
+        may_span = self._pool.chunk_bytes % block_bytes or start % block_bytes
+        for number in np.unique(places[:, 0]).tolist():
+            if (window := self._windows.get(number)) is None:
+                continue
+            these = np.flatnonzero(places[:, 0] == number)
+            offsets, versions = places[these, 1], places[these, 2]
+            files = window.files
+            ends, blocks = offsets + block_bytes, (offsets - files.start) // block_bytes
+            usable = (offsets >= window.begin) & (ends <= window.end)
+            usable &= (offsets >= files.start) & (blocks < window.table.lines.size)
+            if not may_span:
+                usable &= offsets // files.chunk_bytes == (ends - 1) // files.chunk_bytes
+            windows = np.full(these.size, number)
+            found = np.stack((windows, offsets + window.offset, blocks, versions))
+            rows[:, these[usable]] = found[:, usable]
+        return rows
+
+    def unchanged(self, rows: Int64s) -> Bools:
+        same = np.zeros(rows.shape[1], np.bool_)
+        for number in np.unique(rows[0]).tolist():
+            window = self._windows.get(number) or self._closing.get(number)
+            if window is not None:
+                these = rows[0] == number
+                same[these] = window.table.unchanged(rows[2, these], rows[3, these])
+        return same
+
+    def hold(self, rows: Int64s) -> None:
+        for number, count in Counter(rows[0].tolist()).items():
+            self._windows[number].holds += count
+
+    def release(self, rows: Int64s, nbytes: int) -> None:
+        for number, count in Counter(rows[0].tolist()).items():
+            window = self._windows.get(number) or self._closing[number]
+            window.holds -= count
+            if nbytes:
+                self._loaded[window.files.directory] += count
+                self._loaded_bytes[window.files.directory] += nbytes * count // rows.shape[1]
+
+    # Any thread
+
+    def _map(self, files: LentFiles, pid: int) -> _Window:
+        """Raises KVFerryError or OSError."""
+        chunk_bytes = self._pool.chunk_bytes
+        if files.chunk_bytes != chunk_bytes:
+            text = f"its pool.chunk is {files.chunk_bytes} bytes, and here {chunk_bytes}"
+            raise Refused(Code.BAD_CONFIG, f"{text}; make them equal", files.chunk_bytes)
+        with ExitStack() as opened, ExitStack() as undo:
+            chunks = [_open_file(chunk, pid) for chunk in files.chunks]
+            for chunk in chunks:
+                opened.callback(os.close, chunk)
+            memory = ReadOnlyFiles(chunks, chunk_bytes, self._pool.address)
+            undo.callback(memory.close)
+            for address, size in self._chunks_of(memory):
+                self._engine.pin(address, size, writable=False)
+                undo.callback(self._engine.unpin, address)
+            table = self._open_table(_open_file(files.table, pid))
+            undo.pop_all()
+        begin = files.first * chunk_bytes
+        offset = memory.address - self._pool.address - begin
+        return _Window(files, memory, table, offset, begin, begin + memory.nbytes)
+
+    def _unmap(self, window: _Window) -> None:
+        for address, _ in self._chunks_of(window.memory):
+            self._engine.unpin(address)
+        window.memory.close()
+        window.table.close()
+        window.table.unmap()
+
+    def _chunks_of(self, memory: ReadOnlyFiles) -> Iterator[tuple[int, int]]:
+        """The address and the size of each chunk."""
+        step = self._pool.chunk_bytes
+        for start in range(0, memory.nbytes, step):
+            yield memory.address + start, min(step, memory.nbytes - start)
+
+
+def _open_file(file: FileOf, pid: int) -> int:
+    """A descriptor of a file of the tier's process, to be read only. Raises Refused or OSError."""
+    descriptor = os.open(f"/proc/{pid}/fd/{file.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if os.fstat(descriptor).st_ino != file.inode:
+            raise FileNotFoundError(errno.ENOENT, "the tier's process has closed it")
+        check_sealed(descriptor, "the sibling's memory")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+async def _finish(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function in another thread. If it is cancelled, it ends only after that call."""
+    call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call])
+        raise

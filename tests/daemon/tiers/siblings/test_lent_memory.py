@@ -1,0 +1,207 @@
+"""The memory of siblings: which blocks can be loaded from it, and how long it stays mapped."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from kvferry.daemon.core.layout import Int64s
+from kvferry.daemon.core.records import RegionRecord
+from kvferry.daemon.memory.pool import HostPool
+from kvferry.daemon.persistence.table_file import TableFile, mark_void
+from kvferry.daemon.tiers.messages import FileOf, LentFiles
+from kvferry.daemon.tiers.siblings.lent_memory import MappedWindows
+from kvferry.proto.errors import Code, Failed
+from kvferry.proto.fingerprint import Fingerprint
+from kvferry.proto.status import SiblingStatus
+from kvferry.shm.memfd import sealed_memfd
+
+CHUNK, BLOCK = 1 << 16, 12 << 10
+# The sibling's namespace begins in its second chunk, which is the first one that is lent.
+START, BLOCKS = CHUNK + BLOCK, 12
+FINGERPRINT = Fingerprint("model", BLOCK)
+RECORD = RegionRecord("name", START, BLOCKS * BLOCK, fingerprint=FINGERPRINT, factor=1)
+
+
+class Registrar:
+    numa_node: int | None = None
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+        self.fails = False
+
+    def pin(self, address: int, nbytes: int, *, writable: bool = True) -> None:
+        if self.fails:
+            raise Failed(Code.POOL_TOO_LARGE, "cannot be pinned", nbytes)
+        assert not writable
+        self.pinned[address] = nbytes
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
+
+
+class LentMemoryFixture:
+    """A sibling's namespace in two chunks and a half, and this daemon's windows."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.registrar, self.pool = Registrar(), HostPool(CHUNK, CHUNK)
+        stack.callback(self.pool.close, self.registrar)
+        self.pool.ready_bytes = self.pool.nbytes
+        stack.callback(setattr, self.pool, "ready_bytes", 0)
+        open_table = partial(TableFile, writable=False)
+        self.windows = MappedWindows(self.registrar, self.pool, open_table)
+        self.chunks = [sealed_memfd("chunk", size) for size in (CHUNK, CHUNK, CHUNK // 2)]
+        for number, chunk in enumerate(self.chunks):
+            stack.callback(os.close, chunk)
+            at = CHUNK * (number + 1)
+            os.pwrite(chunk, content(at, os.fstat(chunk).st_size), 0)
+        self.table = TableFile.create(RECORD)
+        stack.callback(self.table.close)
+        self.files = self.lent(1)
+        stack.callback(self.update)
+
+    def lent(self, window: int, chunk_bytes: int = CHUNK) -> LentFiles:
+        chunks, table = tuple(map(file_of, self.chunks)), file_of(self.table.descriptor)
+        return LentFiles(window, "/run/sibling", chunk_bytes, 1, START, chunks, table)
+
+    def update(self, *files: LentFiles) -> None:
+        asyncio.run(self.windows.update(files, os.getpid()))
+
+    def resolve(self, *offsets: int, window: int = 1, start: int = BLOCK) -> Int64s:
+        places = [(window, offset, 0) for offset in offsets]
+        return self.windows.resolve(np.array(places), BLOCK, start)
+
+    def bytes_at(self, row: int) -> bytes:
+        return ctypes.string_at(self.pool.address + int(row), BLOCK)
+
+    @property
+    def status(self) -> SiblingStatus:
+        return self.windows.count_in(SiblingStatus("/run/sibling", "on"))
+
+
+def file_of(descriptor: int) -> FileOf:
+    return FileOf(descriptor, os.fstat(descriptor).st_ino)
+
+
+def content(offset: int, nbytes: int) -> bytes:
+    return bytes((at * 7 + at // 256) % 256 for at in range(offset, offset + nbytes))
+
+
+@pytest.fixture
+def lent() -> Iterator[LentMemoryFixture]:
+    with ExitStack() as stack:
+        yield LentMemoryFixture(stack)
+
+
+def test_blocks_are_addressed_from_the_start_of_the_own_pool(lent: LentMemoryFixture) -> None:
+    lent.update(lent.files)
+    assert (lent.windows.numbers, lent.status.mapped_bytes) == ((1,), 5 * CHUNK // 2)
+    assert sorted(lent.registrar.pinned.values()) == [CHUNK // 2, CHUNK, CHUNK]
+    offsets = [START + number * BLOCK for number in range(BLOCKS)]
+    rows = lent.resolve(*offsets)
+    assert rows[0].tolist() == [1] * BLOCKS
+    assert rows[2].tolist() == list(range(BLOCKS))
+    for offset, row in zip(offsets, rows[1].tolist(), strict=True):
+        assert lent.bytes_at(row) == content(offset, BLOCK)
+
+
+def test_chunks_begin_where_those_of_the_own_pool_do(lent: LentMemoryFixture) -> None:
+    """Engines split copies there."""
+    lent.update(lent.files)
+    assert {(at - lent.pool.address) % CHUNK for at in lent.registrar.pinned} == {0}
+
+
+@pytest.mark.parametrize("offset", [0, START - 1, START - BLOCK, START + BLOCKS * BLOCK, 1 << 50])
+def test_nothing_else_is_read(lent: LentMemoryFixture, offset: int) -> None:
+    lent.update(lent.files)
+    assert lent.resolve(offset).tolist() == [[-1]] * 4
+
+
+def test_a_window_that_is_not_mapped_has_no_blocks(lent: LentMemoryFixture) -> None:
+    assert lent.resolve(START).tolist() == [[-1]] * 4
+    lent.update(lent.files)
+    assert lent.resolve(START, window=2).tolist() == [[-1]] * 4
+
+
+def test_no_block_spans_chunks_if_no_own_one_does(lent: LentMemoryFixture) -> None:
+    """Engines do not split its copies then."""
+    places = np.array([(1, START, 0), (1, 2 * CHUNK - 4096, 0)])
+    lent.update(lent.files)
+    assert lent.windows.resolve(places, 1 << 13, start=1 << 13)[0].tolist() == [1, -1]
+    assert lent.windows.resolve(places, 1 << 13, start=4096)[0].tolist() == [1, 1]
+
+
+def test_a_block_whose_version_has_grown_has_changed(lent: LentMemoryFixture) -> None:
+    lent.update(lent.files)
+    rows = lent.resolve(START, START + BLOCK)
+    assert lent.windows.unchanged(rows).tolist() == [True, True]
+    lent.table.lines["version"][1] += 1
+    assert lent.windows.unchanged(rows).tolist() == [True, False]
+
+
+def test_in_a_void_block_table_all_have_changed(lent: LentMemoryFixture) -> None:
+    lent.update(lent.files)
+    rows = lent.resolve(START)
+    mark_void(lent.table.descriptor)
+    assert lent.windows.unchanged(rows).tolist() == [False]
+
+
+def test_memory_that_is_no_longer_lent_is_unmapped_after_the_last_load(
+    lent: LentMemoryFixture,
+) -> None:
+    lent.update(lent.files)
+    rows = lent.resolve(START, START + BLOCK)
+    lent.windows.hold(rows)
+    lent.update()
+    assert lent.windows.numbers == ()
+    assert lent.resolve(START)[0].tolist() == [-1]
+    assert lent.bytes_at(rows[1, 0]) == content(START, BLOCK)
+    assert lent.windows.unchanged(rows).all()
+    lent.windows.release(rows, 2 * BLOCK)
+    lent.update()
+    assert lent.registrar.pinned == {}
+    assert not lent.windows.unchanged(rows).any()
+    assert (lent.status.loaded, lent.status.loaded_bytes) == (2, 2 * BLOCK)
+    assert lent.status.mapped_bytes == 0
+
+
+def test_memory_that_cannot_be_registered_is_tried_once(lent: LentMemoryFixture) -> None:
+    lent.registrar.fails = True
+    with capture_logs() as logs:
+        for _ in range(3):
+            lent.update(lent.files)
+    (line,) = logs
+    assert (line["sibling"], "cannot be pinned" in line["reason"]) == ("/run/sibling", True)
+    assert lent.windows.numbers == ()
+    assert "memfd:chunk" not in Path("/proc/self/maps").read_text()
+
+
+def test_chunks_of_another_size_are_not_mapped(lent: LentMemoryFixture) -> None:
+    with capture_logs() as logs:
+        lent.update(lent.lent(1, 2 * CHUNK))
+    assert "make them equal" in logs[0]["reason"]
+    assert lent.windows.numbers == ()
+
+
+def test_a_descriptor_that_now_has_another_file_is_refused(lent: LentMemoryFixture) -> None:
+    """The tier's process may have closed it, and opened something else."""
+    os.dup2(lent.chunks[1], lent.chunks[0])
+    with capture_logs() as logs:
+        lent.update(lent.files)
+    assert "has closed it" in logs[0]["reason"]
+    assert lent.windows.numbers == ()
+
+
+def test_nothing_is_mapped_before_the_own_pool_is_registered(lent: LentMemoryFixture) -> None:
+    lent.pool.ready_bytes = 0
+    lent.update(lent.files)
+    assert lent.windows.numbers == ()
