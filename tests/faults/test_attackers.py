@@ -22,7 +22,13 @@ pytestmark = pytest.mark.timeout(300)
 BLOCKS = 8
 # Limits of the daemon's growth during an attack, in bytes. "ids": libzmq frees a connection when
 # the event loop has read its message, so the growth depends on how busy the cores are.
-MAX_GROWTH = {"largest": 512 << 20, "layouts": 64 << 20, "ids": 1 << 30, "silent": 64 << 20}
+MAX_GROWTH = {
+    "largest": 512 << 20,
+    "layouts": 64 << 20,
+    "ids": 1 << 30,
+    "silent": 64 << 20,
+    "sibling": 64 << 20,
+}
 
 
 def serve_one(raw: RawClient, number: int) -> float:
@@ -39,7 +45,7 @@ def serve_one(raw: RawClient, number: int) -> float:
 def test_an_honest_client_beside_attackers(
     start_daemon: Callable[..., LocalDaemon], kind: str, long: bool
 ) -> None:
-    daemon = start_daemon(log_level="warning")
+    daemon = start_daemon(log_level="warning", siblings_enabled="true")
     seconds, attackers = (30, 4) if long else (4, 2)
     with ExitStack() as stack:
         raw = stack.enter_context(RawClient(daemon.directory, "honest", timeout=TIMEOUT))

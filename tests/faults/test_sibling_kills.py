@@ -36,7 +36,7 @@ class SiblingFaults:
         # Numbers of keys that were stored since the last reset.
         self.stored = set[int]()
         self.generation = 0
-        self.loads = self.copied = self.kills = self.resets = 0
+        self.loads = self.copied = self.direct = self.kills = self.resets = 0
 
     def prompt(self) -> range:
         """The keys of a prompt. After a reset they are others."""
@@ -96,11 +96,10 @@ class SiblingFaults:
                 return (status.pinned, status.pending, status.orphaned) == (0, 0, 0)
 
             until(released)
-        self.copied = sum(
-            status.copied
-            for number in range(len(self.siblings.engines))
-            for status in self.siblings.statuses(number)
-        )
+        count = len(self.siblings.engines)
+        statuses = [each for number in range(count) for each in self.siblings.statuses(number)]
+        self.copied = sum(status.copied for status in statuses)
+        self.direct = sum(status.loaded for status in statuses)
 
     def _step_at_others(self, number: int) -> None:
         others = self.siblings.engines[:number] + self.siblings.engines[number + 1 :]
@@ -134,7 +133,8 @@ def test_no_wrong_bytes(count: int, short_path: Path, rng: random.Random, long: 
         faults.check_released()
         print(
             f"{count} daemons, {faults.kills} kills, {faults.resets} resets, {faults.loads} loads, "
-            f"{faults.copied} blocks copied since the last starts"
+            f"{faults.copied} blocks copied and {faults.direct} loaded directly since the last "
+            "starts"
         )
         assert faults.loads
         for daemon in faults.siblings.daemons:

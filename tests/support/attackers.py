@@ -5,11 +5,13 @@
 KIND: "largest", the largest legal messages of every kind, without receiving anything; "layouts",
 layouts of 250,000 references, of one reference too many, and valid ones that do not fit into the
 pool; "ids", connections with routing ids in the form of those that libzmq chooses,
-opened and closed all the time; "silent", connections to the descriptor socket that send nothing.
+opened and closed all the time; "silent", connections to the descriptor socket that send nothing;
+"sibling", all requests of a sibling, without fetching a descriptor.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import random
@@ -28,6 +30,14 @@ from kvferry.client import Fingerprint, OffloadClient, Timeline, shared_empty
 from kvferry.proto.codec import encode
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.keys import MAX_KEY_BYTES
+from kvferry.proto.lending import (
+    MAX_LOCATED,
+    BorrowNamespace,
+    BorrowPool,
+    LocateBlocks,
+    NamespaceLent,
+    ResetLent,
+)
 from kvferry.proto.messages import (
     MAX_JOB_IDS,
     PROTOCOL,
@@ -165,11 +175,39 @@ def connect_silently(directory: Path, seconds: float) -> int:
     return connected
 
 
+def send_as_sibling(directory: Path, seconds: float) -> int:
+    keys = tuple(os.urandom(MAX_KEY_BYTES) for _ in range(MAX_LOCATED))
+    fingerprint, sent = Fingerprint("model", PAGE, key_bytes=MAX_KEY_BYTES), 0
+    composition = hashlib.blake2b(repr((((PAGE,),), 1)).encode(), digest_size=8).hexdigest()
+    store = f"{fingerprint.name}-{composition}"
+    with OffloadClient(directory, engine=f"rude {os.getpid()}", timeout=TIMEOUT) as client:
+        client.open_namespace(fingerprint, cpu_bytes_to_use=2 * MAX_LOCATED * PAGE)
+        client.allocate_kv_caches(KVLayout((TensorLayout(MAX_LOCATED, PAGE, PAGE),), (REFS[:1],)))
+        client.transfer_async(1, (GPULoadStoreSpec(range(MAX_LOCATED)), KeyLoadStoreSpec(keys)))
+        client.wait([1])
+        requests: list[ClientMessage] = [
+            BorrowNamespace(1, store, 1, snapshot=True),
+            LocateBlocks(2, keys),
+            BorrowPool(3),
+            LocateBlocks(4, keys),
+            ResetLent(5),
+        ]
+        with RawClient(directory, f"rude sibling {os.getpid()}", timeout=TIMEOUT) as raw:
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                for request in requests if sent else requests[:1]:
+                    raw.send(request)
+                    sent += 1
+                raw.recv(NamespaceLent)
+    return sent
+
+
 KINDS: dict[str, Callable[[Path, float], int]] = {
     "largest": send_largest,
     "layouts": send_layouts,
     "ids": connect_with_chosen_ids,
     "silent": connect_silently,
+    "sibling": send_as_sibling,
 }
 
 
