@@ -281,6 +281,9 @@ MESSAGES: dict[str, Any] = {
         3,
         ("disk",),
     ),
+    "daemon/opened-stores_once": wire.Opened(
+        7, "0123456789abcdef", 1000, 32768, True, "arc", 2, (), 3, ("siblings",), True
+    ),
     "daemon/done": wire.Done(9),
     "daemon/tiers_found": wire.TiersFound(10, 2, 1, 0.25),
     "daemon/namespace_lent": NamespaceLent(11, 3),
@@ -333,6 +336,7 @@ EARLIER = {
     "daemon/allocated-cuda",
     "daemon/allocated-fd",
     "daemon/blocks_located",
+    "daemon/opened",
     "daemon/pool_lent",
     "daemon/status",
     "daemon/status-health",

@@ -16,6 +16,9 @@ mirrors, which are slightly old, and its answers reserve nothing:
 There is one client, and so one mirror, per tensor-parallel rank's daemon; all have the same keys,
 each with its own bytes. A key is a HIT if it is a HIT on all ranks. It is a MISS if any rank misses
 it; the next store writes it there. Otherwise it is a RETRY: some mirror is incomplete.
+
+If all ranks hold the same bytes, each key may have one writer (writers.py). A key that only its
+writer has is stored, but a MISS until the others have copied it: see Writers.copy_keys.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from kvferry.client.pending_keys import PendingKeys
 from kvferry.client.residency_events import OffloadingEvent, ResidencyEvents
 from kvferry.client.session_state import NamespaceOptions, SessionState
 from kvferry.client.tier_searches import Prefetch
+from kvferry.client.writers import Writers
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import Lookup, OffloadKey
@@ -54,6 +58,7 @@ class OffloadingManager:
     events: whether take_events returns any.
     pending_timeout: seconds after which a key that is still pending, and that this manager does not
         store, is a MISS: it is not verified yet, or another engine's store is stuck.
+    replicated: whether all ranks hold the same bytes.
     clock: for tests.
     `hits` and `misses` count the lookups with these results.
     """
@@ -64,10 +69,12 @@ class OffloadingManager:
         *,
         events: bool = False,
         pending_timeout: float = PENDING_TIMEOUT,
+        replicated: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pending = PendingKeys(pending_timeout, clock)
         self._clients = (clients,) if isinstance(clients, NonBlockingClient) else tuple(clients)
+        self.writers = Writers(self._clients, clock, replicated=replicated)
         self._namespaces = tuple(client.namespace for client in self._clients)
         mirrors = [namespace.mirror for namespace in self._namespaces]
         self._events = ResidencyEvents(mirrors) if events else None
@@ -88,6 +95,7 @@ class OffloadingManager:
         fingerprint: Fingerprint,
         events: bool = False,
         pending_timeout: float = PENDING_TIMEOUT,
+        replicated: bool = False,
         timeout: float = 10.0,
         wait: bool = True,
         **options: Unpack[NamespaceOptions],
@@ -96,6 +104,7 @@ class OffloadingManager:
 
         fingerprint: of the engine. With several daemons, rank and world_size are set here; workers
             must do the same: msgspec.structs.replace(fingerprint, rank=r, world_size=n).
+        replicated: whether all ranks hold the same bytes; then they have the same fingerprint.
         wait: wait for each daemon, at most `timeout` seconds; False: polling connects, and all keys
             are a MISS until then (ClientOptions, state).
         options: NamespaceOptions; cpu_bytes_to_use is per daemon.
@@ -110,7 +119,11 @@ class OffloadingManager:
         with ExitStack() as opened:
             clients = []
             for rank, directory in enumerate(directories):
-                rank_fingerprint = _rank_fingerprint(fingerprint, rank, len(directories))
+                rank_fingerprint = fingerprint
+                if len(directories) > 1 and not replicated:
+                    rank_fingerprint = msgspec.structs.replace(
+                        fingerprint, rank=rank, world_size=len(directories)
+                    )
                 if not wait:
                     state = SessionState.of_namespace(rank_fingerprint, **options)
                     client_options["state"] = state
@@ -118,7 +131,9 @@ class OffloadingManager:
                 clients.append(opened.enter_context(client))
                 if wait:
                     client.open_namespace(rank_fingerprint, **options)
-            manager = cls(clients, events=events, pending_timeout=pending_timeout)
+            manager = cls(
+                clients, events=events, pending_timeout=pending_timeout, replicated=replicated
+            )
             manager._own_clients = opened.pop_all()
         return manager
 
@@ -156,6 +171,9 @@ class OffloadingManager:
     def lookup(self, key: OffloadKey) -> Lookup:
         """HIT, MISS, HIT_PENDING (it is being stored or verified) or RETRY (look it up again)."""
         found = self._find(key)
+        if found is MISS and self.writers.count > 1:
+            at_writer = self._find_at(self.writers.clients_of(key), key)
+            found = MISS if at_writer is HIT else at_writer
         if found is HIT:
             self.hits += 1
         elif found is MISS:
@@ -186,16 +204,18 @@ class OffloadingManager:
             return None
         self.flush()
         present = (HIT, HIT_PENDING)
-        absent = tuple(key for key in keys if self._find(key) not in present)
+        clients_of = self.writers.clients_of
+        absent = tuple(key for key in keys if self._find_at(clients_of(key), key) not in present)
         wanted = () if self.gone else absent
         missing = set(absent)
         keep = tuple([key for key in keys if key not in missing]) if wanted else ()
         self._offered.update(wanted)
         self._pending.forget(wanted)
-        return PrepareStoreOutput(
-            wanted,
-            tuple(KeyLoadStoreSpec(wanted, space.generation, keep) for space in self._namespaces),
+        specs = (
+            KeyLoadStoreSpec(own, space.generation, keep)
+            for own, space in zip(self.writers.divide(wanted), self._namespaces, strict=True)
         )
+        return PrepareStoreOutput(wanted, tuple(specs), writers=self.writers.count)
 
     def complete_store(self, keys: Iterable[OffloadKey], success: bool = True) -> None:
         """The transfer of these keys has ended. Calling it twice is harmless.
@@ -235,14 +255,13 @@ class OffloadingManager:
         at once; without tiers nothing is searched. Raises Refused (BAD_KEY).
         """
         keys = self._checked(keys)
-        mirrors = self._fresh_mirrors()
-        absent = next(
-            (at for at, key in enumerate(keys) if any(m.lookup(key) is MISS for m in mirrors)), None
-        )
-        if absent is None:
+        self.poll()
+        if (absent := self.writers.first_absent(keys)) is None:
             return Prefetch()
-        wanted = keys[absent:]
-        return Prefetch(tuple(c.find_in_tiers(wanted, compute_seconds) for c in self._clients))
+        # Ranks that divide the keys read them in parallel.
+        compute_seconds *= self.writers.count
+        wanted = zip(self._clients, self.writers.divide(keys[absent:]), strict=True)
+        return Prefetch(tuple(each.find_in_tiers(own, compute_seconds) for each, own in wanted))
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
         """Mark keys as used; the first becomes the most recent. Sent by `flush`, or if many."""
@@ -266,8 +285,9 @@ class OffloadingManager:
             keys = tuple(reversed(self._touched))
             self._touched.clear()
             self._reported = counts
-            for client in self._clients:
-                client.touch(keys, hits, misses)
+            # What a rank has copied from a sibling is not touched: its own keys stay longer.
+            for client, own in zip(self._clients, self.writers.divide(keys), strict=True):
+                client.touch(own, hits, misses)
 
     def take_events(self) -> list[OffloadingEvent]:
         """The keys that became a HIT, and those that ceased to be one, since the last call.
@@ -277,7 +297,9 @@ class OffloadingManager:
         """
         self.flush()
         mirrors = self._fresh_mirrors()
-        return self._events.take_events(mirrors) if self._events is not None else []
+        if self._events is None:
+            return []
+        return self._events.take_events(mirrors, self.writers.mirrors())
 
     def reset_cache(self) -> None:
         """Remove all keys, without waiting. Until it is done, every lookup is a MISS."""
@@ -316,8 +338,11 @@ class OffloadingManager:
         return self._namespaces[0].checked_keys(keys)
 
     def _find(self, key: OffloadKey) -> Lookup:
+        return self._find_at(self._clients, key)
+
+    def _find_at(self, clients: Sequence[NonBlockingClient], key: OffloadKey) -> Lookup:
         found = HIT
-        for client in self._clients:
+        for client in clients:
             here = client.lookup(key)
             if here is MISS:
                 self._pending.since.pop(key, None)
@@ -333,9 +358,3 @@ class OffloadingManager:
     def _fresh_mirrors(self) -> list[Mirror]:
         self.poll()
         return [namespace.mirror for namespace in self._namespaces]
-
-
-def _rank_fingerprint(fingerprint: Fingerprint, rank: int, ranks: int) -> Fingerprint:
-    if ranks == 1:
-        return fingerprint
-    return msgspec.structs.replace(fingerprint, rank=rank, world_size=ranks)

@@ -13,12 +13,14 @@ class PrepareStoreOutput:
     """The blocks to store. evicted_keys: always empty; evictions are reported by take_events.
 
     store_specs: for the worker of each rank. If the namespace is reset before the transfer arrives,
-    the transfer is refused (STALE).
+    the transfer is refused (STALE). writers: the ranks among which the keys are divided, see
+    writer_of; 1: each rank stores all.
     """
 
     keys_to_store: tuple[OffloadKey, ...]
     store_specs: tuple[KeyLoadStoreSpec, ...]
     evicted_keys: tuple[OffloadKey, ...] = ()
+    writers: int = 1
 
     @property
     def store_spec(self) -> KeyLoadStoreSpec:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvferry.client.key_set import KeySet
 from kvferry.client.mirror import HIT, Mirror
+from kvferry.client.writers import MirrorsOf
 from kvferry.proto.keys import OffloadKey
 
 
@@ -30,13 +31,18 @@ class ResidencyEvents:
         for mirror in mirrors:
             mirror.track_changes()
 
-    def take_events(self, mirrors: Sequence[Mirror]) -> list[OffloadingEvent]:
-        """The changes since the last call: first removed keys, then stored ones."""
+    def take_events(
+        self, mirrors: Sequence[Mirror], mirrors_of: MirrorsOf
+    ) -> list[OffloadingEvent]:
+        """The changes since the last call: first removed keys, then stored ones.
+
+        mirrors: all. mirrors_of: those of the daemons that store a key.
+        """
         changed = dict.fromkeys(key for mirror in mirrors for key in mirror.take_changed_keys())
         stored: list[OffloadKey] = []
         removed: list[OffloadKey] = []
         for key in changed:
-            hit = all(mirror.lookup(key) is HIT for mirror in mirrors)
+            hit = all(mirror.lookup(key) is HIT for mirror in mirrors_of(key))
             if hit != (key in self._reported):
                 (stored if hit else removed).append(key)
         self._reported.discard_keys(removed)

@@ -57,8 +57,11 @@ class Prefetch:
 
     @property
     def found_keys(self) -> tuple[OffloadKey, ...]:
-        """The keys that were found on all ranks: promoted, or pending or loadable by then."""
-        return min((search.found_keys for search in self.searches), key=len, default=())
+        """The keys that were found on all ranks that searched for them: promoted, or pending or
+        loadable by then."""
+        lost = {key for search in self.searches for key in search.keys[len(search.found_keys) :]}
+        found = (key for search in self.searches for key in search.found_keys if key not in lost)
+        return tuple(dict.fromkeys(found))
 
 
 class TierSearches:

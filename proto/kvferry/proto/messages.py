@@ -282,7 +282,8 @@ class Opened(Message):
 
     unlike: other namespaces of the same model, with the fields that differ; shortened.
     reattached: the namespace existed before, with its keys. name: a hash of the fingerprint.
-    generation: 1, and one more after each reset.
+    generation: 1, and one more after each reset. stores_once: whether a store leaves out what a
+    sibling has.
     """
 
     request_id: Id
@@ -296,6 +297,7 @@ class Opened(Message):
     generation: Count = 1
     # Names of the tiers below the host pool, fastest first. Without one FindInTiers promotes none.
     tiers: tuple[str, ...] = ()
+    stores_once: bool = False
 
 
 class Done(Message):

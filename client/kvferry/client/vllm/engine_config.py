@@ -27,6 +27,7 @@ from kvferry.client.endpoint import find_daemon
 from kvferry.client.session_state import NamespaceOptions
 from kvferry.client.vllm.fingerprint import (
     block_bytes,
+    is_replicated,
     kv_layout,
     packed_groups,
     read_fingerprint,
@@ -105,6 +106,8 @@ class EngineConfig:
     # vLLM's kv_role: a kv_producer only stores, a kv_consumer only loads.
     stores: bool = True
     loads: bool = True
+    # Whether all ranks hold the same bytes.
+    replicated: bool = False
 
     def for_rank(self, rank: int) -> EngineConfig:
         return replace(self, rank=rank)
@@ -148,6 +151,7 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any, blocks: BlockSize
         packed=packed_groups(vllm_config, kv_cache_config),
         stores=transfer.kv_role != "kv_consumer",
         loads=transfer.kv_role != "kv_producer",
+        replicated=is_replicated(vllm_config, kv_cache_config),
     )
 
 

@@ -82,6 +82,8 @@ DTYPES_CHOSEN_BY_LAYERS = frozenset(
         "nvfp4_ds_mla",
     }
 )
+# Layers of which all ranks hold the same bytes, in versions of vLLM without `kv_tp_replicas`.
+LATENT_SPECS = frozenset({"MLAAttentionSpec", "SlidingWindowMLASpec"})
 # Fields of a layer's KVCacheSpec that change the bytes of a page, or what they mean.
 SPEC_FIELDS = (
     "block_size",
@@ -115,7 +117,7 @@ SPEC_FIELDS = (
 
 
 def read_fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes) -> Fingerprint:
-    """The fingerprint of this rank; in the scheduler, of rank 0."""
+    """The fingerprint of this rank; in the scheduler, of rank 0. Replicated ranks have the same."""
     parallel = vllm_config.parallel_config
     algorithm = read_path(vllm_config, "cache_config.prefix_caching_hash_algo")
     layout = kv_layout(vllm_config, kv_cache_config)
@@ -131,7 +133,7 @@ def read_fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes)
         kv_dtype=_kv_dtype(vllm_config, groups),
         kv_layout=layout,
         block_size=blocks.hash_tokens,
-        rank=parallel.rank,
+        rank=0 if is_replicated(vllm_config, kv_cache_config) else parallel.rank,
         world_size=parallel.world_size,
         hash_algorithm=algorithm,
         hash_seed=_hash_seed(algorithm, vllm_config.kv_transfer_config.engine_id),
@@ -155,6 +157,25 @@ def read_fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes)
             *((name, _options(vllm_config, paths)) for name, paths in OPTIONS.items()),
             *model_fields(vllm_config),
         ),
+    )
+
+
+def is_replicated(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether all ranks hold the same bytes, as of MLA. The same in the scheduler and in workers.
+
+    Not with pipeline or context parallelism, nor if any KV cache group depends on the rank.
+    """
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    if ranks == 1 or parallel.world_size != ranks or parallel.decode_context_parallel_size > 1:
+        return False
+    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
+    if replicas is not None:
+        return bool(replicas == ranks)
+    # The scheduler knows one layer of each group; a drafting layer may be in the group of others.
+    specs = map(_layer_spec, offloaded_groups(kv_cache_config))
+    return vllm_config.speculative_config is None and all(
+        type(spec).__name__ in LATENT_SPECS for spec in specs
     )
 
 

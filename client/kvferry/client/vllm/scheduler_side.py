@@ -54,12 +54,14 @@ NO_KEYS: tuple[Set[OffloadKey], ...] = (frozenset(),)
 class KeysSpec:
     """Host blocks by key, as sent to the workers.
 
-    For stores: generations, one per rank, and keys not to evict (KeyLoadStoreSpec).
+    For stores: generations, one per rank, keys not to evict (KeyLoadStoreSpec), and the ranks among
+    which the keys are divided (PrepareStoreOutput).
     """
 
     keys: tuple[OffloadKey, ...]
     generations: tuple[int, ...] = ()
     keep: tuple[OffloadKey, ...] = ()
+    writers: int = 1
 
     def generation(self, rank: int) -> int:
         return self.generations[rank] if self.generations else 0
@@ -79,14 +81,18 @@ class RequestState:
     """A request that looks keys up. since: time of its first lookup. loads: loads so far.
 
     touched: time of the last touch, by the last key of the list and its length. prefetch: of its
-    keys below the host pool. found_below: what it found.
+    keys below the host pool. found_below: what it found. keys, seconds: see `request_arrived`.
+    searched: the first keys of those that ranks were asked to copy from their writers.
     """
 
-    since: float
+    since: float = 0.0
     loads: int = 0
     touched: dict[tuple[OffloadKey, int], float] = field(default_factory=dict)
     prefetch: Prefetch = field(default_factory=Prefetch)
     found_below: frozenset[OffloadKey] | None = None
+    keys: Keys = ()
+    seconds: float = 0.0
+    searched: set[OffloadKey] = field(default_factory=set)
 
     def should_touch(self, keys: Sequence[OffloadKey], interval: float) -> bool:
         """False if these keys were touched within `interval`. A key identifies its prefix."""
@@ -131,7 +137,7 @@ class SchedulerSide:
         self._hits = 0
         self._requests: dict[str, RequestState] = {}
         # The request of the current lookups.
-        self._request = RequestState(0.0)
+        self._request = RequestState()
         self._may_load = config.loads
         # Requests that ended before this step.
         self._ended_requests: Collection[str] = ()
@@ -156,9 +162,9 @@ class SchedulerSide:
         """
         if self._usable:
             prefetch = self._manager.prefetch(keys if self._config.loads else (), seconds)
-            if prefetch.searches:
-                state = self._requests.setdefault(request, RequestState(time.monotonic()))
-                state.prefetch = prefetch
+            if prefetch.searches or self._config.replicated:
+                state = self._requests.setdefault(request, RequestState())
+                state.prefetch, state.keys, state.seconds = prefetch, tuple(keys), seconds
 
     def was_below(self, key: OffloadKey, request: str) -> bool:
         """Whether the request's prefetch has found this key below the host pool."""
@@ -170,7 +176,8 @@ class SchedulerSide:
 
     def begin_lookups(self, request: str, *, may_load: bool = True) -> None:
         """The following lookups belong to this request. may_load: if not, they are misses."""
-        self._request = self._requests.setdefault(request, RequestState(time.monotonic()))
+        self._request = self._requests.setdefault(request, RequestState())
+        self._request.since = self._request.since or time.monotonic()
         self._may_load = may_load and self._config.loads and self._request.loads < MAX_LOADS
         if not self._may_load:
             self._ready = NO_KEYS
@@ -301,10 +308,23 @@ class SchedulerSide:
         if not self._usable or not self._may_load:
             return Lookup.MISS
         found = manager.lookup(key)
+        if found is Lookup.MISS and manager.writers.can_copy(key):
+            found = self._copy_from_writers(key)
         self._ready = manager.ready_keys
         if found in UNDECIDED and time.monotonic() - state.since > self._lookup_timeout:
             return Lookup.MISS
         return found
+
+    def _copy_from_writers(self, key: OffloadKey) -> Lookup:
+        """Let the ranks copy this key and the request's next ones; a MISS if that has failed."""
+        state, writers = self._request, self._manager.writers
+        if key in state.searched:
+            writers.store_all()
+            return Lookup.MISS
+        state.searched.add(key)
+        first = state.keys.index(key) if key in state.keys else len(state.keys)
+        writers.copy_keys(state.keys[first:] or (key,), state.seconds)
+        return Lookup.RETRY
 
     @catch_errors
     def _offer_keys(self, keys: Collection[OffloadKey], last: bool) -> StoreOutput | None:
@@ -318,7 +338,8 @@ class SchedulerSide:
             return None
         self._store_sizes.append(len(output.keys_to_store))
         generations = tuple(spec.generation for spec in output.store_specs)
-        spec = KeysSpec(output.keys_to_store, generations, output.store_spec.keep)
+        keep, writers = output.store_spec.keep, output.writers
+        spec = KeysSpec(output.keys_to_store, generations, keep, writers)
         return StoreOutput(list(output.keys_to_store), spec, [])
 
     @catch_errors
@@ -357,6 +378,7 @@ class SchedulerSide:
             engine=config.engine,
             fingerprint=config.fingerprint,
             events=self._events,
+            replicated=config.replicated,
             timeout=TIMEOUT,
             wait=False,
             **config.options,

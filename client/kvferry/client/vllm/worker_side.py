@@ -29,6 +29,7 @@ from kvferry.client.tensors.canonical import CanonicalKVCaches
 from kvferry.client.timeline import Timeline
 from kvferry.client.vllm.engine_config import TIMEOUT, EngineConfig
 from kvferry.client.vllm.load_eta import LoadEta
+from kvferry.client.vllm.own_blocks import own_blocks
 from kvferry.client.vllm.scheduler_side import KeysSpec
 from kvferry.proto.errors import Code, Gone, KVFerryError
 from kvferry.proto.results import Outcome
@@ -87,8 +88,15 @@ class WorkerSide:
 
     def store(self, job_id: int, blocks: Any, keys: KeysSpec) -> None:
         """blocks: vLLM's GPULoadStoreSpec."""
-        host = KeyLoadStoreSpec(keys.keys, keys.generation(self._config.rank), keys.keep)
-        self._submit(job_id, (gpu_spec(blocks), host), Direction.STORE)
+        gpu, names, rank = gpu_spec(blocks), keys.keys, self._config.rank
+        if keys.writers > 1:
+            gpu, names = own_blocks(gpu, names, self._config.factor, rank, keys.writers)
+        if not names:
+            kind = Direction.STORE.transfer_type
+            self._results.append(TransferResult(job_id, True, 0, 0.0, kind, Outcome.DONE))
+            return
+        host = KeyLoadStoreSpec(names, keys.generation(rank), keys.keep)
+        self._submit(job_id, (gpu, host), Direction.STORE)
 
     def load(self, job_id: int, keys: KeysSpec, blocks: Any) -> None:
         gpu = gpu_spec(blocks)

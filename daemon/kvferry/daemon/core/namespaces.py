@@ -124,6 +124,7 @@ class Namespaces:
             self._similar_namespaces(namespace),
             namespace.generation,
             tuple(tier.name for tier in self._tiers),
+            any(tier.find_held for tier in self._tiers),
         )
         return [SendMessage(session, reply)]
 
