@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 from kvferry.client import OffloadClient
@@ -34,8 +35,8 @@ class FakeDaemon:
 
     It records received messages and replies at once. slow: it does not reply to resets until
     `finish_resets`. silent: it does not reply. lossy: it drops KeyEvents. refusal: the error that
-    it replies to each request. Clients receive messages at each lookup, and check the connection
-    at each poll.
+    it replies to each request. stores_once: whether it has siblings, whose keys it does not store.
+    Clients receive messages at each lookup, and check the connection at each poll.
     """
 
     def __init__(self, directory: Path, num_blocks: int) -> None:
@@ -45,6 +46,7 @@ class FakeDaemon:
         self.ready: dict[OffloadKey, None] = {}
         self.pending: dict[OffloadKey, None] = {}
         self.slow = self.silent = self.lossy = self.disconnected = self.closed = False
+        self.stores_once = False
         self.refusal: ErrorInfo | None = None
         self.drains = self.opened = 0
         self.alive_check_interval = self.mirror_max_age = 0.0
@@ -127,9 +129,13 @@ class FakeDaemon:
                 self.send_to_client(WELCOME)
             case wire.OpenNamespace(number, fingerprint, _, policy, threshold):
                 name, nbytes = fingerprint.name, fingerprint.host_block_bytes
-                self.send_to_client(
-                    wire.Opened(number, name, self.num_blocks, nbytes, False, policy, threshold)
+                opened = wire.Opened(
+                    number, name, self.num_blocks, nbytes, False, policy, threshold
                 )
+                if self.stores_once:
+                    tiers = ("siblings",)
+                    opened = msgspec.structs.replace(opened, tiers=tiers, stores_once=True)
+                self.send_to_client(opened)
             case wire.Subscribe():
                 for part in self._snapshot():
                     self.send_to_client(part)

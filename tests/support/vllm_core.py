@@ -84,7 +84,7 @@ class EngineCore:
         config = _config(kvferry_options(directory, host_bytes), **transfer)
         _set_cache_layout(config, groups)
         self._set_up(config, groups)
-        caches = _caches(groups, blocks, drafts)
+        caches = self._plan_caches(groups, blocks, drafts)
         config.cache_config.num_gpu_blocks = blocks
         scheduler_block, hash_block = resolve_kv_cache_block_sizes(caches, config)
         if "partial states" in groups:  # as vLLM resolves it
@@ -104,9 +104,8 @@ class EngineCore:
             config, KVConnectorRole.WORKER, caches
         )
         # All groups share one buffer: a block belongs to one of them at a time.
-        rows = shared_empty((blocks, PAGE), torch.int8, "cpu")
-        self.worker.register_kv_caches({group: _layer(rows, group) for group in groups})
-        self.runner = CheckedRunner(groups, rows, random.Random(1), overlaps and drafts > 0)
+        rows = register_rows(self.worker, groups, blocks)
+        self.runner: Any = CheckedRunner(groups, rows, random.Random(1), overlaps and drafts > 0)
         # Whether blocks are set to zero and copied before the connector waits for stores.
         self.writes_early = bool(config.use_v2_model_runner)
         self._wait_connected()
@@ -127,6 +126,9 @@ class EngineCore:
 
     def _set_up(self, config: VllmConfig, groups: tuple[str, ...]) -> None:
         """Called before the connectors are created."""
+
+    def _plan_caches(self, groups: tuple[str, ...], blocks: int, drafts: int) -> KVCacheConfig:
+        return _caches(groups, blocks, drafts)
 
     def _wait_connected(self) -> None:
         wait_connected(kvferry_of(self.scheduler.connector).connector_scheduler.manager._manager)
@@ -249,17 +251,29 @@ class EngineCore:
             self.sources[source.value] = self.sources.get(source.value, 0) + tokens
 
     def _connector_output(self, finished: set[str]) -> KVConnectorOutput:
-        reported, worker = KVConnectorOutput(), self.worker
-        if compat.REPORTS_FAILED_REQUESTS:
-            results = worker.get_transfer_results(finished)
-            reported.finished_sending = results.finished_sending
-            reported.finished_recving = results.finished_recving
-            reported.failed_recving = results.failed_recving
-        else:
-            reported.finished_sending, reported.finished_recving = worker.get_finished(finished)
-        reported.invalid_block_ids = worker.get_block_ids_with_load_errors()
-        reported.kv_connector_worker_meta = worker.build_connector_worker_meta()
-        return reported
+        return connector_output(self.worker, finished)
+
+
+def register_rows(worker: Any, groups: tuple[str, ...], blocks: int) -> torch.Tensor:
+    """Register a KV cache that all groups share: (blocks, PAGE)."""
+    rows = shared_empty((blocks, PAGE), torch.int8, "cpu")
+    worker.register_kv_caches({group: _layer(rows, group) for group in groups})
+    return rows
+
+
+def connector_output(worker: Any, finished: set[str]) -> KVConnectorOutput:
+    """What a worker reports of its connector after a step."""
+    reported = KVConnectorOutput()
+    if compat.REPORTS_FAILED_REQUESTS:
+        results = worker.get_transfer_results(finished)
+        reported.finished_sending = results.finished_sending
+        reported.finished_recving = results.finished_recving
+        reported.failed_recving = results.failed_recving
+    else:
+        reported.finished_sending, reported.finished_recving = worker.get_finished(finished)
+    reported.invalid_block_ids = worker.get_block_ids_with_load_errors()
+    reported.kv_connector_worker_meta = worker.build_connector_worker_meta()
+    return reported
 
 
 def kvferry_options(directory: object, host_bytes: int) -> dict[str, Any]:

@@ -44,7 +44,11 @@ from vllm.v1.attention.backends.utils import (
     get_supported_kv_cache_layouts,
     resolve_kv_cache_layout,
 )
-from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+from vllm.v1.core.kv_cache_planning import (
+    get_global_kv_cache_groups,
+    get_kv_cache_configs,
+    kv_cache_groups_tp_replicas,
+)
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     resolve_cache_hit_alignment_tokens,
@@ -267,6 +271,7 @@ def start(family: PlannedFamily, directory: str) -> dict[str, Any]:
         return {
             "runner": "v2" if config.use_v2_model_runner else "v1",
             "layout": worker.kv_cache_layout,
+            "replicated": kv_cache_groups_tp_replicas(worker.kv_cache_groups, 2) == 2,
             "groups": [describe(g, n, worker) for n, g in enumerate(worker.kv_cache_groups)],
             "stored bytes": engine.round_trip(),
         }

@@ -54,6 +54,8 @@ GROUPS = {
 }
 WITH_DRAFT = "eagle3", "mtp", "mtp hybrid"
 REFUSED = "whisper", "bert"
+# All tensor-parallel ranks hold the same bytes.
+REPLICATED = "deepseek-v3", "deepseek-v3.2", "glm-5", "deepseek-v4", "mtp"
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,7 @@ def test_the_groups_of_a_model_are_stored_and_loaded(
     assert any(group["drafts"] for group in groups) == (family in WITH_DRAFT)
     assert result["stored bytes"] > 0
     assert result["runner"] == "v2"
+    assert result["replicated"] == (family in REPLICATED)
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -229,6 +230,57 @@ def test_how_context_parallel_ranks_interleave_tokens_is_in_the_fingerprint() ->
     kinds = [context(), context(cp=16), context(dcp=16, cp=32), context(size=4)]
     assert len({fingerprint.name for fingerprint in kinds}) == len(kinds)
     assert context(cp=16, size=1) == context(size=1) == read()
+
+
+# Ranks that hold the same bytes
+
+
+class MLAAttentionSpec(SimpleNamespace):
+    """As vLLM's."""
+
+
+LATENT = MLAAttentionSpec(dtype="torch.bfloat16", kv_quant_mode=0)
+
+
+def of_ranks(
+    *specs: Any, ranks: int = 2, replicas: int | None = None, drafts: Any = None, **options: Any
+) -> list[Fingerprint]:
+    """The fingerprints of tensor-parallel ranks. options: of the parallel configuration."""
+
+    def set_rank(config: Any, rank: int) -> None:
+        tensor_parallel = {"rank": rank, "world_size": ranks, "tensor_parallel_size": ranks}
+        vars(config.parallel_config).update(tensor_parallel | options)
+        config.speculative_config = drafts
+
+    planned = caches(*specs)
+    if replicas is not None:
+        planned.kv_tp_replicas = replicas
+    return [read(planned, change=partial(set_rank, rank=rank)) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("specs", "options", "same"),
+    [
+        ([LATENT], {}, True),
+        ([LATENT, LATENT], {"ranks": 8}, True),
+        ([LATENT, BF16], {}, False),
+        ([BF16], {}, False),
+        ([LATENT], {"decode_context_parallel_size": 2}, False),
+        ([LATENT], {"world_size": 4, "pipeline_parallel_size": 2}, False),
+        ([LATENT], {"world_size": 4, "prefill_context_parallel_size": 2}, False),
+        # Its layers may be in the same group.
+        ([LATENT], {"drafts": SimpleNamespace(draft_model_config=None)}, False),
+        # Since 0.33 vLLM counts the ranks that hold the same.
+        ([BF16], {"replicas": 2}, True),
+        ([LATENT], {"replicas": 1}, False),
+    ],
+)
+def test_ranks_that_hold_the_same_bytes_have_one_fingerprint(
+    specs: list[Any], options: dict[str, Any], same: bool
+) -> None:
+    prints = of_ranks(*specs, **options)
+    assert len({one.name for one in prints}) == (1 if same else len(prints))
+    assert prints[0] != read(caches(*specs))  # of one rank
 
 
 # The model

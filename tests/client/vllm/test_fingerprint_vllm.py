@@ -38,6 +38,8 @@ CONFIG = {
 }
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 LATENT = {"block_size": 16, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
+if "max_tp_shards" in {field.name for field in dataclasses.fields(interface.MLAAttentionSpec)}:
+    LATENT["max_tp_shards"] = 1  # as the layers of models with MLA
 
 
 def full() -> Any:
@@ -111,22 +113,22 @@ def layouts() -> list[str]:
     return [layout.name for layout in KVCacheLayout if layout.is_block_compact]
 
 
-def plan(config: Any, model: str, layout: str, nbytes: int) -> tuple[Any, Any]:
-    """(scheduler's, worker's) KVCacheConfig, as vLLM's engine core plans them."""
+def plan(config: Any, model: str, layout: str, nbytes: int, ranks: int = 1) -> tuple[Any, Any]:
+    """(scheduler's, last worker's) KVCacheConfig, as vLLM's engine core plans them."""
     from vllm.v1.core import kv_cache_utils
 
     kinds = MODELS[model]
-    specs = [{f"layer.{n}": kinds[n % 2]() for n in range(LAYERS)}]
+    specs = [{f"layer.{n}": kinds[n % 2]() for n in range(LAYERS)}] * ranks
     if layout:
         config.cache_config.kv_cache_layout = layout
     try:  # since 0.33
         from vllm.v1.core import kv_cache_planning as planning
     except ImportError:
-        planned = kv_cache_utils.get_kv_cache_configs(config, specs, [nbytes])
+        planned = kv_cache_utils.get_kv_cache_configs(config, specs, [nbytes] * ranks)
     else:
         groups = planning.get_global_kv_cache_groups(config, specs)
-        planned = planning.get_kv_cache_configs(config, specs, [nbytes], groups)
-    (worker,) = planned
+        planned = planning.get_kv_cache_configs(config, specs, [nbytes] * ranks, groups)
+    worker = planned[-1]
     if layout:
         worker.kv_cache_layout = layout
     scheduler = kv_cache_utils.generate_scheduler_kv_cache_config([copy.deepcopy(worker)])
@@ -154,6 +156,17 @@ def test_the_scheduler_the_workers_and_another_start_read_the_same(
     larger, _ = plan(later, model, layout, GIB + GIB // 4)
     assert larger.num_blocks > scheduler.num_blocks
     assert read(later, larger) == expected
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_ranks_of_a_latent_model_have_one_fingerprint(model: str, engine_args: Any) -> None:
+    config = engine_args()
+    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = 2
+    scheduler, worker = plan(config, model, layouts()[0], GIB, ranks=2)
+    expected = read(config, scheduler)
+    config.parallel_config.rank = 1
+    found = read(pickle.loads(pickle.dumps(config)), worker)
+    assert (found == expected) == (model == "latent with an indexer")
 
 
 @pytest.mark.parametrize("model", MODELS)

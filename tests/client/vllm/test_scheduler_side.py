@@ -271,6 +271,37 @@ def test_a_key_is_a_hit_if_every_rank_has_it(
     assert answers(side, A) == ["miss"]
 
 
+def test_a_key_that_only_its_writer_has_is_copied_once_per_request(
+    start_fake_daemon: Callable[..., FakeDaemon],
+) -> None:
+    """If a rank cannot copy it, all ranks store all keys. Rank 0 writes A."""
+    one, two = start_fake_daemon(), start_fake_daemon()
+    one.stores_once = two.stores_once = True
+    folders = str(one.directory), str(two.directory)
+    config = replace(
+        engine_config_at(one.directory), world_size=2, directories=folders, replicated=True
+    )
+    side = SchedulerSide(config, LOOKUP_CODES, events=False)
+    one.store(A)
+    assert side.prepare_store([A, B, D], request()).store_spec == KeysSpec((B, D), (1, 1), (A,), 2)
+    side.request_arrived("request", [A, C], 0.5)
+    assert [len(daemon.received_of(wire.FindInTiers)) for daemon in (one, two)] == [1, 0]
+    assert answers(side, A) == ["retry"]
+    (search,) = two.received_of(wire.FindInTiers)
+    assert (search.keys, search.compute_seconds) == ((A, C), 0.5)
+    two.store(A)
+    two.send_to_client(wire.TiersFound(search.request_id, 1))
+    side.on_schedule_end()
+    assert answers(side, A) == ["hit"]
+    two.evict(A)
+    side.on_schedule_end()
+    assert answers(side, A) == ["miss"]
+    output = side.prepare_store([A], request())
+    assert output.store_spec == KeysSpec((A,), (1, 1), (), 1)
+    assert len(two.received_of(wire.FindInTiers)) == 1
+    side.shutdown()
+
+
 # Events
 
 

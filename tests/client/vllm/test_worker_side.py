@@ -60,6 +60,23 @@ def test_a_stored_block_is_loaded(start_kvferryd: StartKvferryd) -> None:
     worker.shutdown()
 
 
+def test_a_rank_stores_the_keys_that_it_writes(start_kvferryd: StartKvferryd) -> None:
+    """Rank 0 of two writes A, B and C."""
+    caches, other = kv_caches(), b"d" * 8
+    tensor = caches.tensors[0].tensor
+    worker = open_worker(start_kvferryd(), caches)
+    tensor[1], tensor[2], tensor[3] = 1, 2, 3
+    worker.store(1, gpu_blocks(2), KeysSpec((other,), writers=2))
+    assert [(r.job_id, r.success, r.transfer_size) for r in worker.get_finished()] == [(1, True, 0)]
+    worker.store(2, gpu_blocks(1, 2, 3), KeysSpec((A, other, C), writers=2))
+    assert ended(worker, 1) == {2: True}
+    worker.load(3, KeysSpec((A, C)), gpu_blocks(4, 5))
+    worker.load(4, KeysSpec((other,)), gpu_blocks(6))
+    assert ended(worker, 2) == {3: True, 4: False}
+    assert tensor[[4, 5], 0].tolist() == [1, 3]
+    worker.shutdown()
+
+
 def test_waiting_for_loads_reports_each_result_once(
     start_kvferryd: StartKvferryd, start_worker: Start
 ) -> None:

@@ -1,0 +1,140 @@
+"""Ranks with the same KV: each block is stored once per host, through vLLM's own scheduler."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.client import LocalDaemon, OffloadClient, session
+from kvferry.proto.status import NamespaceStatus
+from kvferry.testing.engine import until
+from support.patient_daemon import PatientDaemon
+from support.time_limits import TIMEOUT
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+# Of 200 tokens: three chunks each.
+PROMPTS = [[(number * 37 + n * 11) % 900 for n in range(200)] for number in range(8)]
+CHUNKS = 3 * len(PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Any:
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    from support import vllm_ranks
+
+    return vllm_ranks
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.setattr(session, "SEARCH_TIMEOUT", TIMEOUT)
+    monkeypatch.setattr("kvferry.client.vllm.scheduler_side.LOOKUP_TIMEOUT", TIMEOUT)
+
+
+@pytest.fixture
+def daemons(short_path: Path) -> Iterator[list[LocalDaemon]]:
+    """Two daemons that are siblings."""
+    with ExitStack() as running:
+        folders = [short_path / "0", short_path / "1"]
+        options: dict[str, Any] = {
+            "pool_bytes": 4 << 20,
+            "siblings_enabled": "true",
+            "siblings_directories": ":".join(map(str, folders)),
+        }
+        yield [running.enter_context(PatientDaemon(runtime_dir=f, **options)) for f in folders]
+
+
+def open_core(ranks: Any, daemons: list[LocalDaemon]) -> Any:
+    """An engine whose daemons copy from each other."""
+    core = ranks.RankedCore([daemon.directory for daemon in daemons], host_bytes=4 << 20)
+    until(lambda: all(is_linked(daemon) for daemon in daemons))
+    return core
+
+
+def is_linked(daemon: LocalDaemon) -> bool:
+    with OffloadClient(daemon.directory, engine="observer") as client:
+        return [sibling.is_on for sibling in client.status().siblings] == [True]
+
+
+def namespace_of(daemon: LocalDaemon) -> NamespaceStatus:
+    with OffloadClient(daemon.directory, engine="observer") as client:
+        (namespace,) = client.namespaces()
+        return namespace
+
+
+def test_each_block_is_stored_once_and_loaded_by_all_ranks(
+    ranks: Any, daemons: list[LocalDaemon]
+) -> None:
+    first = open_core(ranks, daemons)
+    assert first.run(*PROMPTS) == [0] * len(PROMPTS)
+    first.settle()
+    until(lambda: sum(map(len, first.stored_keys())) == CHUNKS)
+    one, two = first.stored_keys()
+    assert one
+    assert two
+    assert not one & two
+    assert sum(namespace_of(daemon).stored for daemon in daemons) == CHUNKS
+    # What the GPU has is offered again, and not stored again.
+    first.run(*PROMPTS)
+    first.settle()
+    assert first.stored_keys() == [one, two]
+    first.close()
+
+    second = open_core(ranks, daemons)
+    assert second.run(*PROMPTS) == [192] * len(PROMPTS)
+    assert second.stored_keys() == [one | two] * 2
+    assert second.loaded == CHUNKS
+    second.settle()
+    assert sum(namespace_of(daemon).stored for daemon in daemons) == CHUNKS
+    assert not first.wrong + second.wrong
+    second.close()
+
+
+def test_without_siblings_each_rank_stores_all_blocks(ranks: Any, short_path: Path) -> None:
+    with (
+        LocalDaemon("cpu", pool_bytes=4 << 20, runtime_dir=short_path / "0") as one,
+        LocalDaemon("cpu", pool_bytes=4 << 20, runtime_dir=short_path / "1") as two,
+    ):
+        core = ranks.RankedCore([one.directory, two.directory], host_bytes=4 << 20)
+        core.run(*PROMPTS)
+        core.settle()
+        assert [namespace_of(daemon).stored for daemon in (one, two)] == [CHUNKS] * 2
+        core.close()
+
+
+@pytest.mark.parametrize("when", ["before", "copying", "loading"])
+def test_the_daemon_of_one_rank_dies(ranks: Any, daemons: list[LocalDaemon], when: str) -> None:
+    """Before the prompts arrive, or while it should copy or load their blocks."""
+    core = open_core(ranks, daemons)
+    core.run(*PROMPTS)
+    core.settle()
+    until(lambda: sum(map(len, core.stored_keys())) == CHUNKS)
+    core.close()
+    core = open_core(ranks, daemons)
+    if when == "loading":
+        assert core.run(*PROMPTS) == [192] * len(PROMPTS)
+        core.settle()
+        assert core.scheduler.kv_cache_manager.reset_prefix_cache()
+    if when != "before":
+        daemons[1].process.send_signal(signal.SIGSTOP)
+        names = [core.add(prompt) for prompt in PROMPTS]
+        for _ in range(3):
+            core.step()
+        assert core.loads_in_flight() == [False, when == "loading"]
+        daemons[1].kill()
+        core.run_until(lambda: all(name in core.finished for name in names))
+    else:
+        daemons[1].kill()
+        until(lambda: core.manager.poll() or core.manager.gone is not None)
+        assert core.run(*PROMPTS) == [0] * len(PROMPTS)
+    assert not core.wrong
+    core.close()
