@@ -162,7 +162,10 @@ def test_if_a_rank_cannot_copy_all_ranks_store_all_keys_for_a_minute(
     now = 0.0
     manager = open_manager(*ranks)
     manager.writers._clock = lambda: now
-    manager.writers.store_all()
+    for copied in (False, False, True, False, False):
+        manager.writers.end_copy(copied=copied)
+    assert manager.writers.can_copy(A)
+    manager.writers.end_copy(copied=False)
     assert not manager.writers.can_copy(A)
     output = manager.prepare_store([A, C])
     assert output is not None

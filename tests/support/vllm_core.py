@@ -183,7 +183,8 @@ class EngineCore:
 
     @property
     def wrong(self) -> list[str]:
-        return self.runner.wrong
+        wrong: list[str] = self.runner.wrong
+        return wrong
 
     def step(self) -> None:
         output = self.scheduler.schedule()

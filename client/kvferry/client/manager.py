@@ -119,11 +119,8 @@ class OffloadingManager:
         with ExitStack() as opened:
             clients = []
             for rank, directory in enumerate(directories):
-                rank_fingerprint = fingerprint
-                if len(directories) > 1 and not replicated:
-                    rank_fingerprint = msgspec.structs.replace(
-                        fingerprint, rank=rank, world_size=len(directories)
-                    )
+                count = 1 if replicated else len(directories)
+                rank_fingerprint = _rank_fingerprint(fingerprint, rank, count)
                 if not wait:
                     state = SessionState.of_namespace(rank_fingerprint, **options)
                     client_options["state"] = state
@@ -172,7 +169,7 @@ class OffloadingManager:
         """HIT, MISS, HIT_PENDING (it is being stored or verified) or RETRY (look it up again)."""
         found = self._find(key)
         if found is MISS and self.writers.count > 1:
-            at_writer = self._find_at(self.writers.clients_of(key), key)
+            at_writer = self._find(key, self.writers.clients_of(key))
             found = MISS if at_writer is HIT else at_writer
         if found is HIT:
             self.hits += 1
@@ -205,7 +202,7 @@ class OffloadingManager:
         self.flush()
         present = (HIT, HIT_PENDING)
         clients_of = self.writers.clients_of
-        absent = tuple(key for key in keys if self._find_at(clients_of(key), key) not in present)
+        absent = tuple(key for key in keys if self._find(key, clients_of(key)) not in present)
         wanted = () if self.gone else absent
         missing = set(absent)
         keep = tuple([key for key in keys if key not in missing]) if wanted else ()
@@ -296,10 +293,8 @@ class OffloadingManager:
         that were resident before. Empty unless `events` is true.
         """
         self.flush()
-        mirrors = self._fresh_mirrors()
-        if self._events is None:
-            return []
-        return self._events.take_events(mirrors, self.writers.mirrors())
+        mirrors, stored_in = self._fresh_mirrors(), self.writers.mirrors()
+        return self._events.take_events(mirrors, stored_in) if self._events is not None else []
 
     def reset_cache(self) -> None:
         """Remove all keys, without waiting. Until it is done, every lookup is a MISS."""
@@ -337,12 +332,10 @@ class OffloadingManager:
         """`keys` as a tuple. Raises Refused (BAD_KEY)."""
         return self._namespaces[0].checked_keys(keys)
 
-    def _find(self, key: OffloadKey) -> Lookup:
-        return self._find_at(self._clients, key)
-
-    def _find_at(self, clients: Sequence[NonBlockingClient], key: OffloadKey) -> Lookup:
+    def _find(self, key: OffloadKey, clients: Sequence[NonBlockingClient] = ()) -> Lookup:
+        """At some ranks' daemons; at all if none are given."""
         found = HIT
-        for client in clients:
+        for client in clients or self._clients:
             here = client.lookup(key)
             if here is MISS:
                 self._pending.since.pop(key, None)
@@ -358,3 +351,9 @@ class OffloadingManager:
     def _fresh_mirrors(self) -> list[Mirror]:
         self.poll()
         return [namespace.mirror for namespace in self._namespaces]
+
+
+def _rank_fingerprint(fingerprint: Fingerprint, rank: int, ranks: int) -> Fingerprint:
+    if ranks == 1:
+        return fingerprint
+    return msgspec.structs.replace(fingerprint, rank=rank, world_size=ranks)

@@ -18,8 +18,10 @@ from kvferry.proto.keys import OffloadKey
 
 MirrorsOf: TypeAlias = Callable[[OffloadKey], Sequence[Mirror]]
 
-# Seconds for which all ranks store all keys after one could not copy a key from its writer.
-RETRY_SECONDS = 60.0
+# Requests in a row of which a rank could not copy a key from its writer, until all ranks store all
+# keys, and for how many seconds. A single request may be too early: the sibling does not know the
+# key yet, or has not measured its speed.
+FAILURES, RETRY_SECONDS = 3, 60.0
 
 
 def writer_of(key: OffloadKey, ranks: int) -> int:
@@ -37,6 +39,7 @@ class Writers:
         self._replicated = replicated and len(self._clients) > 1
         # All ranks store all keys until then.
         self._stores_all_until = -math.inf
+        self._failures = 0
 
     @property
     def count(self) -> int:
@@ -91,6 +94,8 @@ class Writers:
         for client in self._clients:
             client.find_in_tiers(keys, compute_seconds)
 
-    def store_all(self) -> None:
-        """A rank could not copy a key from its writer: for a minute, let each rank store all."""
-        self._stores_all_until = self._clock() + RETRY_SECONDS
+    def end_copy(self, *, copied: bool) -> None:
+        """A request loads keys that were copied, or a rank could not copy a key from its writer."""
+        self._failures = 0 if copied else self._failures + 1
+        if self._failures >= FAILURES:
+            self._failures, self._stores_all_until = 0, self._clock() + RETRY_SECONDS

@@ -45,12 +45,17 @@ def daemons(short_path: Path) -> Iterator[list[LocalDaemon]]:
     """Two daemons that are siblings."""
     with ExitStack() as running:
         folders = [short_path / "0", short_path / "1"]
-        options: dict[str, Any] = {
-            "pool_bytes": 4 << 20,
-            "siblings_enabled": "true",
-            "siblings_directories": ":".join(map(str, folders)),
-        }
-        yield [running.enter_context(PatientDaemon(runtime_dir=f, **options)) for f in folders]
+        directories = ":".join(map(str, folders))
+        options = {"siblings_enabled": "true", "siblings_directories": directories}
+        yield start(running, folders, **options)
+
+
+def start(running: ExitStack, folders: list[Path], **options: Any) -> list[LocalDaemon]:
+    """Daemons in these folders."""
+    return [
+        running.enter_context(PatientDaemon(pool_bytes=4 << 20, runtime_dir=folder, **options))
+        for folder in folders
+    ]
 
 
 def open_core(ranks: Any, daemons: list[LocalDaemon]) -> Any:
@@ -99,16 +104,50 @@ def test_each_block_is_stored_once_and_loaded_by_all_ranks(
     second.close()
 
 
+def test_after_a_reset_each_block_is_stored_once_again(
+    ranks: Any, daemons: list[LocalDaemon]
+) -> None:
+    core = open_core(ranks, daemons)
+    core.run(*PROMPTS)
+    core.settle()
+    until(lambda: sum(map(len, core.stored_keys())) == CHUNKS)
+    core.scheduler.reset_prefix_cache(reset_connector=True)
+    assert core.run(*PROMPTS) == [0] * len(PROMPTS)
+    core.run_until(lambda: not core.manager.is_resetting)
+    until(lambda: all(is_linked(daemon) for daemon in daemons))
+    assert core.scheduler.kv_cache_manager.reset_prefix_cache()
+    core.run(*PROMPTS)
+    core.settle()
+    until(lambda: len(set().union(*core.stored_keys())) == CHUNKS)
+    assert not core.wrong
+    core.close()
+
+
 def test_without_siblings_each_rank_stores_all_blocks(ranks: Any, short_path: Path) -> None:
-    with (
-        LocalDaemon("cpu", pool_bytes=4 << 20, runtime_dir=short_path / "0") as one,
-        LocalDaemon("cpu", pool_bytes=4 << 20, runtime_dir=short_path / "1") as two,
-    ):
-        core = ranks.RankedCore([one.directory, two.directory], host_bytes=4 << 20)
+    with ExitStack() as running:
+        daemons = start(running, [short_path / "0", short_path / "1"])
+        core = ranks.RankedCore([daemon.directory for daemon in daemons], host_bytes=4 << 20)
         core.run(*PROMPTS)
         core.settle()
-        assert [namespace_of(daemon).stored for daemon in (one, two)] == [CHUNKS] * 2
+        assert [namespace_of(daemon).stored for daemon in daemons] == [CHUNKS] * 2
         core.close()
+
+
+def test_if_siblings_do_not_find_each_other_each_rank_stores_all_blocks(
+    ranks: Any, short_path: Path
+) -> None:
+    """From the third request on whose blocks a rank has not found."""
+    with ExitStack() as running:
+        folders = [short_path / "a" / "0", short_path / "b" / "1"]
+        daemons = start(running, folders, siblings_enabled="true")
+        directories = [daemon.directory for daemon in daemons]
+        misses, later = [0] * len(PROMPTS), [192] * (len(PROMPTS) - 2)
+        for found in (misses, misses, [0, 0, *later]):
+            core = ranks.RankedCore(directories, host_bytes=4 << 20)
+            assert [core.run(prompt)[0] for prompt in PROMPTS] == found
+            core.settle()
+            assert not core.wrong
+            core.close()
 
 
 @pytest.mark.parametrize("when", ["before", "copying", "loading"])

@@ -274,7 +274,7 @@ def test_a_key_is_a_hit_if_every_rank_has_it(
 def test_a_key_that_only_its_writer_has_is_copied_once_per_request(
     start_fake_daemon: Callable[..., FakeDaemon],
 ) -> None:
-    """If a rank cannot copy it, all ranks store all keys. Rank 0 writes A."""
+    """If a rank cannot copy a key for three requests, all ranks store all keys. Rank 0 writes A."""
     one, two = start_fake_daemon(), start_fake_daemon()
     one.stores_once = two.stores_once = True
     folders = str(one.directory), str(two.directory)
@@ -296,9 +296,16 @@ def test_a_key_that_only_its_writer_has_is_copied_once_per_request(
     two.evict(A)
     side.on_schedule_end()
     assert answers(side, A) == ["miss"]
-    output = side.prepare_store([A], request())
-    assert output.store_spec == KeysSpec((A,), (1, 1), (), 1)
+    assert not side.prepare_store([A], request()).keys_to_store
     assert len(two.received_of(wire.FindInTiers)) == 1
+    for name in ("second", "third"):
+        assert answers(side, A, name=name) == ["retry"]
+        search = two.received_of(wire.FindInTiers)[-1]
+        assert search.keys == (A,)
+        two.send_to_client(wire.TiersFound(search.request_id, 0))
+        side.on_schedule_end()
+        assert answers(side, A, name=name) == ["miss"]
+    assert side.prepare_store([A], request()).store_spec == KeysSpec((A,), (1, 1), (), 1)
     side.shutdown()
 
 

@@ -244,8 +244,8 @@ class FaultTolerantWorker(OffloadingConnectorWorker):
             targets = self._targets.pop(result.job_id, None)
             if result.success:
                 stats = meta.transfer_stats.store if targets is None else meta.transfer_stats.load
-                # Workers need not measure.
-                if result.transfer_size is not None and result.transfer_time is not None:
+                # Workers need not measure, and may have nothing to store.
+                if result.transfer_size and result.transfer_time is not None:
                     stats.record(result.transfer_size, result.transfer_time)
             elif request is not None:
                 self._failed_blocks.append(targets)

@@ -25,6 +25,7 @@ from kvferry.client.manager_outputs import ResidencyUsage
 from kvferry.client.residency_events import OffloadingEvent
 from kvferry.client.tier_searches import Prefetch
 from kvferry.client.vllm.engine_config import TIMEOUT, EngineConfig
+from kvferry.client.writers import Writers
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
 
@@ -102,6 +103,16 @@ class RequestState:
         self.touched = {old: t for old, t in self.touched.items() if now - t < interval}
         self.touched[prefix] = now
         return True
+
+    def copy_from_writers(self, writers: Writers, key: OffloadKey) -> Lookup:
+        """Let the ranks copy this key and the next ones; a MISS if they could not."""
+        if key in self.searched:
+            writers.end_copy(copied=False)
+            return Lookup.MISS
+        self.searched.add(key)
+        first = self.keys.index(key) if key in self.keys else len(self.keys)
+        writers.copy_keys(self.keys[first:] or (key,), self.seconds)
+        return Lookup.RETRY
 
 
 def catch_errors(
@@ -197,6 +208,8 @@ class SchedulerSide:
         keys = tuple(keys)
         self._pin(keys, req_context.req_id)
         self._request.loads += 1
+        if self._request.searched:
+            self._manager.writers.end_copy(copied=True)
         self._load_pending = True
         return KeysSpec(keys)
 
@@ -309,22 +322,11 @@ class SchedulerSide:
             return Lookup.MISS
         found = manager.lookup(key)
         if found is Lookup.MISS and manager.writers.can_copy(key):
-            found = self._copy_from_writers(key)
+            found = state.copy_from_writers(manager.writers, key)
         self._ready = manager.ready_keys
         if found in UNDECIDED and time.monotonic() - state.since > self._lookup_timeout:
             return Lookup.MISS
         return found
-
-    def _copy_from_writers(self, key: OffloadKey) -> Lookup:
-        """Let the ranks copy this key and the request's next ones; a MISS if that has failed."""
-        state, writers = self._request, self._manager.writers
-        if key in state.searched:
-            writers.store_all()
-            return Lookup.MISS
-        state.searched.add(key)
-        first = state.keys.index(key) if key in state.keys else len(state.keys)
-        writers.copy_keys(state.keys[first:] or (key,), state.seconds)
-        return Lookup.RETRY
 
     @catch_errors
     def _offer_keys(self, keys: Collection[OffloadKey], last: bool) -> StoreOutput | None:
