@@ -19,8 +19,7 @@ from kvferry.proto.keys import OffloadKey
 MirrorsOf: TypeAlias = Callable[[OffloadKey], Sequence[Mirror]]
 
 # Requests in a row of which a rank could not copy a key from its writer, until all ranks store all
-# keys, and for how many seconds. A single request may be too early: the sibling does not know the
-# key yet, or has not measured its speed.
+# keys, and for how many seconds.
 FAILURES, RETRY_SECONDS = 3, 60.0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient, session
+from kvferry.client.vllm import scheduler_side
 from kvferry.proto.status import NamespaceStatus
 from kvferry.testing.engine import until
 from support.patient_daemon import PatientDaemon
@@ -37,7 +38,8 @@ def ranks() -> Any:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     monkeypatch.setattr(session, "SEARCH_TIMEOUT", TIMEOUT)
-    monkeypatch.setattr("kvferry.client.vllm.scheduler_side.LOOKUP_TIMEOUT", TIMEOUT)
+    monkeypatch.setattr(scheduler_side, "LOOKUP_TIMEOUT", TIMEOUT)
+    monkeypatch.setattr(scheduler_side, "COPY_SECONDS", TIMEOUT)
 
 
 @pytest.fixture
@@ -123,6 +125,47 @@ def test_after_a_reset_each_block_is_stored_once_again(
     core.close()
 
 
+def test_blocks_on_the_disks_of_their_writers_are_loaded_by_all_ranks(
+    ranks: Any, short_path: Path
+) -> None:
+    folders = [short_path / "0", short_path / "1"]
+
+    def start_both(running: ExitStack) -> list[LocalDaemon]:
+        directories = ":".join(map(str, folders))
+        options = {"siblings_enabled": "true", "siblings_directories": directories}
+        disk = {"tier_disk_size": "64MiB", "tier_disk_write": "write_through"}
+        return [
+            *start(running, folders[:1], tier_disk=short_path / "disk0", **options, **disk),
+            *start(running, folders[1:], tier_disk=short_path / "disk1", **options, **disk),
+        ]
+
+    with ExitStack() as running:
+        daemons = start_both(running)
+        first = open_core(ranks, daemons)
+        first.run(*PROMPTS)
+        first.settle()
+        until(lambda: sum(written_to_disk(daemon) for daemon in daemons) == CHUNKS)
+        first.close()
+    with ExitStack() as running:
+        daemons = start_both(running)
+        second = open_core(ranks, daemons)
+        until(lambda: all(tiers_are_on(daemon) for daemon in daemons))
+        assert second.stored_keys() == [set(), set()]
+        assert second.run(*PROMPTS) == [192] * len(PROMPTS)
+        assert not first.wrong + second.wrong
+        second.close()
+
+
+def tiers_are_on(daemon: LocalDaemon) -> bool:
+    with OffloadClient(daemon.directory, engine="observer") as client:
+        return all(tier.is_on for tier in client.status().tiers)
+
+
+def written_to_disk(daemon: LocalDaemon) -> int:
+    with OffloadClient(daemon.directory, engine="observer") as client:
+        return sum(tier.written for tier in client.status().tiers)
+
+
 def test_without_siblings_each_rank_stores_all_blocks(ranks: Any, short_path: Path) -> None:
     with ExitStack() as running:
         daemons = start(running, [short_path / "0", short_path / "1"])
@@ -134,9 +177,10 @@ def test_without_siblings_each_rank_stores_all_blocks(ranks: Any, short_path: Pa
 
 
 def test_if_siblings_do_not_find_each_other_each_rank_stores_all_blocks(
-    ranks: Any, short_path: Path
+    ranks: Any, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the third request on whose blocks a rank has not found."""
+    monkeypatch.setattr(scheduler_side, "COPY_SECONDS", 0.0)
     with ExitStack() as running:
         folders = [short_path / "a" / "0", short_path / "b" / "1"]
         daemons = start(running, folders, siblings_enabled="true")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvferry.client import Code
+from kvferry.client.vllm import scheduler_side
 from kvferry.client.vllm.scheduler_side import (
     MAX_LOADS,
     KeysSpec,
@@ -271,12 +272,13 @@ def test_a_key_is_a_hit_if_every_rank_has_it(
     assert answers(side, A) == ["miss"]
 
 
-def test_a_key_that_only_its_writer_has_is_copied_once_per_request(
-    start_fake_daemon: Callable[..., FakeDaemon],
+def test_a_key_that_only_its_writer_has_is_copied_when_a_request_looks_it_up(
+    start_fake_daemon: Callable[..., FakeDaemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a rank cannot copy a key for three requests, all ranks store all keys. Rank 0 writes A."""
     one, two = start_fake_daemon(), start_fake_daemon()
     one.stores_once = two.stores_once = True
+    monkeypatch.setattr(scheduler_side, "COPY_SECONDS", TIMEOUT)
     folders = str(one.directory), str(two.directory)
     config = replace(
         engine_config_at(one.directory), world_size=2, directories=folders, replicated=True
@@ -295,13 +297,13 @@ def test_a_key_that_only_its_writer_has_is_copied_once_per_request(
     assert answers(side, A) == ["hit"]
     two.evict(A)
     side.on_schedule_end()
-    assert answers(side, A) == ["miss"]
-    assert not side.prepare_store([A], request()).keys_to_store
-    assert len(two.received_of(wire.FindInTiers)) == 1
-    for name in ("second", "third"):
-        assert answers(side, A, name=name) == ["retry"]
+    assert answers(side, A) == ["retry"]
+    monkeypatch.setattr(scheduler_side, "COPY_SECONDS", 0.0)
+    for name in ("request", "second", "third"):
+        assert not side.prepare_store([A], request()).keys_to_store
+        if name != "request":
+            assert answers(side, A, name=name) == ["retry"]
         search = two.received_of(wire.FindInTiers)[-1]
-        assert search.keys == (A,)
         two.send_to_client(wire.TiersFound(search.request_id, 0))
         side.on_schedule_end()
         assert answers(side, A, name=name) == ["miss"]

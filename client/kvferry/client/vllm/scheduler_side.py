@@ -40,6 +40,9 @@ LOOKUP_TIMEOUT = 2.0
 MAX_LOADS = 8
 # Seconds in which a request does not touch the same keys again.
 TOUCH_INTERVAL = 1.0
+# Seconds in which ranks are asked again to copy a key that its writer has: their daemons may not
+# know it yet, or be about to measure how fast they copy.
+COPY_SECONDS = 0.1
 # Seconds between two looks at the usage of host memory, for vLLM's metrics.
 USAGE_INTERVAL = 1.0
 # Sizes of stores that are kept for vLLM's metrics, which may be off.
@@ -83,7 +86,7 @@ class RequestState:
 
     touched: time of the last touch, by the last key of the list and its length. prefetch: of its
     keys below the host pool. found_below: what it found. keys, seconds: see `request_arrived`.
-    searched: the first keys of those that ranks were asked to copy from their writers.
+    copied: the first keys of those that ranks were asked to copy from their writers, and when.
     """
 
     since: float = 0.0
@@ -93,7 +96,7 @@ class RequestState:
     found_below: frozenset[OffloadKey] | None = None
     keys: Keys = ()
     seconds: float = 0.0
-    searched: set[OffloadKey] = field(default_factory=set)
+    copied: dict[OffloadKey, float] = field(default_factory=dict)
 
     def should_touch(self, keys: Sequence[OffloadKey], interval: float) -> bool:
         """False if these keys were touched within `interval`. A key identifies its prefix."""
@@ -106,10 +109,10 @@ class RequestState:
 
     def copy_from_writers(self, writers: Writers, key: OffloadKey) -> Lookup:
         """Let the ranks copy this key and the next ones; a MISS if they could not."""
-        if key in self.searched:
+        now = time.monotonic()
+        if now - self.copied.setdefault(key, now) > COPY_SECONDS:
             writers.end_copy(copied=False)
             return Lookup.MISS
-        self.searched.add(key)
         first = self.keys.index(key) if key in self.keys else len(self.keys)
         writers.copy_keys(self.keys[first:] or (key,), self.seconds)
         return Lookup.RETRY
@@ -208,7 +211,7 @@ class SchedulerSide:
         keys = tuple(keys)
         self._pin(keys, req_context.req_id)
         self._request.loads += 1
-        if self._request.searched:
+        if self._request.copied:
             self._manager.writers.end_copy(copied=True)
         self._load_pending = True
         return KeysSpec(keys)
