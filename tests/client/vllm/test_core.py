@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,6 @@ def prompt(number: int) -> list[int]:
 
 PROMPTS = [prompt(number) for number in range(4)]
 GROUPS = [("full",), ("full", "window")]
-
-
-@pytest.fixture(scope="module")
-def core() -> Any:
-    if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    from support import vllm_core
-
-    return vllm_core
 
 
 @pytest.fixture(autouse=True)

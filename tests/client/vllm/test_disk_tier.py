@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,6 @@ PROMPTS = [[(number * 37 + n * 11) % 900 for n in range(200)] for number in rang
 
 
 Start = Callable[..., LocalDaemon]
-
-
-@pytest.fixture(scope="module")
-def core() -> Any:
-    if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    from support import vllm_core
-
-    return vllm_core
 
 
 def tier_of(daemon: LocalDaemon) -> TierStatus:

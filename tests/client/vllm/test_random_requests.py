@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import fields
-from importlib.util import find_spec
 from typing import Any, NamedTuple, get_args
 
 import pytest
@@ -61,15 +60,6 @@ CHANGING = [
 ]
 HOST_BYTES = 1 << 18
 LONG_CHUNKS = 100_000
-
-
-@pytest.fixture(scope="module")
-def core() -> Any:
-    if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    from support import vllm_core
-
-    return vllm_core
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import signal
 import time
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,15 +15,6 @@ from support.time_limits import TIMEOUT
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 GROUPS = [("full",), ("full", "window"), ("window",)]
-
-
-@pytest.fixture(scope="module")
-def core() -> Any:
-    if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    from support import vllm_core
-
-    return vllm_core
 
 
 @pytest.fixture(autouse=True)

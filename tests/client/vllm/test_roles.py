@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,15 +11,6 @@ from kvferry.testing.plugin import StartKvferryd
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 PROMPT = [n * 11 % 900 for n in range(200)]
-
-
-@pytest.fixture(scope="module")
-def core() -> Any:
-    if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    from support import vllm_core
-
-    return vllm_core
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,15 +14,6 @@ from support.vllm_stand_ins import vllm_config
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 SHAPE: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.int8}
-
-
-@pytest.fixture(scope="module")
-def core() -> Any:
-    if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    from support import vllm_core
-
-    return vllm_core
 
 
 def refusal(check: Any, *arguments: Any) -> str:

@@ -16,13 +16,14 @@ from kvferry.daemon.core.actions import MapTensors, TensorsMapped
 from kvferry.daemon.core.layout import BlockLayout
 from kvferry.daemon.device.mappings import MapCommand, Mappings
 from kvferry.daemon.engine.base import AllocatedTensors, Mapping
-from kvferry.daemon.memory import fd_closer
 from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.proto.errors import Code, Failed
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import Location
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from kvferry.shm.memfd import sealed_memfd
+
+pytestmark = pytest.mark.usefixtures("close_without_thread")
 
 LAYOUT = KVLayout((TensorLayout(4, 64, 64),), ((TensorRef(0, 64),),))
 TENSORS, TIMELINE = "kvferry-test-tensors", "kvferry-test-timeline"
@@ -94,12 +95,6 @@ class MappingsFixture:
         for descriptor in report.descriptors:  # the server passes them to the client
             os.close(descriptor)
         return report
-
-
-@pytest.fixture(autouse=True)
-def close_without_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Close descriptors in the calling thread, so that their number is exact."""
-    monkeypatch.setattr(fd_closer.Closer, "close_later", lambda _, close: close())
 
 
 @pytest.fixture

@@ -31,7 +31,6 @@ from kvferry.daemon.engine.base import ChunkRequest
 from kvferry.daemon.engine.cuda.cuda_engine import CudaEngine
 from kvferry.daemon.engine.cuda.dma import FEW
 from kvferry.daemon.engine.reference import Faults, ReferenceEngine
-from kvferry.daemon.memory import fd_closer
 from kvferry.daemon.memory.pool import HostPool
 from kvferry.daemon.memory.shared_memory import ReadOnlyFiles
 from kvferry.proto.errors import Code, KVFerryError
@@ -55,11 +54,7 @@ from .contract_fixture import (
 )
 from .simulated_driver import SimulatedDriver
 
-
-@pytest.fixture(autouse=True)
-def close_without_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Close descriptors in the calling thread, so that their number is exact."""
-    monkeypatch.setattr(fd_closer.Closer, "close_later", lambda _, close: close())
+pytestmark = pytest.mark.usefixtures("close_without_thread")
 
 
 @pytest.fixture(params=ENGINES)
