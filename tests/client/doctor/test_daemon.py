@@ -208,12 +208,13 @@ class Impostor:
 
 
 class SilentFdServer:
-    """A descriptor socket that accepts no connection."""
+    """A descriptor socket that accepts no connection. waiting: connections that the kernel queues,
+    before further ones must wait."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, waiting: int = 9) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.bind(str(path))
-        self._socket.listen(8)
+        self._socket.listen(waiting - 1)
 
     def close(self) -> None:
         self._socket.close()
@@ -262,6 +263,17 @@ def test_a_daemon_of_another_version_that_never_answers(impostor: Impostor) -> N
     assert findings["status"].verdict is Verdict.FAIL
     assert findings["processes"].verdict is Verdict.WARN
     assert "round trip" not in findings
+
+
+def test_a_descriptor_socket_with_a_full_queue_does_not_block_the_doctor(tmp_path: Path) -> None:
+    server, case = SilentFdServer(tmp_path / "fds.sock", waiting=1), CheckContext(None, 0.1)
+    case.client = Mock(directory=tmp_path, daemon=welcome())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as queued:
+        queued.connect(str(tmp_path / "fds.sock"))
+        (finding,) = daemon.processes(case)
+    server.close()
+    assert (finding.check, finding.verdict) == ("processes", Verdict.WARN)
+    assert str(tmp_path / "fds.sock") in finding.found
 
 
 def test_a_gpu_that_is_not_visible_to_the_client(

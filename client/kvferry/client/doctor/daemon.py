@@ -224,7 +224,13 @@ def processes(context: CheckContext) -> Iterator[Finding]:
         return
     pid = context.client.daemon.pid
     inside = next((p for p in ("/.dockerenv", "/run/.containerenv") if Path(p).exists()), None)
-    if _listening_process(context.client.directory) == pid:
+    path = context.client.directory / "fds.sock"
+    try:
+        listening = _listening_process(path, context.timeout)
+    except OSError as error:  # its queue of connections is full
+        yield warn("processes", f"{path}: {error}", _restart_advice(pid))
+        return
+    if listening == pid:
         where = f"; this is a container ({inside})" if inside else ""
         yield ok("processes", f"this process and the daemon (pid {pid}) see each other{where}")
     else:
@@ -236,13 +242,17 @@ def processes(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _listening_process(directory: Path) -> int:
-    """The pid that the daemon has in this PID namespace; 0 if it is in another one."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel, suppress(OSError):
-        channel.connect(str(directory / "fds.sock"))
+def _listening_process(path: Path, timeout: float) -> int:
+    """The pid that the process at this socket has in this PID namespace; 0 if it is in another one.
+
+    Raises OSError if the socket accepts no connection: with a timeout, Linux does not wait if its
+    queue is full.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+        channel.settimeout(timeout)
+        channel.connect(str(path))
         credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         return int.from_bytes(credentials[:4], sys.byteorder)
-    return 0
 
 
 def device(context: CheckContext) -> Iterator[Finding]:
