@@ -116,7 +116,7 @@ def test_a_death_during_a_probe_opens_it(breaker: ClockedBreaker) -> None:
     assert (breaker.state, breaker.opened_for) == ("open", [1, 2])
 
 
-async def test_whoever_waits_for_a_probe_is_woken_once_it_is_half_open() -> None:
+async def test_until_half_open_returns_when_the_breaker_is_half_open() -> None:
     breaker = CircuitBreaker(time.monotonic, 0.05, 0.05, Counter())
     for _ in range(2):
         waiting = asyncio.create_task(breaker.until_half_open())

@@ -26,6 +26,7 @@ from kvferry.testing.tier_subjects import (
     PoolMemory,
     ProcessSubject,
     TierSetup,
+    content_of,
     key_of,
     open_subject,
 )
@@ -306,7 +307,11 @@ def test_a_store_that_does_not_answer_costs_a_miss_within_the_deadline(
         pause()
     here.tier.wait_until(lambda: fetch.results)
     assert time.monotonic() - begin < 1.5, "the call has passed its deadline"
-    assert set(fetch.results or ()) <= {LATE, ERROR} or "transfer" in what
+    results, arrived = fetch.results or [], OK if "transfer" in what else LATE
+    assert set(results) <= {arrived, LATE, ERROR}
+    for number, place, result in zip(numbers, places, results, strict=True):
+        if result is OK:
+            assert np.array_equal(here.pool.block(place), content_of(number, BLOCK)), number
     here.tier.wait_until(lambda: fetch.released is not None)
     assert what != "master" or "check that mooncake_master runs" in capsys.readouterr().out
     for place in places:
