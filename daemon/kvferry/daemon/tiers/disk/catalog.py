@@ -48,6 +48,8 @@ class Catalog:
             self.read_only = ""
         before = self.table.occupy_slot(entry)
         if before is not None:
+            # Also if it is being read. If it is written again meanwhile, the reader gets another
+            # key in the header, or bytes that the checksum of its header does not match.
             self._free(before)
 
     def insert_found(self, slot: int, entry: Entry | None) -> None:
