@@ -78,13 +78,14 @@ def test_that_fails(start_kvferryd):
 
 
 def test_a_users_tests_pass(tmp_path: Path) -> None:
-    """Warnings are errors, and no daemon runs afterwards."""
+    """Warnings are errors. Each daemon's log is output of its test. No daemon runs afterwards."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_of_a_user.py").write_text(USERS_TESTS)
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:asyncio"]
+    command = [sys.executable, "-m", "pytest", "-q", "-rP", "-W", "error", "-p", "no:asyncio"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "5 passed, 1 xfailed" in done.stdout
+    assert done.stdout.count("serving") == 6  # -rP shows the output of tests that passed
     pids = (tmp_path / "pids").read_text().split()
     assert len(set(pids)) == 7
     assert not [pid for pid in pids if is_kvferryd(pid)]

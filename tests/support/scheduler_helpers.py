@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from kvferry.client import KVFerryError, OffloadClient
 from kvferry.client.vllm.scheduler_side import SchedulerSide
 from kvferry.proto.keys import Lookup
 from support.time_limits import TIMEOUT
@@ -35,8 +38,19 @@ def answers(side: SchedulerSide, *keys: bytes, name: str = "request") -> list[st
 
 
 def until(condition: Callable[[], bool], side: SchedulerSide) -> None:
+    """Let the scheduler's side run until then. A failure shows the daemon's status."""
     deadline = time.monotonic() + TIMEOUT
-    while not condition() and time.monotonic() < deadline:
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not met within {TIMEOUT} s; {_describe_daemon(side)}")
         side.on_schedule_end()
         time.sleep(0.01)
-    assert time.monotonic() < deadline
+
+
+def _describe_daemon(side: SchedulerSide) -> str:
+    (directory,) = side._config.directories
+    try:
+        with OffloadClient(directory, engine="observer") as client:
+            return f"{client.status()}, {client.namespaces()}"
+    except KVFerryError as error:
+        return f"the daemon has no status: {error}"

@@ -12,7 +12,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 
 import pytest
@@ -30,15 +30,25 @@ class StartKvferryd(Protocol):
 
 @pytest.fixture
 def start_kvferryd() -> Iterator[StartKvferryd]:
-    """start_kvferryd(device="cpu", **options) -> LocalDaemon. All are stopped after the test."""
+    """start_kvferryd(device="cpu", **options) -> LocalDaemon. All are stopped after the test.
+
+    If the test fails, pytest shows their logs.
+    """
     with ExitStack() as running:
 
         def start(
             device: str = "cpu", *, pool_bytes: int = POOL_BYTES, **options: Any
         ) -> LocalDaemon:
-            return running.enter_context(LocalDaemon(device, pool_bytes=pool_bytes, **options))
+            daemon = running.enter_context(LocalDaemon(device, pool_bytes=pool_bytes, **options))
+            running.callback(_print_log, daemon)
+            return daemon
 
         yield start
+
+
+def _print_log(daemon: LocalDaemon) -> None:
+    with suppress(FileNotFoundError):  # the test has closed the daemon
+        print(daemon.log())
 
 
 @pytest.fixture
