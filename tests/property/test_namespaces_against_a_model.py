@@ -24,6 +24,7 @@ from kvferry.daemon.core.actions import BlocksVerified
 from kvferry.proto import messages as wire
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import Direction
+from support.cached_keys import pending_keys, ready_keys
 from support.checked_namespaces import CheckedNamespaces
 from support.checked_sessions import new_core
 from support.key_requests import (
@@ -259,8 +260,8 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
             size, start = namespace.fingerprint.host_block_bytes, namespace.start
             ready = {key: (b.offset - start) // size for key, b in namespace.ready.items()}
             assert dict(cache.entries()) == ready
-            assert set(cache.pending_keys()) == set(namespace.pending)
-            assert set(cache.ready_keys()) == namespace.hits()
+            assert set(pending_keys(cache)) == set(namespace.pending)
+            assert set(ready_keys(cache)) == namespace.hits()
 
     @invariant()
     def a_restarted_daemon_has_exactly_the_ready_keys(self) -> None:
@@ -278,11 +279,11 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
             for key in entries:
                 assert new.cache.stored_part(key) == old.cache.stored_part(key)
             assert new.take_key_events() is None
-            assert new.cache.ready_keys() == []
-            assert set(new.cache.pending_keys()) == namespace.hits()
+            assert ready_keys(new.cache) == []
+            assert set(pending_keys(new.cache)) == namespace.hits()
             blocks = np.array(list(entries.values()), dtype=np.int64)
             restarted.report(BlocksVerified(new.region.owner, blocks))
-            assert set(new.cache.ready_keys()) == namespace.hits()
+            assert set(ready_keys(new.cache)) == namespace.hits()
         old_regions, new_regions = (
             {region.owner: (region.start, region.nbytes) for region in core._regions}
             for core in (self.core, restarted)

@@ -19,6 +19,7 @@ from kvferry.daemon.core.cache.cache_events import CacheEvent
 from kvferry.daemon.core.cache.jobs import Pins, Reservation
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind, Lookup
+from support.cached_keys import find_key, pending_keys, ready_keys
 from support.committed_blocks import commit_all, next_table
 from support.plain_policies import PLAIN
 
@@ -302,9 +303,7 @@ class CacheModel(CacheModelState):
         for key in keys:
             expected = Lookup.HIT if key in self.hits() else Lookup.MISS
             expected = Lookup.HIT_PENDING if key in self.hit_pending() else expected
-            assert self.cache.lookup(key) is expected
-            self.counts["hits"] += expected is Lookup.HIT
-            self.counts["misses"] += expected is Lookup.MISS
+            assert find_key(self.cache, key) is expected
 
     def touch(self, keys: list[bytes]) -> None:
         self.cache.touch(keys)
@@ -362,8 +361,8 @@ class CacheModel(CacheModelState):
     def check(self) -> None:
         self.cache.check_integrity()
         ready, pending = self.keys_that_are(READY), self.keys_that_are(PENDING)
-        assert sorted(self.cache.ready_keys()) == sorted(self.hits())
-        assert sorted(self.cache.pending_keys()) == sorted(self.hit_pending())
+        assert sorted(ready_keys(self.cache)) == sorted(self.hits())
+        assert sorted(pending_keys(self.cache)) == sorted(self.hit_pending())
         assert {key: self.cache.stored_part(key) for key in self.parts} == self.parts
         assert self.cache.has_parts == bool(self.parts)
         ready_blocks = np.array([self.block_of[key] for key in sorted(ready)], np.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.cache.jobs import Reservation
+from support.cached_keys import ready_keys
 
 
 def keys(letters: str) -> list[bytes]:
@@ -29,4 +30,4 @@ def evicted(reservation: Reservation) -> str:
 def ready(cache: Cache) -> str:
     """The keys that are a HIT, sorted."""
     cache.check_integrity()
-    return b"".join(sorted(cache.ready_keys())).decode()
+    return b"".join(sorted(ready_keys(cache))).decode()

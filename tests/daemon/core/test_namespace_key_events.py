@@ -14,6 +14,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.proto import messages as wire
 from kvferry.proto.keys import EventKind
 from kvferry.proto.specs import MAX_KEYS
+from support.cached_keys import pending_keys, ready_keys
 from support.namespaces_fixture import (
     FAILED,
     FINGERPRINT,
@@ -68,7 +69,7 @@ def test_a_subscriber_gets_all_events_in_order() -> None:
                     apply_event(event, ready, pending)
         (namespace,) = fixture.core._namespaces
         cache = namespace.cache
-        assert (ready, pending) == ({*cache.ready_keys()}, {*cache.pending_keys()})
+        assert (ready, pending) == ({*ready_keys(cache)}, {*pending_keys(cache)})
 
 
 def apply_event(event: wire.KeyEvent, ready: set[bytes], pending: set[bytes]) -> None:

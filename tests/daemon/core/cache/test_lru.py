@@ -59,8 +59,7 @@ def test_a_pending_key_can_be_touched() -> None:
     assert order(cache) == "acb"
 
 
-def test_lookup_offer_load_and_completion_are_no_uses(cache: Cache) -> None:
-    cache.lookup(b"d")
+def test_offer_load_and_completion_are_no_uses(cache: Cache) -> None:
     cache.prepare_store(keys("dc"))
     cache.complete_load(cache.prepare_load(keys("dc")))
     assert order(cache) == "dcba"

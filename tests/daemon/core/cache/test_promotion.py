@@ -6,6 +6,7 @@ import numpy as np
 
 from kvferry.daemon.core.cache.cache import Cache
 from kvferry.proto.keys import EventKind, Lookup
+from support.cached_keys import find_key
 
 A, B, C, D = (bytes([number]) * 4 for number in range(4))
 
@@ -22,7 +23,7 @@ def test_a_promoted_key_is_pending_and_then_loadable_or_absent() -> None:
     assert cache.count_prefix([A, B, C]) == 2
     stored_keys = cache.tier_access.end_promotion([A, B], blocks, np.array([True, False]), [0])
     assert stored_keys.tolist() == [True, False]
-    assert [cache.lookup(key) for key in (A, B)] == [Lookup.HIT, Lookup.MISS]
+    assert [find_key(cache, key) for key in (A, B)] == [Lookup.HIT, Lookup.MISS]
     kinds = [(event.kind, event.keys) for event in cache.events.take()]
     assert kinds == [
         (EventKind.PENDING, (A, B)),
@@ -47,7 +48,7 @@ def test_a_promotion_is_shorter_if_it_must_keep_keys() -> None:
     store(cache, A, B)
     blocks = cache.tier_access.prepare_promotion([C, D], keep=[A, B])
     assert blocks.size == 1
-    assert [cache.lookup(key) for key in (A, B, C, D)] == [
+    assert [find_key(cache, key) for key in (A, B, C, D)] == [
         Lookup.HIT,
         Lookup.HIT,
         Lookup.HIT_PENDING,
@@ -61,7 +62,7 @@ def test_a_promotion_evicts_other_keys_and_leaves_a_pinned_one() -> None:
     store(cache, A, B)
     cache.prepare_load([A])
     assert cache.tier_access.prepare_promotion([C, D]).size == 1
-    assert [cache.lookup(key) for key in (A, B)] == [Lookup.HIT, Lookup.MISS]
+    assert [find_key(cache, key) for key in (A, B)] == [Lookup.HIT, Lookup.MISS]
     cache.check_integrity()
 
 
@@ -70,7 +71,7 @@ def test_a_promotion_evicts_none_of_the_keys_that_it_must_keep() -> None:
     store(cache, A)
     store(cache, B)
     assert cache.tier_access.prepare_promotion([C, D], keep=[A]).size == 1
-    assert [cache.lookup(key) for key in (A, B)] == [Lookup.HIT, Lookup.MISS]
+    assert [find_key(cache, key) for key in (A, B)] == [Lookup.HIT, Lookup.MISS]
     cache.check_integrity()
 
 
@@ -88,9 +89,9 @@ def test_a_promotion_from_before_a_reset_changes_nothing() -> None:
     cache.reset()
     again = cache.tier_access.prepare_promotion([A])
     assert not cache.tier_access.end_promotion([A], blocks, np.array([True]), [0]).any()
-    assert cache.lookup(A) is Lookup.HIT_PENDING
+    assert find_key(cache, A) is Lookup.HIT_PENDING
     cache.tier_access.release_promotion(blocks)
     assert cache.usage.free == 1
     cache.tier_access.end_promotion([A], again, np.array([True]), [0])
-    assert cache.lookup(A) is Lookup.HIT
+    assert find_key(cache, A) is Lookup.HIT
     cache.check_integrity()

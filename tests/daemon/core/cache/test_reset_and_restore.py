@@ -13,6 +13,7 @@ from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.cache.cache_events import CacheEvent
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind, Lookup
+from support.cached_keys import find_key, pending_keys, ready_keys
 from support.committed_blocks import commit_all, next_table, store_blocks
 from support.letter_caches import keys, ready, reserve, store
 
@@ -26,7 +27,7 @@ HIT, MISS, HIT_PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
 
 def test_reset_makes_everything_absent_and_keeps_the_counters(cache: Cache) -> None:
     store(cache, "abcd")
-    cache.lookup(b"a")
+    cache.count_lookups(hits=1, misses=0)
     cache.reset()
     assert (ready(cache), cache.usage.free, cache.usage.orphaned) == ("", 4, 0)
     assert (cache.counts["hits"], cache.counts["stored"]) == (1, 4)
@@ -46,7 +47,7 @@ def test_a_store_from_before_a_reset_frees_its_blocks_and_nothing_else(
     cache.complete_store(earlier, success)
     cache.complete_store(earlier, success)
     assert (cache.usage.orphaned, cache.usage.free) == (0, 2)
-    assert (cache.lookup(b"a"), cache.lookup(b"b")) == (HIT_PENDING, MISS)
+    assert (find_key(cache, b"a"), find_key(cache, b"b")) == (HIT_PENDING, MISS)
     assert set(reserve(cache, "yz").blocks) == set(earlier.blocks)
 
 
@@ -140,16 +141,16 @@ def test_restored_keys_have_their_blocks() -> None:
 
 def test_a_restored_key_is_pending_until_it_is_verified() -> None:
     cache = restored([(b"a", 0), (b"b", 1), (b"c", 2)], {2: (0, 1)})
-    assert (cache.ready_keys(), cache.pending_keys()) == ([], [b"a", b"b"])
+    assert (ready_keys(cache), pending_keys(cache)) == ([], [b"a", b"b"])
     assert (cache.usage.unverified, cache.usage.ready) == (3, 0)
-    assert [cache.lookup(key) for key in keys("abc")] == [HIT_PENDING, HIT_PENDING, MISS]
+    assert [find_key(cache, key) for key in keys("abc")] == [HIT_PENDING, HIT_PENDING, MISS]
     with pytest.raises(Refused, match="unverified") as caught:
         cache.prepare_load(keys("a"))
     assert (caught.value.code, caught.value.value) == (Code.KEY_ABSENT, b"a".hex())
     cache.mark_verified(np.array([0, 3, 2]))
     assert cache.events.take() == [CacheEvent(EventKind.STORED, (b"a",))]
     assert (cache.usage.unverified, cache.usage.ready) == (1, 2)
-    assert [cache.lookup(key) for key in keys("abc")] == [HIT, HIT_PENDING, MISS]
+    assert [find_key(cache, key) for key in keys("abc")] == [HIT, HIT_PENDING, MISS]
     cache.check_integrity()
 
 
@@ -161,9 +162,9 @@ def test_a_store_replaces_a_key_that_is_not_verified() -> None:
         CacheEvent(EventKind.PENDING, (b"a",)),
     ]
     cache.mark_verified(np.array(reservation.blocks))
-    assert cache.lookup(b"a") is HIT_PENDING
+    assert find_key(cache, b"a") is HIT_PENDING
     cache.complete_store(reservation, success=True)
-    assert (cache.lookup(b"a"), cache.usage.unverified) == (HIT, 1)
+    assert (find_key(cache, b"a"), cache.usage.unverified) == (HIT, 1)
     assert reserve(cache, "cdef").evicted == (b"b", b"a")
     cache.check_integrity()
 
@@ -173,7 +174,7 @@ def test_an_unverified_key_of_an_offer_that_is_not_stored_again_is_not_evicted(p
     cache = restored([(b"h", 0), (b"j", 1)], policy=policy, capacity=2, threshold=2)
     assert cache.prepare_store([b"a", b"g"]) is not None  # a reservation without keys
     assert cache.prepare_store([b"a", b"h", b"g"]) is None
-    assert cache.lookup(b"h") is Lookup.HIT_PENDING
+    assert find_key(cache, b"h") is Lookup.HIT_PENDING
 
 
 def test_restoring_no_keys_leaves_the_cache_empty() -> None:

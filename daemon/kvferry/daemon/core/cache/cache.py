@@ -105,13 +105,6 @@ class Cache:
             orphaned=orphaned,
         )
 
-    def lookup(self, key: bytes) -> Lookup:
-        """HIT, MISS or HIT_PENDING, which counts as neither. Changes nothing else."""
-        found = self.states((key,))[0] or Lookup.MISS
-        self.counts["hits"] += found is Lookup.HIT
-        self.counts["misses"] += found is Lookup.MISS
-        return found
-
     def count_prefix(self, keys: Sequence[bytes]) -> int:
         """How many of `keys`, from the first on, are a HIT or a HIT_PENDING."""
         found = (Lookup.HIT, Lookup.HIT_PENDING)
@@ -287,14 +280,6 @@ class Cache:
             for states in (HITS, HITS_PENDING)
         )
         return hits, pending
-
-    def ready_keys(self) -> list[bytes]:
-        """Keys that are a HIT."""
-        return self.keys_between(0, self._capacity)[0]
-
-    def pending_keys(self) -> list[bytes]:
-        """Keys that are a HIT_PENDING."""
-        return self.keys_between(0, self._capacity)[1]
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the state is inconsistent. Slow, for tests."""
