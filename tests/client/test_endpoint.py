@@ -7,6 +7,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -149,3 +150,18 @@ def test_a_directory_in_tmp_of_another_user_is_not_used(
     assert (refused.value.code, refused.value.value) == (Code.FORBIDDEN, str(own))
     make_runtime_directory(short_path / "run" / "cpu")
     assert endpoint.find_daemon() == short_path / "run" / "cpu"
+
+
+def test_the_process_of_a_runtime_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert endpoint.daemon_pid(tmp_path) is None
+    lock = tmp_path / "lock"
+    lock.write_text(f"{os.getpid()}\n")
+    assert endpoint.daemon_pid(tmp_path) == os.getpid()
+    monkeypatch.setattr(os, "kill", Mock(side_effect=PermissionError))  # of another user
+    assert endpoint.daemon_pid(tmp_path) == os.getpid()
+    monkeypatch.setattr(os, "kill", Mock(side_effect=ProcessLookupError))
+    assert endpoint.daemon_pid(tmp_path) is None
+    monkeypatch.setattr(Path, "read_text", Mock(side_effect=PermissionError))
+    assert endpoint.daemon_pid(tmp_path) is None

@@ -177,3 +177,18 @@ def _access_error(directory: Path) -> Refused:
         "access.group, and log in again",
         str(directory),
     )
+
+
+def daemon_pid(directory: Path) -> int | None:
+    """The process in the lock file of a runtime directory; None if it is dead, or not known."""
+    try:
+        pid = int((directory / "lock").read_text())
+    except (OSError, ValueError):
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:  # it is of another user
+        pass
+    return pid

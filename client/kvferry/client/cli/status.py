@@ -7,7 +7,6 @@ device and free; not registered yet (a daemon registers its pool in the backgrou
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,7 +18,7 @@ from rich.text import Text
 from kvferry.client import DaemonStatus, OffloadClient, find_daemon
 from kvferry.client.cli.tier_rows import sibling_lines, tier_lines
 from kvferry.client.cli.units import duration, numbers, printable, rows, short_duration, size
-from kvferry.client.endpoint import find_daemon_in
+from kvferry.client.endpoint import daemon_pid, find_daemon_in
 from kvferry.proto.errors import Code, Gone
 from kvferry.proto.status import (
     EngineStatus,
@@ -73,18 +72,6 @@ def fetch_status(
         )
         message = f"no reply from {where} within {timeout:g} s; {advice}"
         raise Gone(Code.TIMEOUT, message, str(where)) from gone
-
-
-def daemon_pid(directory: Path) -> int | None:
-    """The process that holds the lock of a runtime directory, if it is alive."""
-    try:
-        pid = int((directory / "lock").read_text())
-        os.kill(pid, 0)
-    except PermissionError:
-        return pid
-    except (OSError, ValueError):
-        return None
-    return pid
 
 
 def release_kept_tensors(directory: Path | None, engine: str) -> int:

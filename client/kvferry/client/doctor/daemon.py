@@ -19,7 +19,7 @@ import numpy as np
 from kvferry.client.arrays import torch_if_installed
 from kvferry.client.blocking import OffloadClient
 from kvferry.client.doctor.check import CheckContext, Finding, fail, ok, warn
-from kvferry.client.endpoint import find_daemons, runtime_directories
+from kvferry.client.endpoint import daemon_pid, find_daemons, runtime_directories
 from kvferry.cuda.driver import driver
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.messages import PROTOCOL
@@ -122,7 +122,7 @@ def sockets(context: CheckContext) -> Iterator[Finding]:
             yield fail("sockets", found, _start_command(context.directory))
         except OSError as error:  # its queue of connections is full
             yield fail(
-                "sockets", f"{path}: {error}", _restart_advice(_lock_owner(context.directory))
+                "sockets", f"{path}: {error}", _restart_advice(daemon_pid(context.directory))
             )
         else:
             continue
@@ -155,7 +155,7 @@ def connection(context: CheckContext) -> Iterator[Finding]:
 def _advice(error: KVFerryError, directory: Path) -> str:
     match error.code:
         case Code.TIMEOUT:
-            return _restart_advice(_lock_owner(directory))
+            return _restart_advice(daemon_pid(directory))
         case Code.PROTOCOL_VERSION | Code.BAD_MESSAGE:
             return "install the same version of kvferry on both sides, and restart both"
         case Code.FORBIDDEN:
@@ -165,20 +165,13 @@ def _advice(error: KVFerryError, directory: Path) -> str:
     return "see the daemon's log"
 
 
-def _lock_owner(directory: Path) -> int | None:
-    """The process in the lock file of a runtime directory."""
-    try:
-        return int((directory / "lock").read_text())
-    except (OSError, ValueError):
-        return None
-
-
 def _restart_advice(pid: int | None) -> str:
     with suppress(OSError, AttributeError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         if state == "T":
             return f"continue the stopped process: kill -CONT {pid}"
-    return f"see the log of process {pid}, and restart it"
+    process = "the daemon" if pid is None else f"process {pid}"
+    return f"see the log of {process}, and restart it"
 
 
 def version(context: CheckContext) -> Iterator[Finding]:
