@@ -98,7 +98,6 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuMemHostGetDevicePointer_v2": (c_void_p, c_void_p, c_uint),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
     "cuMemHostAlloc": (c_void_p, c_size_t, c_uint),
-    "cuMemFreeHost": (c_void_p,),
     "cuMemcpyHtoD_v2": (c_uint64, c_void_p, c_size_t),
     "cuModuleLoadData": (c_void_p, c_char_p),
     "cuModuleGetFunction": (c_void_p, c_void_p, c_char_p),
@@ -308,12 +307,6 @@ class Driver:
         pointer = c_uint64()
         self.call("cuMemHostGetDevicePointer_v2", byref(pointer), address, 0)
         return pointer.value
-
-    def allocate_host(self, nbytes: int) -> int:
-        """Allocate page-locked host memory; return its address. cuMemFreeHost frees it."""
-        address = c_void_p()
-        self.call("cuMemHostAlloc", byref(address), nbytes, 1)
-        return address.value or 0
 
     def copy_to_device(self, pointer: int, array: np.ndarray[Any, Any]) -> None:
         """Copy a contiguous array to device memory. Returns when it is copied."""
