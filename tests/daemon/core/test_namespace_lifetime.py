@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from kvferry.daemon.core.actions import (
@@ -121,6 +124,24 @@ def test_a_freed_namespace_publishes_cleared(
         FINGERPRINT.name,
         [("cleared", b"")],
     )
+
+
+def test_a_freed_namespace_leaves_memory_at_once() -> None:
+    """The daemon almost never collects garbage, so no cycle may keep the namespace's tables."""
+    fixture = NamespacesFixture("a", pool_bytes=2 * REGION_BYTES)
+    fixture.stored("a", b"abc")
+    fixture.close_sessions("a")
+    (namespace,) = fixture.core._namespaces
+    freed, table = weakref.ref(namespace), weakref.ref(namespace.region.table)
+    del namespace
+    gc.collect()
+    gc.disable()
+    try:
+        fixture.open_sessions("n")
+        fixture.send("n", wire.OpenNamespace(1, OTHER, 2 * REGION_BYTES))
+        assert (freed(), table()) == (None, None)
+    finally:
+        gc.enable()
 
 
 def test_a_namespace_that_is_opened_again_keeps_its_region() -> None:

@@ -225,6 +225,8 @@ class Namespaces:
                 )
                 if namespace.subscribers:
                     actions.append(Broadcast(tuple(namespace.subscribers), key_events))
+        for namespace in lost:
+            namespace.cache.events.end()
         return actions
 
     def _make_namespace(

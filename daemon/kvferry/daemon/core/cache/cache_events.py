@@ -26,6 +26,14 @@ class CacheEvents:
             self._events.append(CacheEvent(kind, tuple(keys)))
             self.on_event()
 
+    def end(self) -> None:
+        """Nobody takes events of this cache from now on.
+
+        The owner of the hook has the cache. Only a full garbage collection frees such a cycle, and
+        the daemon almost never does one.
+        """
+        self.on_event = _ignore
+
     def take(self) -> list[CacheEvent]:
         """The events since the last call, in order."""
         events, self._events = self._events, []
