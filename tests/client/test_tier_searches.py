@@ -48,6 +48,15 @@ def test_a_searched_key_is_a_retry_until_the_reply(session: ClientSession) -> No
     session.receive_message(encode(wire.TiersFound(7, 2, 1, 0.1)))
     assert lookup(session, A, B) == [Lookup.HIT, Lookup.HIT_PENDING]
     assert (search.found, search.found_keys) == (2, (A, B))
+    assert Prefetch((search,)).promotes
+
+
+def test_keys_in_the_memory_of_a_sibling_are_not_read_from_a_tier(session: ClientSession) -> None:
+    search = begin(session, 7, B)
+    session.receive_message(encode(wire.KeyEvents(1, (wire.KeyEvent(EventKind.BORROWED, (B,)),))))
+    session.receive_message(encode(wire.TiersFound(7, 1)))
+    assert lookup(session, B) == [Lookup.HIT]
+    assert (search.found_keys, Prefetch((search,)).promotes) == ((B,), False)
 
 
 def test_a_key_that_is_not_found_is_a_miss(session: ClientSession) -> None:

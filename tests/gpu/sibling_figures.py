@@ -128,6 +128,7 @@ def measure_mla(daemons: Sequence[GpuDaemon], reps: int) -> Record:
             extra=extra,
             tensor_parallel_size=2,
             max_model_len=TOKENS + 1024,
+            enforce_eager=True,
             **FAMILIES["mla"].options,
         )
         with engine:

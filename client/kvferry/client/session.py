@@ -355,8 +355,8 @@ class ClientSession:
             case Goodbye(reason):
                 why = f": {reason}" if reason else ""
                 self.connection_lost(Gone(Code.DAEMON_GONE, f"the daemon closed the session{why}"))
-            case TiersFound(request_id, prefix):
-                self.namespace.tier_searches.answer(request_id, prefix)
+            case TiersFound(request_id, prefix, promoted):
+                self.namespace.tier_searches.answer(request_id, prefix, promoted)
             case Done(request_id) as done:
                 if self._resetting(request_id):
                     self.namespace.reset_done(request_id)

@@ -25,7 +25,8 @@ class TierSearch:
     found: how many of them, from the first on, are loadable, pending or being promoted; None until
     the daemon has answered, 0 if it did not. Keys that are promoted are pending until then.
     compute_seconds: see FindInTiers. deadline: for the answer to the requested part. known: how
-    many were found in the parts that are answered.
+    many were found in the parts that are answered. promoted: whether any of them is read from a
+    tier; otherwise all are in host memory.
     """
 
     keys: tuple[OffloadKey, ...]
@@ -33,6 +34,7 @@ class TierSearch:
     compute_seconds: float = 0.0
     found: int | None = None
     known: int = 0
+    promoted: bool = False
 
     @property
     def part(self) -> tuple[OffloadKey, ...]:
@@ -54,6 +56,11 @@ class Prefetch:
     def done(self) -> bool:
         """Whether all daemons have answered. Their answers arrive while the manager is polled."""
         return all(search.found is not None for search in self.searches)
+
+    @property
+    def promotes(self) -> bool:
+        """Whether any of the found keys is read from a tier."""
+        return any(search.promoted for search in self.searches)
 
     @property
     def found_keys(self) -> tuple[OffloadKey, ...]:
@@ -79,11 +86,12 @@ class TierSearches:
         if not search.known:
             self._keys.update(search.keys)
 
-    def answer(self, request_id: int, found: int) -> None:
+    def answer(self, request_id: int, found: int, promoted: int = 0) -> None:
         """The daemon has answered a part. Searches that have expired are ignored."""
         search = self._unanswered.get(request_id)
         if search is None:
             return
+        search.promoted |= promoted > 0
         number = len(search.part)
         search.known += min(found, number)
         if found < number or not search.part:

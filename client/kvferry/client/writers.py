@@ -1,8 +1,9 @@
 """Which ranks' daemons store a key.
 
 Ranks that hold different bytes all store each key. If all hold the same bytes (*replicated*), and
-their daemons leave out what a sibling has, each key has one writer. The other ranks copy it from
-the writer's daemon when it is looked up. Used by OffloadingManager, in its thread.
+their daemons leave out what a sibling has, each key has one writer. The daemons of the other ranks
+look for it at that of the writer when it is looked up, to load or to copy it from there. Used by
+OffloadingManager, in its thread.
 """
 
 from __future__ import annotations

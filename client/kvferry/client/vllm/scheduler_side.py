@@ -181,11 +181,13 @@ class SchedulerSide:
                 state.prefetch, state.keys, state.seconds = prefetch, tuple(keys), seconds
 
     def was_below(self, key: OffloadKey, request: str) -> bool:
-        """Whether the request's prefetch has found this key below the host pool."""
+        """Whether the request's prefetch has read this key from a tier. Keys that are loaded from a
+        sibling's memory are not below."""
         if (state := self._requests.get(request)) is None:
             return False
         if state.found_below is None:
-            state.found_below = frozenset(state.prefetch.found_keys)
+            found = state.prefetch.found_keys if state.prefetch.promotes else ()
+            state.found_below = frozenset(found)
         return key in state.found_below
 
     def begin_lookups(self, request: str, *, may_load: bool = True) -> None:
