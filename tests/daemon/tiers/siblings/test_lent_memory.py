@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -24,6 +25,7 @@ from kvferry.proto.errors import Code, Failed
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.status import SiblingStatus
 from kvferry.shm.memfd import sealed_memfd
+from support.time_limits import TIMEOUT
 
 CHUNK, BLOCK = 1 << 16, 12 << 10
 # The sibling's namespace begins in its second chunk, which is the first one that is lent.
@@ -38,8 +40,13 @@ class Registrar:
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}
         self.fails = False
+        # Set when a chunk is registered, and when that may end.
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        self.may_end.set()
 
     def pin(self, address: int, nbytes: int, *, writable: bool = True) -> None:
+        self.begun.set()
+        self.may_end.wait(TIMEOUT)
         if self.fails:
             raise Failed(Code.POOL_TOO_LARGE, "cannot be pinned", nbytes)
         assert not writable
@@ -199,6 +206,18 @@ def test_a_descriptor_that_now_has_another_file_is_refused(lent: LentMemoryFixtu
         lent.update(lent.files)
     assert "has closed it" in logs[0]["reason"]
     assert lent.windows.numbers == ()
+
+
+async def test_a_registration_ends_with_the_daemon(lent: LentMemoryFixture) -> None:
+    lent.registrar.may_end.clear()
+    update = asyncio.create_task(lent.windows.update([lent.files], os.getpid()))
+    await asyncio.to_thread(lent.registrar.begun.wait, TIMEOUT)
+    update.cancel()
+    await asyncio.sleep(0)
+    lent.registrar.may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    assert lent.registrar.pinned == {}
 
 
 def test_nothing_is_mapped_before_the_own_pool_is_registered(lent: LentMemoryFixture) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -84,6 +85,8 @@ class MappedWindows:
         # Windows from which nothing is loaded any longer, and those that cannot be used.
         self._closing: dict[int, _Window] = {}
         self._refused: set[int] = set()
+        # Set when the daemon ends: a registration in progress ends after the current chunk.
+        self._ending = threading.Event()
         # Blocks that were loaded directly, and their bytes, by the sibling's directory.
         self._loaded, self._loaded_bytes = Counter[str](), Counter[str]()
 
@@ -115,12 +118,12 @@ class MappedWindows:
         for number, window in list(self._closing.items()):
             if not window.holds:
                 del self._closing[number]
-                await _finish(self._unmap, window)
+                await self._finish(self._unmap, window)
         for files in lent if self._pool.ready_bytes == self._pool.nbytes else ():
             if files.window in self._windows or files.window in self._refused:
                 continue
             try:
-                self._windows[files.window] = await _finish(self._map, files, pid)
+                self._windows[files.window] = await self._finish(self._map, files, pid)
             except (KVFerryError, OSError) as error:
                 self._refused.add(files.window)
                 log.warning(
@@ -128,6 +131,16 @@ class MappedWindows:
                     sibling=files.directory,
                     reason=str(error),
                 )
+
+    async def _finish(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function in another thread. If it is cancelled, it ends only after that call."""
+        call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            self._ending.set()
+            await asyncio.wait([call])
+            raise
 
     # LentMemory
 
@@ -187,6 +200,8 @@ class MappedWindows:
             memory = ReadOnlyFiles(chunks, chunk_bytes, self._pool.address)
             undo.callback(memory.close)
             for address, size in self._chunks_of(memory):
+                if self._ending.is_set():
+                    raise InterruptedError(errno.EINTR, "the daemon ends")
                 self._engine.pin(address, size, writable=False)
                 undo.callback(self._engine.unpin, address)
             table = self._open_table(_open_file(files.table, pid))
@@ -220,13 +235,3 @@ def _open_file(file: FileOf, pid: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-async def _finish(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in another thread. If it is cancelled, it ends only after that call."""
-    call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
-    try:
-        return await asyncio.shield(call)
-    except asyncio.CancelledError:
-        await asyncio.wait([call])
-        raise
