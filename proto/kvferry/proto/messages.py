@@ -282,8 +282,7 @@ class Opened(Message):
 
     unlike: other namespaces of the same model, with the fields that differ; shortened.
     reattached: the namespace existed before, with its keys. name: a hash of the fingerprint.
-    generation: 1, and one more after each reset. stores_once: whether a store leaves out what a
-    sibling has.
+    generation: grows with each reset. stores_once: whether a store leaves out what siblings have.
     """
 
     request_id: Id

@@ -8,5 +8,9 @@ cannot delay the daemon.
     KeyFeed        applies its key events                                   key_feed.py
     KeyTable       which keys the sibling has, compactly                    key_table.py
                    the daemon reads it, too: it does not store those keys
-    MappedPool     its pool, mapped read-only                               mapped_pool.py
+    MappedPool     its pool, mapped read-only, to copy blocks               mapped_pool.py
+
+In the daemon:
+
+    MappedWindows  the pools, mapped read-only, to load blocks directly     lent_memory.py
 """
