@@ -51,7 +51,7 @@ def test_blocks_are_loaded_directly_from_the_sibling(start: Start) -> None:
     one.store(range(16))
     siblings.wait_mapped()
     until(lambda: two.find(range(16)).prefix == 16)
-    assert {two.manager.lookup(each) for each in keys(range(16))} == {Lookup.HIT}
+    until(lambda: {two.manager.lookup(each) for each in keys(range(16))} == {Lookup.HIT})
     assert two.find(range(16)).promoted == 0
     two.load(range(16))
     (status,) = siblings.statuses(1)
@@ -61,7 +61,7 @@ def test_blocks_are_loaded_directly_from_the_sibling(start: Start) -> None:
     assert [each.keys for each in siblings.statuses(0)] == [0]
     one.client.reset()
     assert two.find(range(16)).prefix == 0
-    assert {two.manager.lookup(each) for each in keys(range(16))} == {Lookup.MISS}
+    until(lambda: {two.manager.lookup(each) for each in keys(range(16))} == {Lookup.MISS})
 
 
 def test_own_blocks_and_those_of_siblings_in_one_load(start: Start) -> None:

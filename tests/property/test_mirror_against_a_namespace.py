@@ -41,8 +41,8 @@ class SimulatedDaemon:
             state.clear()
         for key in keys:
             state.pop(key, None)
-            if kind in (EventKind.STORED, EventKind.PENDING):
-                state[key] = HIT if kind is EventKind.STORED else PENDING
+            if kind in (EventKind.STORED, EventKind.BORROWED, EventKind.PENDING):
+                state[key] = PENDING if kind is EventKind.PENDING else HIT
         self.states.append(state)
         self.wire.append(KeyEvents(len(self.states) - 1, (KeyEvent(kind, keys),)))
 

@@ -88,7 +88,10 @@ class TieredEngine:
         return success
 
     def find(self, numbers: Sequence[int], compute_seconds: float = 0.0) -> TiersFound:
-        return self.raw.ask(FindInTiers(2, keys(numbers), compute_seconds), TiersFound)
+        """Search in the session beside. Then the manager knows the key events of before, too."""
+        found = self.raw.ask(FindInTiers(2, keys(numbers), compute_seconds), TiersFound)
+        self.client.status()
+        return found
 
     def promote(self, numbers: Sequence[int]) -> None:
         """Wait until the tiers are on, and until they have promoted keys."""
