@@ -73,7 +73,8 @@ def test_own_blocks_and_those_of_siblings_in_one_load(start: Start) -> None:
     siblings.wait_mapped()
     until(lambda: three.find(range(24)).prefix == 24)
     three.load([*range(20), 7, 23])
-    assert [each.loaded for each in siblings.statuses(2)] == [9, 8]
+    numbers = [(each.loaded, each.loaded_bytes) for each in siblings.statuses(2)]
+    assert numbers == [(9, 9 * PAGE), (8, 8 * PAGE)]
 
 
 def test_a_load_of_what_the_sibling_has_evicted_fails(start: Start) -> None:

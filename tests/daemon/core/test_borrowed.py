@@ -51,9 +51,9 @@ class FakeMemory:
     def hold(self, rows: Int64s) -> None:
         self.held += rows.shape[1]
 
-    def release(self, rows: Int64s, nbytes: int) -> None:
+    def release(self, rows: Int64s, block_bytes: int) -> None:
         self.held -= rows.shape[1]
-        self.loaded += nbytes
+        self.loaded += rows.shape[1] * block_bytes
 
 
 @pytest.fixture

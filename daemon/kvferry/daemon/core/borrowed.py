@@ -37,8 +37,8 @@ class BorrowedBlocks(msgspec.Struct, frozen=True, eq=False):
     def hold(self) -> None:
         self.memory.hold(self.rows)
 
-    def release(self, nbytes: int) -> None:
-        self.memory.release(self.rows, nbytes)
+    def release(self, block_bytes: int) -> None:
+        self.memory.release(self.rows, block_bytes)
 
     def changed_keys(self) -> list[OffloadKey]:
         """The keys whose blocks may have had other bytes while they were read."""

@@ -53,10 +53,10 @@ class Lease(msgspec.Struct, frozen=True):
         self.namespace.borrowed.forget(changed)
         return bool(changed)
 
-    def release_blocks(self, *, done: bool, nbytes: int = 0) -> None:
-        """End the lease. The keys of a completed store become loadable. nbytes: moved."""
+    def release_blocks(self, *, done: bool) -> None:
+        """End the lease. The keys of a completed store become loadable."""
         if self.borrowed is not None:
-            self.borrowed.release(nbytes)
+            self.borrowed.release(self.namespace.fingerprint.host_block_bytes if done else 0)
         if isinstance(self.held, Pins):
             self.namespace.cache.complete_load(self.held)
         else:

@@ -44,8 +44,8 @@ class LentMemory(Protocol):
     def hold(self, rows: Int64s) -> None:
         """A load reads these blocks: they stay mapped until `release`."""
 
-    def release(self, rows: Int64s, nbytes: int) -> None:
-        """The load has ended, and has read `nbytes` of them."""
+    def release(self, rows: Int64s, block_bytes: int) -> None:
+        """The load has ended. block_bytes: of each block; 0 if it has failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,7 +209,7 @@ class Transfers:
         result = self._result(job, report)
         done = result.outcome is Outcome.DONE
         if job.lease is not None:
-            job.lease.release_blocks(done=done, nbytes=job.nbytes if done else 0)
+            job.lease.release_blocks(done=done)
         elif job.registration.region.states is not None and job.direction is Direction.STORE:
             job.registration.region.states.end_store(job.serial, job.blocks, done=done)
         own = job.registration.engine == OWN

@@ -37,7 +37,6 @@ from kvferry.shm.memfd import check_sealed
 
 log = structlog.get_logger()
 
-
 T = TypeVar("T")
 
 
@@ -167,23 +166,28 @@ class MappedWindows:
     def unchanged(self, rows: Int64s) -> Bools:
         same = np.zeros(rows.shape[1], np.bool_)
         for number in np.unique(rows[0]).tolist():
-            window = self._windows.get(number) or self._closing.get(number)
-            if window is not None:
+            if (window := self._mapped(number)) is not None:
                 these = rows[0] == number
                 same[these] = window.table.unchanged(rows[2, these], rows[3, these])
         return same
 
     def hold(self, rows: Int64s) -> None:
         for number, count in Counter(rows[0].tolist()).items():
-            self._windows[number].holds += count
+            window = self._mapped(number)
+            assert window is not None, "a load of blocks that are not mapped"
+            window.holds += count
 
-    def release(self, rows: Int64s, nbytes: int) -> None:
+    def release(self, rows: Int64s, block_bytes: int) -> None:
         for number, count in Counter(rows[0].tolist()).items():
-            window = self._windows.get(number) or self._closing[number]
+            window = self._mapped(number)
+            assert window is not None, "blocks were unmapped while a load read them"
             window.holds -= count
-            if nbytes:
+            if block_bytes:
                 self._loaded[window.files.directory] += count
-                self._loaded_bytes[window.files.directory] += nbytes * count // rows.shape[1]
+                self._loaded_bytes[window.files.directory] += count * block_bytes
+
+    def _mapped(self, number: int) -> _Window | None:
+        return self._windows.get(number) or self._closing.get(number)
 
     # Any thread
 
