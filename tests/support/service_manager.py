@@ -50,7 +50,13 @@ def kvferryd_command(
     runtime_dir: Path, device: str = "cpu", pool_bytes: int = 16 << 20, **options: object
 ) -> list[str]:
     """The command line of a daemon. options: more of its flags, as for LocalDaemon."""
-    arguments = {"device": device, "pool_size": pool_bytes, "runtime_dir": runtime_dir, **options}
+    arguments = {
+        "device": device,
+        "pool_size": pool_bytes,
+        "runtime_dir": runtime_dir,
+        "siblings_enabled": "false",
+        **options,
+    }
     command = [sys.executable, "-m", "kvferry.daemon"]
     for name, value in arguments.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
