@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from kvferry.daemon.core.layout import Bools, Int64s
+from kvferry.daemon.memory.shared_memory import free_file
 
 # With a million keys a bucket has eight on average, and one in a thousand is full. 16 MiB.
 BUCKETS, WAYS = 1 << 17, 16
@@ -26,7 +27,7 @@ TABLE_BYTES = BUCKETS * WAYS * 8
 MAX_TABLES = 16
 # A page with a number per table: not 0 if the sibling's blocks can be copied now.
 _HEAD_BYTES = mmap.PAGESIZE
-# Memory that is never written takes none.
+# Memory that is neither written nor read takes none.
 TABLES_BYTES = _HEAD_BYTES + MAX_TABLES * TABLE_BYTES
 Hashes: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 
@@ -80,12 +81,6 @@ class KeyTable:
         self._rows[buckets[places], ways] = 0
         self.count -= len(set(zip(buckets[places].tolist(), ways.tolist(), strict=True)))
 
-    def erase(self) -> None:
-        """Forget what an earlier process has written."""
-        self.is_active = False
-        if self._rows.any():
-            self._rows[:] = 0
-
     def clear(self) -> None:
         if self.count:
             self._rows[:], self.count = 0, 0
@@ -96,9 +91,14 @@ class KeyTable:
 
 
 class KeyTables:
-    """All tables, in a memfd of TABLES_BYTES. The caller owns the descriptor."""
+    """All tables, in a memfd of TABLES_BYTES. The caller owns the descriptor.
+
+    writable: for the process of the tier, which frees what an earlier one has written.
+    """
 
     def __init__(self, descriptor: int, *, writable: bool = False) -> None:
+        if writable:
+            free_file(descriptor)
         access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
         memory = mmap.mmap(descriptor, TABLES_BYTES, prot=access)
         flags = np.frombuffer(memory, np.uint64, MAX_TABLES)

@@ -57,8 +57,6 @@ class SiblingsTier:
 
     def __init__(self, own: Path, directories: Sequence[Path], tables: KeyTables) -> None:
         self._free_tables = list(tables.tables)
-        for table in tables.tables:
-            table.erase()
         self._own, self._directories = own, directories
         self._links: dict[tuple[Path, str], SiblingLink] = {}
         self._tasks: dict[tuple[Path, str], asyncio.Task[None]] = {}
