@@ -97,9 +97,9 @@ def ask_at_once(engine: VLLM, seed: int) -> float:
 
 
 def tier_of(directory: str) -> TierStatus:
-    """The only tier of a daemon."""
+    """The only tier of a daemon beside its siblings."""
     with OffloadClient(directory, engine="observer") as client:
-        (tier,) = client.status().tiers
+        *_, tier = client.status().tiers
         return tier
 
 
