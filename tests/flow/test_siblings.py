@@ -44,13 +44,20 @@ def test_what_one_stores_the_others_load(start: Start) -> None:
     assert (tier.name, tier.errors, tier.checksum_failures) == ("siblings", 0, 0)
 
 
-def test_blocks_are_loaded_directly_from_the_sibling(start: Start) -> None:
-    """They take no block of the own pool, and other daemons are not told that it has them."""
+def lend(start: Start, numbers: range) -> SiblingDaemons:
+    """Two daemons. The second one has found the keys that the first one has stored."""
     siblings = start(2)
     one, two = siblings.engines
-    one.store(range(16))
+    one.store(numbers)
     siblings.wait_mapped()
-    until(lambda: two.find(range(16)).prefix == 16)
+    until(lambda: two.find(numbers).prefix == len(numbers))
+    return siblings
+
+
+def test_blocks_are_loaded_directly_from_the_sibling(start: Start) -> None:
+    """They take no block of the own pool, and other daemons are not told that it has them."""
+    siblings = lend(start, range(16))
+    one, two = siblings.engines
     until(lambda: {two.manager.lookup(each) for each in keys(range(16))} == {Lookup.HIT})
     assert two.find(range(16)).promoted == 0
     two.load(range(16))
@@ -79,11 +86,7 @@ def test_own_blocks_and_those_of_siblings_in_one_load(start: Start) -> None:
 
 def test_a_load_of_what_the_sibling_has_evicted_fails(start: Start) -> None:
     """The key was found before. Its next lookup is a miss."""
-    siblings = start(2)
-    one, two = siblings.engines
-    one.store(range(8))
-    siblings.wait_mapped()
-    until(lambda: two.find(range(8)).prefix == 8)
+    one, two = lend(start, range(8)).engines
     assert two.load_resident(range(8))
     one.store(range(1000, 1000 + one.num_blocks))
     assert not two.load_resident(range(8))
@@ -91,11 +94,8 @@ def test_a_load_of_what_the_sibling_has_evicted_fails(start: Start) -> None:
 
 
 def test_a_load_from_a_sibling_that_has_just_died_is_right_or_fails(start: Start) -> None:
-    siblings = start(2)
-    one, two = siblings.engines
-    one.store(range(8))
-    siblings.wait_mapped()
-    until(lambda: two.find(range(8)).prefix == 8)
+    siblings = lend(start, range(8))
+    two = siblings.engines[1]
     siblings.kill(0)
     two.load_resident(range(8))
     until(lambda: siblings.statuses(1)[0].mapped_bytes == 0)

@@ -117,7 +117,7 @@ def test_a_full_device(driver: MemoryDriver, caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_restore_on_a_full_device_is_repeated(driver: MemoryDriver) -> None:
-    """What was restored keeps its bytes."""
+    """The second restore keeps the bytes of memory that the first one has restored."""
     pool = SegmentAllocator(0)
     addresses = [allocate(pool, GRANULE) for _ in range(3)]
     pool.release_memory()

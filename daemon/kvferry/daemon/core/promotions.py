@@ -42,7 +42,7 @@ from kvferry.proto.messages import Done, FindInTiers, TiersFound
 # of a second, and that must not turn their reads into misses.
 MIN_SECONDS, MAX_SECONDS = 0.25, 2.0
 # Promotions write at most this part of a namespace's blocks at the same time, so that stores find
-# room. A promotion evicts no more blocks than the store of the computed prompt would.
+# room. Without a promotion, the prompt is computed and stored, which evicts as many blocks.
 PROMOTED_PART = 0.5
 # Bytes that are read to measure the rate of a tier.
 MEASURED_BYTES = 64 << 20

@@ -57,8 +57,12 @@ class BlockTableFile(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Window:
-    """files: what was mapped: bytes `begin` to `end` of the sibling's pool. offset: of its byte 0,
-    from the start of the own pool. holds: blocks that loads read."""
+    """The memory of one namespace at one sibling.
+
+    files: those that are mapped. begin, end: the window has these bytes of the sibling's pool.
+    offset: the distance in bytes from the start of the own pool to byte 0 of the sibling's pool.
+    holds: the number of blocks that loads in flight read.
+    """
 
     files: LentFiles
     memory: ReadOnlyFiles
