@@ -166,6 +166,19 @@ def test_blocks_from_before_a_drop_on_another_host_are_not_found_again(
     assert dropped == [space]
 
 
+def test_a_drop_on_another_host_right_after_the_first_put_is_noticed(
+    shared_store: MooncakeStore, stack: ExitStack
+) -> None:
+    """Also if the daemon has not asked yet for the usage of this namespace."""
+    here, there = Host(shared_store, stack), Host(shared_store, stack)
+    space, dropped = "b9" * 8, list[str]()
+    there.tier.client.dropped_elsewhere = dropped.append
+    assert there.tier.put([1], f"{space}-part") == [OK]
+    here.tier.drop(namespace=space)
+    assert there.tier.contains([1], f"{space}-part") == [False]
+    assert dropped == [space]
+
+
 def test_a_drop_on_another_host_is_noticed_without_a_lookup(
     shared_store: MooncakeStore, stack: ExitStack
 ) -> None:

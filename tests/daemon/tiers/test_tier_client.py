@@ -416,6 +416,18 @@ def test_a_drop_by_this_daemon_is_not_reported_as_one_of_another(rude: Rude) -> 
     assert dropped == []
 
 
+def test_blocks_that_are_dropped_before_the_generation_is_known_are_not_put(rude: Rude) -> None:
+    rude.on("slow drop")
+    tier = rude.tier
+    drops = [tier.start(tier.client.drop("other"))]
+    put = tier.begin_put(tier.blocks(NAMESPACE, [key_of(1)], [0]), [0])
+    drops.append(tier.start(tier.client.drop(NAMESPACE)))
+    rude.off("slow drop")
+    tier.wait_until(lambda: put.results and all(drop.done() for drop in drops))
+    assert put.results == [FULL]
+    assert tier.put([1]) == [OK]
+
+
 def test_the_process_is_told_which_stores_are_in_use(rude: Rude) -> None:
     names = {"a": "a-part", "b": "", "c": "c-part"}
     rude.tier.client.usage_request = lambda: UsageRequest(names)

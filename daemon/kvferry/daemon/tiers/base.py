@@ -43,8 +43,8 @@ class Blocks(NamedTuple):
 
     addresses: of each block, in the memory of the tier's process. All keys have one length.
     generation: of the namespace, as `Tier.generation` returned it before the daemon stored these
-    blocks; -1: not known. model: for people who list a tier; it identifies nothing. Both only for
-    `put`.
+    blocks; -1: the tier has none, or has not answered. model: for people who list a tier; it
+    identifies nothing. Both only for `put`.
     """
 
     namespace: str

@@ -95,6 +95,8 @@ class TierClient:
         )
         # Of each namespace its generation, as far as known; see tiers/__init__.py.
         self._generations: dict[str, int] = {}
+        # Drops of any namespace, by this daemon or another one.
+        self._changes = 0
         # The last lookup: a probe repeats it.
         self._last_lookup: tuple[str, Sequence[bytes]] = "", ()
         # Requests that were late, when a fetch or put was answered last, and drops that the
@@ -190,7 +192,14 @@ class TierClient:
         if not self.is_on:
             return self._refuse(blocks, Result.FULL)
         sums = checksums.astype(np.uint64).tobytes()
-        generation = self._generations.get(without_part(blocks.namespace), -1)
+        name = without_part(blocks.namespace)
+        if name not in self._generations:
+            # Else a drop by another daemon right after this put would not be noticed.
+            before = self._changes
+            await self._wait(self._look_up(blocks.namespace, (), lambda: None), PUT_SECONDS)
+            if before != self._changes:
+                return self._refuse(blocks, Result.FULL)
+        generation = self._generations.setdefault(name, -1)
         request = PutRequest(blocks, sums, generation)
         results, released = await self._move(blocks, request, PUT_SECONDS, lambda: self._moved)
         written = results.count(Result.OK)
@@ -206,6 +215,7 @@ class TierClient:
         """
         request = encode(DropRequest(namespace, keys))
         self._drops += 1
+        self._changes += 1
         try:
             while True:
                 reply = self._process.send(request, partial(self._receive_dropped, namespace))
@@ -321,11 +331,14 @@ class TierClient:
         if generation < 0:
             return False
         name = without_part(namespace)
-        known = self._generations.get(name, generation)
+        known = self._generations.get(name, -1)
         self._generations[name] = generation
-        if generation != known and not own:
+        if known in (-1, generation):
+            return False
+        self._changes += 1
+        if not own:
             self.dropped_elsewhere(name)
-        return generation != known
+        return True
 
     # The process
 

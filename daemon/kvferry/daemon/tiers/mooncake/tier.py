@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage, without_part
-from kvferry.daemon.tiers.mooncake.epochs import NO_EPOCH, UNKNOWN, Epochs, marker
+from kvferry.daemon.tiers.mooncake.epochs import NO_EPOCH, Epochs, marker
 from kvferry.daemon.tiers.mooncake.store_client import (
     NO_SPACE,
     TOO_LARGE,
@@ -55,7 +55,7 @@ class MooncakeTier:
 
     def contains(self, namespace: str, keys: Sequence[bytes]) -> Sequence[bool]:
         asked = self._absent.select(namespace, keys)
-        if not asked:
+        if keys and not asked:
             return [False] * len(keys)
         name = without_part(namespace)
         for _ in range(MAX_LOOKS):
@@ -89,7 +89,7 @@ class MooncakeTier:
     def put(self, blocks: Blocks, checksums: Sequence[int]) -> Sequence[Result]:
         self._warn_if_small(blocks.nbytes)
         epoch = self._epochs.known(without_part(blocks.namespace))
-        if epoch == NO_EPOCH or blocks.generation not in (UNKNOWN, epoch):
+        if epoch == NO_EPOCH or blocks.generation != epoch:
             return [Result.FULL] * len(blocks.keys)
         results = list[Result]()
         for part in _parts(blocks):
