@@ -1,13 +1,15 @@
 """What replicas of one model gain from siblings: two daemons, and an engine beside each.
 
-    python tests/gpu/sibling_figures.py [ttft,chat,mla] [--devices 0,1] [--reps 7] [--json FILE]
+    python tests/gpu/sibling_figures.py [ttft,reads,chat,mla] [--devices 0,1] [--reps 7]
 
 ttft    time to first token of 16,384 tokens, Llama-3.1-8B's shape. The first engine computes and
         stores a prompt. The second one is asked for it: that loads blocks of the sibling. Then its
         GPU's cache is emptied, it stores another prompt, and loads that: blocks of its own daemon
+reads   time to first token of prompts in the first daemon's pool: alone, and while the second
+        engine loads from that pool without a pause
 chat    conversations of four rounds, each round of each at one of two engines, chosen at random.
         Before every round the GPUs' caches are emptied. `isolated`: daemons that are no siblings;
-        `vllm`: vLLM's own connector
+        `vllm`: vLLM's own connector, with two GPUs
 mla     two ranks of one engine with multi-head latent attention: bytes stored in both pools, and
         time to first token of a prompt in host memory. `alone`: daemons that are no siblings
 
@@ -20,23 +22,29 @@ import argparse
 import json
 import random
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from kvferry.client import OffloadClient
 from support.vllm_measure import Record, measure_link, print_figures, summary
 from support.vllm_models import DEEPSEEK, FAMILIES, LARGE, kv_bytes
-from support.vllm_process import VLLM, GpuDaemon, make_prompts
+from support.vllm_process import VLLM, GpuDaemon, make_prompts, restart_as_siblings
 
 TOKENS = 16384
 # With as many layers as large models have.
 MANY_LAYERS = DEEPSEEK | {"num_hidden_layers": 48}
 CONVERSATIONS, ROUNDS, STEP, GENERATED = 16, 4, 2048, 32
+# Loads of each kind in `reads`: enough for a 99th percentile.
+READS = 200
+# Of each engine. The size is given, so that no engine measures free memory while another starts.
+KV_BYTES = 12 << 30
 
 
 def main() -> None:
@@ -54,19 +62,26 @@ def main() -> None:
         daemons = start_daemons(running, devices, f"{chosen.host_gib}GiB")
         if "mla" in chosen.what:
             record["mla"] = measure_mla(daemons, chosen.reps)
-            for daemon in daemons:
-                daemon.restart(**siblings_of(daemons))
-        if "ttft" in chosen.what or "chat" in chosen.what:
-            extras = [{"kvferry_dirs": daemon.directory} for daemon in daemons]
-            engines = start_engines(running, "kvferry", devices, chosen.host_gib, extras)
+            restart_as_siblings(*daemons)
+        kinds = ["siblings", "isolated"]
+        if {"ttft", "reads", "chat"} & set(chosen.what.split(",")):
+            wanted = [
+                ("kvferry", d, {"kvferry_dirs": each.directory})
+                for d, each in zip(devices, daemons, strict=True)
+            ]
+            if "chat" in chosen.what and len(set(devices)) > 1:
+                kinds.append("vllm")
+                wanted += [("vllm", device, {}) for device in devices]
+            started = start_engines(running, chosen.host_gib, wanted)
+            engines, own = started[:2], started[2:]
+        if "reads" in chosen.what:
+            record["reads"] = measure_reads(engines)
         if "ttft" in chosen.what:
             rows = [measure_ttft(engines, daemons[1], n) for n in range(-2, chosen.reps)][2:]
             record["ttft"] = rows
             summary("ttft", rows, "cold_ms", "sibling_ms", "own_ms", "ratio")
         if "chat" in chosen.what:
             record["chat"] = []
-            kinds = ["siblings", "isolated", "vllm"]
-            own = start_engines(running, "vllm", devices, chosen.host_gib, [{}, {}])
             for kind in kinds:
                 if kind == "isolated":
                     for daemon in daemons:
@@ -83,35 +98,23 @@ def main() -> None:
 
 def start_daemons(running: ExitStack, devices: Sequence[int], pool: str) -> list[GpuDaemon]:
     daemons = [running.enter_context(GpuDaemon(device, pool)) for device in devices]
-    for daemon in daemons:
-        daemon.restart(**siblings_of(daemons))
+    restart_as_siblings(*daemons)
     return daemons
 
 
-def siblings_of(daemons: Sequence[GpuDaemon]) -> dict[str, str]:
-    """The option with which daemons in different runtime directories are siblings."""
-    return {"siblings_directories": ":".join(str(daemon.runtime_dir) for daemon in daemons)}
-
-
 def start_engines(
-    running: ExitStack,
-    connector: str,
-    devices: Sequence[int],
-    host_gib: int,
-    extras: Sequence[dict[str, Any]],
+    running: ExitStack, host_gib: int, wanted: Sequence[tuple[str, int, dict[str, Any]]]
 ) -> list[VLLM]:
-    """An engine on each device. Those on different GPUs start at the same time."""
-    start = partial(
-        VLLM, connector, model=LARGE, max_model_len=TOKENS + 1024, gpu_memory_utilization=0.42
-    )
-    with ThreadPoolExecutor(len(set(devices))) as threads:
-        host = {"cpu_bytes_to_use": host_gib << 30}
+    """Start engines at the same time. wanted: connector, device and options of each."""
+    start = partial(VLLM, model=LARGE, max_model_len=TOKENS + 1024, kv_cache_memory_bytes=KV_BYTES)
+    host = {"cpu_bytes_to_use": host_gib << 30}
+    with ThreadPoolExecutor(len(wanted)) as threads:
         started = [
-            threads.submit(start, extra=host | extra, device=device)
-            for device, extra in zip(devices, extras, strict=True)
+            threads.submit(start, connector, extra=host | extra, device=device)
+            for connector, device, extra in wanted
         ]
         engines = [running.enter_context(each.result()) for each in started]
-    print_figures("started", connector=connector)
+    print_figures("started", engines=len(engines))
     return engines
 
 
@@ -192,6 +195,48 @@ def measure_ttft(engines: Sequence[VLLM], daemon: GpuDaemon, number: int) -> Rec
     }
     print_figures("ttft", round=number, **row)
     return {"connector": "kvferry", **row}
+
+
+def measure_reads(engines: Sequence[VLLM]) -> list[Record]:
+    first, second = engines
+    prompts = make_prompts(8, 900, TOKENS)
+    for prompt in prompts:
+        first.timed([prompt])
+    first.settle()
+    rows = []
+    for kind in ("alone", "beside", "alone", "beside"):
+        ended = threading.Event()
+        with ThreadPoolExecutor(1) as threads:
+            if kind == "beside":
+                reading = threads.submit(load_until, ended, second, prompts)
+            loads = [load_again(first, prompts, number) for number in range(READS // 2)]
+            ended.set()
+        times = sorted(1e3 * seconds for seconds, _ in loads)
+        row: Record = {
+            "connector": kind,
+            "p50_ms": statistics.median(times),
+            "p99_ms": times[int(0.99 * len(times))],
+            "cached": min(cached for _, cached in loads),
+            "sibling_loads": reading.result() if kind == "beside" else 0,
+        }
+        print_figures("reads", **row)
+        rows.append(row)
+    return rows
+
+
+def load_until(ended: threading.Event, engine: VLLM, prompts: Sequence[list[int]]) -> int:
+    """Load prompts from host memory, one after the other. Returns how many."""
+    for number in count():
+        if ended.is_set():
+            break
+        load_again(engine, prompts, number)
+    return number
+
+
+def load_again(engine: VLLM, prompts: Sequence[list[int]], number: int) -> tuple[float, int]:
+    """Time one of the prompts, which the GPU's cache does not have."""
+    engine.forget()
+    return engine.timed([prompts[number % len(prompts)]])
 
 
 def time_gpu_hit(engine: VLLM, prompt: list[list[int]]) -> float:

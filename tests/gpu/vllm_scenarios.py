@@ -3,8 +3,8 @@
     python tests/gpu/vllm_scenarios.py [scenario...] [--json FILE]
 
 restart, share, same-outputs, daemon-killed, resets, aborted, multi, hybrid, containers, exported,
-sleep, tampered: on one GPU, in this order if none is named. Two scenarios run only if they are
-named: mooncake, which needs its wheel, and tensor-parallel, which needs two GPUs.
+sleep, tampered, siblings: on one GPU, in this order if none is named. Two scenarios run only if
+they are named: mooncake, which needs its wheel, and tensor-parallel, which needs two GPUs.
 Prints a line per finding. Exits with status 1 if one is wrong.
 """
 
@@ -30,7 +30,7 @@ from support.pool_files import pool_files
 from support.time_limits import TIMEOUT
 from support.vllm_measure import tier_of, wait_written
 from support.vllm_models import HYBRID
-from support.vllm_process import CONNECTORS, VLLM, GpuDaemon, make_prompts
+from support.vllm_process import CONNECTORS, VLLM, GpuDaemon, make_prompts, restart_as_siblings
 
 TOKENS = 2048
 POOL = 4 << 30
@@ -330,6 +330,38 @@ def tensor_parallel() -> None:
             check("offloading is back with it", min(cached) >= TOKENS - 64, cached=cached)
 
 
+def siblings() -> None:
+    """Two daemons that are siblings, an engine beside each; one daemon is killed under load."""
+    prompts, tokens = make_prompts(256, 15, TOKENS, shared=TOKENS // 2), 64
+    with ExitStack() as stack:
+        daemons = [stack.enter_context(GpuDaemon()) for _ in range(2)]
+        restart_as_siblings(*daemons)
+        first, second = (
+            stack.enter_context(start_engine(daemon, max_num_seqs=16)) for daemon in daemons
+        )
+        before = first.generate(prompts, tokens)
+        first.settle()
+        after = second.generate(prompts, tokens)
+        check("an engine hits what the other stored", min(hits(after)) >= TOKENS - 64)
+        check_same("and has the same outputs", before, after)
+        for engine in (first, second):
+            engine.settle()
+            engine.forget()
+            engine.send(do="generate", prompts=prompts, tokens=tokens)
+        time.sleep(0.4)
+        daemons[0].kill()
+        for name, engine in (("its own engine", first), ("the engine of the sibling", second)):
+            during = engine.answer()["outputs"]
+            lengths = {len(output["tokens"]) for output in during}
+            figures = {"found_before": f"{sum(map(bool, hits(during)))} of {len(prompts)}"}
+            check(f"a daemon is killed: {name} serves", lengths == {tokens}, **figures)
+            check_same("with the same outputs", before, during)
+        daemons[0].start()
+        for name, engine in (("its own engine", first), ("the engine of the sibling", second)):
+            cached = wait_hits(engine)
+            check(f"{name} hits again", min(cached) >= TOKENS - 64, cached=cached)
+
+
 def mooncake() -> None:
     """Two daemons and a Mooncake Store: the second engine hits the blocks of the first one."""
     prompts = make_prompts(4, 11, TOKENS)
@@ -446,6 +478,7 @@ SHARED: dict[str, Callable[[GpuDaemon], None]] = {
 # Scenarios that start their daemons.
 OWN: dict[str, Callable[[], None]] = {
     "tampered": tampered,
+    "siblings": siblings,
     "mooncake": mooncake,
     "tensor-parallel": tensor_parallel,
 }
@@ -458,7 +491,7 @@ def main() -> None:
     parser.add_argument("scenario", nargs="*")
     parser.add_argument("--json", type=Path, metavar="FILE")
     chosen = parser.parse_args()
-    names, record = chosen.scenario or [*SHARED, "tampered"], chosen.json
+    names, record = chosen.scenario or [*SHARED, "tampered", "siblings"], chosen.json
     if unknown := set(names) - {*SHARED, *OWN}:
         parser.error(f"no such scenario: {', '.join(unknown)}; one of {', '.join(SHARED | OWN)}")
     for name in names:

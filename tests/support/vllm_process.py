@@ -222,6 +222,13 @@ class GpuDaemon:
         self.kill()
 
 
+def restart_as_siblings(*daemons: GpuDaemon) -> None:
+    """Let daemons lend each other blocks although they have different runtime directories."""
+    directories = ":".join(str(daemon.runtime_dir) for daemon in daemons)
+    for daemon in daemons:
+        daemon.restart(siblings_directories=directories)
+
+
 class PegaFlow:
     """PegaFlow's server for one GPU. PegaFlow must be installed beside vLLM."""
 
