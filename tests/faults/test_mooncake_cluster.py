@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ from kvferry.testing.engine import until
 from kvferry.testing.mooncake_store import INSTALL, MooncakeStore, is_installed
 from support.daemon_invariants import broken_invariants, check_released
 from support.lossy_network import LossyNetwork, missing
+from support.restarting_daemons import RestartingDaemons
 from support.tiered_engine import TieredEngine, keys
 from support.time_limits import TIMEOUT
 from support.traffic_processes import TrafficProcesses
@@ -192,6 +194,33 @@ def test_a_host_that_never_searches_notices_a_reset(stack: ExitStack, restarted:
     until(lambda: {a.manager.lookup(key) for key in keys(blocks)} == {Lookup.MISS})
     cluster.share()
     assert b.find(blocks).prefix == 0
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_restarted_host_notices_a_reset_of_another_one(
+    stack: ExitStack, tmp_path: Path, reset: bool
+) -> None:
+    store = stack.enter_context(MooncakeStore(segment_bytes=64 << 20))
+    options: dict[str, Any] = {"pool_bytes": POOL_BYTES, "tier_mooncake": store.address}
+    options |= {"tier_mooncake_write": "write_through", "tier_mooncake_admit_after": 1}
+    restarting = stack.enter_context(RestartingDaemons("cpu", tmp_path, kept=True, **options))
+    other = TieredEngine(stack.enter_context(LocalDaemon(**options)), stack)
+    with ExitStack() as first:
+        before = TieredEngine(restarting, first)
+        before.store(range(8))
+        before.wait_written(8)
+    until((restarting.directory / "drops-mooncake" / "generations").exists)
+    restarting.kill()
+    if reset:
+        other.manager.reset_cache()
+    restarting.start()
+    engine = TieredEngine(restarting, stack)
+    kept = Lookup.MISS if reset else Lookup.HIT
+    until(lambda: {engine.manager.lookup(key) for key in keys(range(8))} == {kept})
+    until(lambda: engine.tier().state == "on")
+    engine.store(range(8, 16))
+    engine.wait_written(8)  # so the daemon knows the generation
+    assert {engine.manager.lookup(key) for key in keys(range(8))} == {kept}
 
 
 def start_load(

@@ -26,6 +26,7 @@ from kvferry.proto.messages import FindInTiers, Opened, OpenNamespace, TiersFoun
 from kvferry.proto.status import TierStatus
 from kvferry.testing.engine import until
 from support.raw_client import RawClient
+from support.restarting_daemons import RestartingDaemons
 
 PAGE, BLOCKS = 4096, 128
 FINGERPRINT = Fingerprint("llama", PAGE, key_bytes=12)
@@ -47,7 +48,9 @@ class TieredEngine:
     Key n has `content(n)`.
     """
 
-    def __init__(self, daemon: LocalDaemon, stack: ExitStack, **namespace: Any) -> None:
+    def __init__(
+        self, daemon: LocalDaemon | RestartingDaemons, stack: ExitStack, **namespace: Any
+    ) -> None:
         self.client = stack.enter_context(OffloadClient(daemon.directory, engine="engine"))
         opened = self.client.open_namespace(FINGERPRINT, **namespace)
         self.num_blocks = opened.num_blocks

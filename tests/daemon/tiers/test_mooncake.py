@@ -136,7 +136,7 @@ def follow(host: Host, space: str) -> list[str]:
     client, dropped = host.tier.client, list[str]()
     client.dropped_elsewhere = dropped.append
     client.usage_request = lambda: UsageRequest({space: ""})
-    host.tier.wait_until(lambda: space in client._generations)
+    host.tier.wait_until(lambda: client._generations.get(space) > 0)
     return dropped
 
 

@@ -18,6 +18,7 @@ import pytest
 from kvferry.daemon.core.tier_actions import MAX_TIER_KEYS
 from kvferry.daemon.tier_config import CustomTierConfig, DiskTierConfig
 from kvferry.daemon.tiers.base import Result
+from kvferry.daemon.tiers.generations import Generations
 from kvferry.daemon.tiers.messages import (
     ContainsRequest,
     DropRequest,
@@ -398,7 +399,7 @@ def test_another_generation_of_a_namespace_that_was_never_searched_is_noticed(ru
     client.dropped_elsewhere = dropped.append
     client.usage_request = lambda: UsageRequest({NAMESPACE: ""})
     (rude.folder / "generation").write_text("7")
-    rude.tier.wait_until(lambda: NAMESPACE in client._generations)
+    rude.tier.wait_until(lambda: client._generations.get(NAMESPACE) == 7)
     (rude.folder / "generation").write_text("5")
     rude.tier.wait_until(lambda: dropped)
     assert rude.tier.contains([1]) == [False]
@@ -411,9 +412,22 @@ def test_a_drop_by_this_daemon_is_not_reported_as_one_of_another(rude: Rude) -> 
     (rude.folder / "generation").write_text("7")
     for generation in (7, 8):
         rude.tier.contains([1])
-        assert client._generations == {NAMESPACE: generation}
+        assert client._generations.get(NAMESPACE) == generation
         rude.tier.drop()
     assert dropped == []
+
+
+def test_a_drop_while_the_daemon_did_not_run_is_noticed(rude: Rude, tmp_path: Path) -> None:
+    client, dropped = rude.tier.client, list[str]()
+    client.dropped_elsewhere = dropped.append
+    (rude.folder / "generation").write_text("7")
+    client._generations = Generations(path := tmp_path / "state" / "generations")
+    assert rude.tier.put([1]) == [OK]
+    rude.tier.wait_until(path.exists)
+    (rude.folder / "generation").write_text("8")
+    client._generations = Generations(path)  # of the next daemon
+    assert rude.tier.contains([1]) == [False]
+    assert dropped == [NAMESPACE]
 
 
 def test_blocks_that_are_dropped_before_the_generation_is_known_are_not_put(rude: Rude) -> None:

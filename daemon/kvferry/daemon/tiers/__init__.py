@@ -15,10 +15,11 @@ split.
 A tier that several daemons share has a method `generation(namespace)`, too. It returns a number
 that changes when anyone drops the namespace, as far as the tier knows without asking; -1: not
 known. It is called after each `contains`, and once per second for each namespace in the pool. When
-the number has changed without a drop of this daemon, the daemon drops the namespace from its pool
-and its other tiers. Before its first `put` for a namespace, the daemon asks by a `contains` without
-keys, which must find the generation out. A `put` names the generation of its blocks: those of
-another one than the current one must not be found by anyone.
+the number has changed without a drop of this daemon, also while it did not run (generations.py),
+the daemon drops the namespace from its pool and its other tiers. Before its first `put` for a
+namespace, the daemon asks by a `contains` without keys, which must find the generation out. A `put`
+names the generation of its blocks: those of another one than the current one must not be found by
+anyone.
 
 A tier that divides its room among namespaces may have a method `note_used(namespaces)`. It is
 called once per second with the names of those that engines have open.

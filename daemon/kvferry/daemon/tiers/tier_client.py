@@ -25,6 +25,7 @@ from kvferry.daemon.processes import ChildProcess, ProcessDied
 from kvferry.daemon.tier_config import TierConfig
 from kvferry.daemon.tiers.base import Result, TierUsage, without_part
 from kvferry.daemon.tiers.circuit_breaker import CircuitBreaker
+from kvferry.daemon.tiers.generations import NOT_KNOWN, Generations
 from kvferry.daemon.tiers.messages import (
     FAILED,
     ContainsRequest,
@@ -81,6 +82,7 @@ class TierClient:
         times: TierTimes = DEFAULT_TIMES,
         usage_request: Callable[[], UsageRequest] = lambda: UsageRequest({}),
         dropped_elsewhere: Callable[[str], None] = lambda _: None,
+        generations: Generations | None = None,
     ) -> None:
         self.config, self._times = config, times
         self.usage_request, self.dropped_elsewhere = usage_request, dropped_elsewhere
@@ -93,10 +95,7 @@ class TierClient:
         self.breaker = CircuitBreaker(
             time.monotonic, times.first_off, times.longest_off, self.counts
         )
-        # Of each namespace its generation, as far as known; see tiers/__init__.py.
-        self._generations: dict[str, int] = {}
-        # Drops of any namespace, by this daemon or another one.
-        self._changes = 0
+        self._generations = generations or Generations()
         # The last lookup: a probe repeats it.
         self._last_lookup: tuple[str, Sequence[bytes]] = "", ()
         # Requests that were late, when a fetch or put was answered last, and drops that the
@@ -193,14 +192,13 @@ class TierClient:
             return self._refuse(blocks, Result.FULL)
         sums = checksums.astype(np.uint64).tobytes()
         name = without_part(blocks.namespace)
-        if name not in self._generations:
+        if not self._generations.is_noted(name):
             # Else a drop by another daemon right after this put would not be noticed.
-            before = self._changes
+            drops = self._generations.drops
             await self._wait(self._look_up(blocks.namespace, (), lambda: None), PUT_SECONDS)
-            if before != self._changes:
+            if drops != self._generations.drops:
                 return self._refuse(blocks, Result.FULL)
-        generation = self._generations.setdefault(name, -1)
-        request = PutRequest(blocks, sums, generation)
+        request = PutRequest(blocks, sums, self._generations.get(name))
         results, released = await self._move(blocks, request, PUT_SECONDS, lambda: self._moved)
         written = results.count(Result.OK)
         self.counts["written"] += written
@@ -215,7 +213,7 @@ class TierClient:
         """
         request = encode(DropRequest(namespace, keys))
         self._drops += 1
-        self._changes += 1
+        self._generations.drops += 1
         try:
             while True:
                 reply = self._process.send(request, partial(self._receive_dropped, namespace))
@@ -323,22 +321,17 @@ class TierClient:
         answer = decode_usage(payload)
         self.usage, self.siblings, self.lent = answer.usage, answer.siblings, answer.lent
         for name, generation in answer.generations.items():
-            self._note_generation(name, generation)
+            if generation != NOT_KNOWN:  # else the first put asks
+                self._note_generation(name, generation)
         return ()
 
     def _note_generation(self, namespace: str, generation: int, *, own: bool = False) -> bool:
         """Returns whether it has changed. own: by a drop of this daemon."""
-        if generation < 0:
-            return False
         name = without_part(namespace)
-        known = self._generations.get(name, -1)
-        self._generations[name] = generation
-        if known in (-1, generation):
-            return False
-        self._changes += 1
-        if not own:
+        changed = self._generations.note(name, generation)
+        if changed and not own:
             self.dropped_elsewhere(name)
-        return True
+        return changed
 
     # The process
 
@@ -377,6 +370,9 @@ class TierClient:
     async def _refresh_regularly(self) -> None:
         while True:
             await self._process.until_ready()
+            unsaved = self._generations.take_unsaved()
             await self.refresh_usage()
             self._asked.set()
+            if unsaved:
+                await asyncio.to_thread(self._generations.save, unsaved)
             await asyncio.sleep(USAGE_EVERY)

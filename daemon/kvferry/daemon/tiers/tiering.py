@@ -39,6 +39,7 @@ from kvferry.daemon.tier_config import SiblingsTierConfig, TierConfig
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.drop_markers import marker_directory
 from kvferry.daemon.tiers.drop_queue import DropQueue
+from kvferry.daemon.tiers.generations import Generations
 from kvferry.daemon.tiers.messages import TierBlocks, UsageRequest
 from kvferry.daemon.tiers.read_rate import ReadRate
 from kvferry.daemon.tiers.siblings.key_table import KeyTables
@@ -124,19 +125,19 @@ def start_tiers(
         log.info("namespace dropped elsewhere", namespace=store)
         report([StoreDroppedElsewhere(place, store)])
 
-    return [
-        AttachedTier(
-            TierClient(
-                tier,
-                pool,
-                usage_request=usage_request,
-                dropped_elsewhere=partial(report_drop, place),
-            ),
-            marker_directory(tier, runtime_directory),
-            siblings if isinstance(tier, SiblingsTierConfig) else None,
+    attached = []
+    for place, tier in enumerate(tiers):
+        markers = marker_directory(tier, runtime_directory)
+        client = TierClient(
+            tier,
+            pool,
+            usage_request=usage_request,
+            dropped_elsewhere=partial(report_drop, place),
+            generations=Generations(markers / "generations"),
         )
-        for place, tier in enumerate(tiers)
-    ]
+        is_siblings = isinstance(tier, SiblingsTierConfig)
+        attached.append(AttachedTier(client, markers, siblings if is_siblings else None))
+    return attached
 
 
 @dataclass(eq=False, slots=True)
