@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.daemon.tiers.generations import MAX_SAVED, NOT_KNOWN, Generations
+from kvferry.daemon.tiers.generations import MAX_KEPT, NOT_KNOWN, Generations
 
 A, B = "a" * 16, "b" * 16
 
@@ -36,15 +36,14 @@ def test_the_known_numbers_are_found_by_the_next_daemon(tmp_path: Path) -> None:
     assert (generations.get(A), generations.is_noted(B)) == (7, False)
 
 
-def test_the_file_has_the_namespaces_that_changed_last() -> None:
+def test_the_namespaces_that_were_noted_last_are_kept() -> None:
     generations = Generations()
-    for number in range(MAX_SAVED + 1):
+    for number in range(MAX_KEPT):
         generations.note(str(number), 1)
-    generations.note("0", 2)
-    unsaved = generations.take_unsaved()
-    assert len(unsaved) == MAX_SAVED
-    assert unsaved["0"] == 2
-    assert "1" not in unsaved
+    generations.note("0", 1)
+    generations.note("new", 1)
+    assert [generations.get(name) for name in ("0", "1", "2", "new")] == [1, NOT_KNOWN, 1, 1]
+    assert len(generations.take_unsaved()) == MAX_KEPT
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"a": "b"}', "{", "\xff"])

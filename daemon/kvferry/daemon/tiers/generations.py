@@ -15,8 +15,8 @@ import structlog
 from kvferry.daemon.tiers.durable_files import write_file
 
 NOT_KNOWN = -1
-# Namespaces in the file: those that changed last.
-MAX_SAVED = 4096
+# Namespaces that are kept, those that were noted last: more than a daemon can have at a time.
+MAX_KEPT = 4096
 
 log = structlog.get_logger()
 
@@ -43,12 +43,13 @@ class Generations:
 
     def note(self, name: str, generation: int) -> bool:
         """Note what the tier has answered. Returns whether another number was known before."""
-        known = self.get(name)
+        known = self._of.pop(name, NOT_KNOWN)
+        self._of[name] = known if generation == NOT_KNOWN else generation
+        if len(self._of) > MAX_KEPT:
+            del self._of[next(iter(self._of))]
         if generation in (NOT_KNOWN, known):
-            self._of.setdefault(name, NOT_KNOWN)
             return False
-        self._of.pop(name, None)
-        self._of[name], self._unsaved = generation, True
+        self._unsaved = True
         self.drops += known != NOT_KNOWN
         return known != NOT_KNOWN
 
@@ -57,8 +58,7 @@ class Generations:
         if not self._unsaved:
             return {}
         self._unsaved = False
-        known = {name: each for name, each in self._of.items() if each != NOT_KNOWN}
-        return dict(list(known.items())[-MAX_SAVED:])
+        return {name: each for name, each in self._of.items() if each != NOT_KNOWN}
 
     def save(self, generations: dict[str, int]) -> None:
         """Write the file. Blocks; any thread."""
