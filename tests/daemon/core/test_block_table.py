@@ -218,6 +218,26 @@ def test_a_held_block_that_is_dropped_becomes_free_with_the_last_hold() -> None:
     table.check_integrity()
 
 
+@pytest.mark.parametrize("every", [False, True])
+def test_a_version_grows_before_the_commit_is_removed(every: bool) -> None:
+    """A daemon may be killed between the two. The next one would write the block, and a sibling
+    that reads it meanwhile would find the same version."""
+    table, seen = in_state(COMMITTED), list[int]()
+    number = table.find(COMMITTED)
+    version = int(table.lines.versions(number)[0])
+
+    class Commits:
+        def __setitem__(self, *_: object) -> None:
+            seen.append(int(table.lines.versions(number)[0]))
+
+    table.lines._committed = Commits()  # type: ignore[assignment]
+    if every:
+        table.drop_all()
+    else:
+        table.drop(number)
+    assert seen == [version + 1]
+
+
 @pytest.mark.parametrize("closed", [False, True])
 def test_all_blocks_are_dropped_together(closed: bool) -> None:
     """The number of blocks exceeds the number of lines that are cleared at a time.

@@ -3,11 +3,13 @@
 The lines are in a memfd (persistence/table_file.py), which the next daemon reads. The daemon may be
 killed between any two instructions. The order of writes keeps the lines consistent:
 
-    invalidate   before anything writes a block: `committed` is cleared, the version grows
+    invalidate   before anything writes a block: the version grows first, `committed` is cleared
     store        after the store: key and part are written
     commit       once the checksum is computed: it is written first, `committed` last
 
 So a committed block always matches its checksum. After a kill, a block without a commit is a miss.
+A sibling that reads a block compares its version afterwards, also if this daemon was killed and the
+next one writes the block: it has grown once the block can be written without another commit.
 Only the block table calls what changes a line. Event loop only.
 """
 
@@ -109,14 +111,14 @@ class BlockLines:
 
     def invalidate(self, blocks: Int64s) -> None:
         """Blocks lose their contents."""
-        self._committed[blocks] = False
         self._versions[blocks] += _ONE
+        self._committed[blocks] = False
 
     def invalidate_all(self) -> None:
         for at in range(0, self._end, CLEARED_LINES):
             end = min(at + CLEARED_LINES, self._end)
-            self._committed[at:end] = False
             self._versions[at:end] += _ONE
+            self._committed[at:end] = False
 
     def store(self, blocks: Int64s, keys: Sequence[OffloadKey], parts: Mapping[int, Part]) -> None:
         """Blocks have contents, with these keys, if any. parts: of those that are not whole."""
