@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvferry.daemon.core.block_table import BlockTable
 from kvferry.daemon.core.records import RegionRecord
+from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.daemon.persistence.table_file import LINES_AT, RECORD_BYTES, TableFile, mark_void
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
@@ -106,10 +109,34 @@ def test_an_invalidated_table_is_refused() -> None:
 def test_memory_that_is_no_table_is_refused_and_closed(nbytes: int) -> None:
     descriptor = sealed_memfd("other", nbytes)
     with pytest.raises(Refused) as refused:
-        TableFile(descriptor)
+        TableFile(descriptor, writable=False)
     assert refused.value.code == Code.BAD_LAYOUT
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+def test_a_table_that_is_refused_is_void_for_siblings_that_have_mapped_it() -> None:
+    """Its blocks get other owners, and no version grows with what these write."""
+    with new_file() as file:
+        mapped = TableFile(os.dup(file.descriptor), writable=False)
+        os.pwrite(file.descriptor, b"x", PAGE + 20)
+        first = np.array([0])
+        for writable, valid in ((False, True), (True, False)):
+            with pytest.raises(Refused, match="wrong CRC"):
+                TableFile(os.dup(file.descriptor), writable=writable)
+            assert mapped.unchanged(first, first).tolist() == [valid]
+        mapped.close()
+
+
+def test_a_hostile_record_is_refused() -> None:
+    nested = msgspec.Raw(b"\x91" * 5000 + b"\xc0")
+    record = {"name": "a", "start": 0, "nbytes": 4096, "layout": nested}
+    data = msgspec.msgpack.encode(record)
+    with new_file() as file:
+        head = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little")
+        os.pwrite(file.descriptor, head + data, PAGE)
+        with pytest.raises(Refused, match="recursion"):
+            TableFile(os.dup(file.descriptor), writable=False)
 
 
 def test_memory_that_can_shrink_is_refused(tmp_path: Any) -> None:

@@ -63,7 +63,9 @@ class TableFile:
                 raise Refused(Code.BAD_LAYOUT, message, nbytes)
             dtype = line_type(self.record.key_bytes)
             self.lines: Lines = np.frombuffer(self._file, dtype, -1, LINES_AT)
-        except BaseException:
+        except BaseException as error:
+            if writable and isinstance(error, KVFerryError):
+                mark_void(descriptor)  # siblings may have mapped it, and its blocks are freed
             os.close(descriptor)
             raise
 
@@ -125,7 +127,7 @@ class TableFile:
         try:
             record = decode_record(data, RegionRecord)
             line_type(record.key_bytes)
-        except (msgspec.MsgspecError, KVFerryError, ValueError) as error:
+        except (msgspec.MsgspecError, KVFerryError, ValueError, RecursionError) as error:
             message = f"the record of the block table cannot be decoded: {error}"
             raise Refused(Code.BAD_LAYOUT, message) from error
         return record
