@@ -213,6 +213,22 @@ def test_a_sibling_does_not_keep_the_region_in_use() -> None:
     assert error_of(fixture, LocateBlocks(2, each(b"a"))) == Code.UNKNOWN_NAMESPACE
 
 
+def test_a_sibling_is_told_once_that_a_namespace_was_freed_and_created_again() -> None:
+    """It may have asked neither before nor between, and must unmap the pool and the block table."""
+    fixture = new_fixture()
+    borrow(fixture)
+    fixture.close_sessions("a")
+    fixture.open_sessions("b", "a")
+    fixture.open_namespace("b", OTHER, POOL)
+    fixture.close_sessions("b")
+    fixture.open_namespace("a", FINGERPRINT, REGION_BYTES)
+    fixture.register("a")
+    fixture.stored("a", b"a")
+    assert borrow(fixture) == [SendMessage("s", NamespaceLent(1, 0))]
+    assert error_of(fixture, BorrowPool(1)) == Code.UNKNOWN_NAMESPACE
+    assert keys_of(borrow(fixture)) == [b"a"]
+
+
 def test_keys_that_siblings_have_are_left_out_of_a_store() -> None:
     held = {b"b", b"d"}
     tier = replace(SIBLINGS, find_held=lambda _store, keys: held & set(keys))

@@ -82,14 +82,12 @@ class Lending:
             namespace.subscribers.discard(session)
 
     def _lend_namespace(self, session: str, message: BorrowNamespace) -> list[Action]:
-        name = message.store.partition("-")[0]
-        namespace = self._namespaces.find_namespace(name)
-        if namespace is not None and namespace.store_name != message.store:
-            namespace = None
-        known = namespace is not None and self._borrowed.get(session) is namespace
-        if not known:
+        namespace = self._namespaces.find_namespace(message.store.partition("-")[0])
+        before = self._borrowed.get(session)
+        missing = namespace is None or namespace.store_name != message.store
+        if namespace is None or missing or before not in (None, namespace):
+            # One that was freed and created again is elsewhere: the sibling first unmaps its pool.
             self.close_session(session)
-        if namespace is None:
             return [SendMessage(session, NamespaceLent(message.request_id, 0))]
         self._borrowed[session] = namespace
         namespace.borrowers.add(session)
@@ -98,7 +96,7 @@ class Lending:
             actions += self._promotions.reset_for_sibling(namespace, message.generation)
         reply = NamespaceLent(message.request_id, namespace.generation)
         actions.append(SendMessage(session, reply))
-        if not known or message.snapshot:
+        if before is None or message.snapshot:
             actions += self._namespaces.take_key_events()
             namespace.subscribers.add(session)
             actions.append(SendStream(session, namespace.snapshot()))

@@ -173,10 +173,8 @@ class Promotions:
 
         generation: see Namespace.reset. session, request_id: of the sibling, for a Done.
         """
-        number, siblings = (
-            next(self._numbers),
-            [tier.is_siblings for tier in self.tiers].index(True),
-        )
+        number = next(self._numbers)
+        siblings = [tier.is_siblings for tier in self.tiers].index(True)
         self._drops[number] = session, request_id, namespace
         reset = self._namespaces.reset_namespace(namespace, generation)
         return [*reset, DropStore(number, namespace.name, siblings)]
