@@ -2,11 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import zmq
 
 from kvferry.client.transport.connection import Connection
+from kvferry.proto.codec import MAX_REPLY_BYTES
+from kvferry.proto.errors import Gone
+from kvferry.testing.engine import until
+
+
+@contextmanager
+def connected(directory: Path) -> Iterator[tuple[Connection, Callable[[bytes], None]]]:
+    """A connection, and a function that sends it a message."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.bind(f"ipc://{directory / 'kvferry.sock'}")
+        connection = Connection(directory)
+        connection.send(b"hello")
+        identity, _ = router.recv_multipart()
+
+        def send(message: bytes) -> None:
+            router.send_multipart([identity, message])
+
+        yield connection, send
+        connection.close()
+
+
+def test_other_work_may_come_between_two_messages(tmp_path: Path) -> None:
+    received: list[bytes] = []
+    with connected(tmp_path) as (connection, send):
+        for message in (b"1", b"2", b"3"):
+            send(message)
+        until(lambda: connection.receive_messages(received.append, 1))
+        assert received == [b"1"]
+        until(lambda: connection.receive_messages(received.append, 2) and len(received) > 1)
+        until(lambda: connection.receive_messages(received.append, 2) or received[-1] == b"3")
+        assert received == [b"1", b"2", b"3"]
+        assert not connection.receive_messages(received.append)
+
+
+def test_a_message_beyond_all_limits_ends_the_connection(tmp_path: Path) -> None:
+    received: list[bytes] = []
+    with connected(tmp_path) as (connection, send):
+        send(bytes(2 * MAX_REPLY_BYTES))
+        until(lambda: connection.receive_messages(received.append))
+        send(bytes(2 * MAX_REPLY_BYTES + 1))
+        with pytest.raises(Gone, match="disconnected"):
+            until(lambda: bool(connection.check_alive()))
+        assert not connection.receive_messages(received.append)
 
 
 def accepts(router: zmq.Socket[bytes], identity: bytes, message: bytes) -> bool:

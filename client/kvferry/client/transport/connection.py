@@ -14,6 +14,7 @@ import contextlib
 import os
 import random
 import select
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from typing import cast
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvferry.proto.codec import MAX_REPLY_BYTES
 from kvferry.proto.errors import Code, Gone, Refused
 
 # An int: arithmetic on zmq's flags costs more than reading the socket's events.
@@ -74,6 +76,8 @@ class Connection:
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, RECEIVED_MESSAGES)
+        # A message that is a little too large is refused with a reason when it is decoded.
+        self.socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_REPLY_BYTES)
         address = f"inproc://monitor-{next(_monitors)}"
         self._connected = self._disconnected = self._forbidden = False
         self.monitor = self.socket.get_monitor_socket(_EVENTS, address)
@@ -98,15 +102,16 @@ class Connection:
         except zmq.Again:
             raise Refused(Code.BUSY, "the send queue is full; try again later") from None
 
-    def receive_messages(self, handle: Callable[[bytes], None]) -> bool:
-        """Call `handle` for every message that has arrived. Returns whether there was any."""
+    def receive_messages(self, handle: Callable[[bytes], None], most: int = sys.maxsize) -> bool:
+        """Call `handle` for the messages that have arrived, at most for so many. Returns whether
+        there was any."""
         get, recv = self.socket.get, self.socket.recv
-        received = False
-        while cast(int, get(zmq.EVENTS)) & POLLIN:
+        received = 0
+        while received < most and cast(int, get(zmq.EVENTS)) & POLLIN:
             with contextlib.suppress(zmq.Again):
                 handle(recv(zmq.NOBLOCK))
-                received = True
-        return received
+                received += 1
+        return received > 0
 
     def check_alive(self) -> None:
         """Raise Gone (DAEMON_GONE) if the connection was closed, Refused (FORBIDDEN) if the daemon

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvferry.proto.codec import decode_descriptor_reply, encode
-from kvferry.proto.errors import Code, Gone, error_of
+from kvferry.proto.errors import Code, Gone, KVFerryError, error_of
 from kvferry.proto.fd_passing import FdRequest
 from kvferry.proto.messages import Error
 
@@ -55,6 +55,15 @@ class FdExchange:
                 raise ConnectionResetError("the daemon closed the connection")
         for descriptor in received:
             os.set_inheritable(descriptor, False)
+        try:
+            return self._decode_handles(packet), received
+        except KVFerryError:
+            for descriptor in received:
+                os.close(descriptor)
+            raise
+
+    def _decode_handles(self, packet: bytes) -> tuple[int, ...]:
+        """Raises an error reply."""
         reply = decode_descriptor_reply(packet)
         if isinstance(reply, Error):
             error = error_of(reply.error)
@@ -62,7 +71,7 @@ class FdExchange:
                 message = "the daemon has restarted, or has closed this session"
                 raise Gone(Code.DAEMON_GONE, message, str(self._directory)) from error
             raise error
-        return reply.handles, received
+        return reply.handles
 
     def __enter__(self) -> FdExchange:
         return self
