@@ -26,6 +26,7 @@ from support.vllm_measure import (
     alternate,
     ask_at_once,
     ask_in_a_row,
+    choose_figures,
     print_figures,
     summary,
     tier_of,
@@ -53,14 +54,10 @@ class SharingEngines:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", help=f"figures, comma-separated: {', '.join(FIGURES)}")
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--kv-heads", type=int, default=1, help="of 8: that part of the bytes")
     parser.add_argument("--json", type=Path, default=Path("mooncake-figures.json"))
-    chosen = parser.parse_args()
-    what = chosen.what.split(",")
-    if unknown := set(what) - FIGURES.keys():
-        parser.error(f"unknown figures: {', '.join(sorted(unknown))}; choose from {[*FIGURES]}")
+    chosen, what = choose_figures(parser, FIGURES)
     record: Record = {}
     with start_engines(chosen.kv_heads) as cluster:
         for name in what:

@@ -40,6 +40,7 @@ from support.vllm_measure import (
     alternate,
     ask_at_once,
     ask_in_a_row,
+    choose_figures,
     measure_link,
     print_figures,
     summary,
@@ -78,17 +79,13 @@ class TierEngines:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", help=f"figures, comma-separated: {', '.join(FIGURES)}")
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--kv-heads", type=int, default=8, help="1: an eighth of the bytes")
     parser.add_argument("--alone", action="store_true", help="only the engine with a tier")
     parser.add_argument("--write", default="write_through", help="the tier's write policy")
     parser.add_argument("--json", type=Path, default=Path("tier-figures.json"))
-    chosen = parser.parse_args()
-    what = chosen.what.split(",")
-    if unknown := set(what) - FIGURES.keys():
-        parser.error(f"unknown figures: {', '.join(sorted(unknown))}; choose from {[*FIGURES]}")
+    chosen, what = choose_figures(parser, FIGURES)
     root = Path(tempfile.mkdtemp(prefix="kvferry-tier-", dir=chosen.path))
     try:
         tool, rate = raw_read_rate(root)

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.vllm_measure import Record, measure_link, print_figures, summary
+from support.vllm_measure import Record, choose_figures, measure_link, print_figures, summary
 from support.vllm_models import LARGE, kv_bytes
 from support.vllm_process import (
     VLLM,
@@ -69,7 +69,6 @@ class Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", help=f"figures, comma-separated: {', '.join(FIGURES)}")
     parser.add_argument("--connectors", default="none,vllm,kvferry")
     parser.add_argument("--reps", type=int, default=7)
     parser.add_argument("--tokens", type=int, help="of a prompt")
@@ -78,10 +77,7 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="one engine at a time")
     parser.add_argument("--extra", type=json.loads, default={}, help="kvferry's extra_config")
     parser.add_argument("--json", type=Path)
-    chosen = parser.parse_args()
-    what = chosen.what.split(",")
-    if unknown := set(what) - FIGURES.keys():
-        parser.error(f"unknown figures: {', '.join(sorted(unknown))}; choose from {[*FIGURES]}")
+    chosen, what = choose_figures(parser, FIGURES)
     record: Record = {"what": chosen.what, "link_gbs": measure_link(), "began": time.time()}
     print_figures("link", gbs=record["link_gbs"])
     chosen.link_gbs = record["link_gbs"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import subprocess
 import sys
@@ -30,6 +31,18 @@ print(statistics.median(rates[2:]))
 # Seconds to wait for a tier to write the blocks of the pool.
 WRITE_SECONDS = 2 * TIMEOUT
 Record: TypeAlias = dict[str, Any]
+
+
+def choose_figures(
+    parser: argparse.ArgumentParser, figures: Mapping[str, object]
+) -> tuple[Any, list[str]]:
+    """Parse the command line. Returns the arguments, and which of `figures` they name."""
+    parser.add_argument("what", help=f"figures, comma-separated: {', '.join(figures)}")
+    chosen = parser.parse_args()
+    names = chosen.what.split(",")
+    if unknown := set(names) - figures.keys():
+        parser.error(f"unknown figures: {', '.join(sorted(unknown))}; choose from {[*figures]}")
+    return chosen, names
 
 
 def print_figures(what: str, **figures: Any) -> None:
