@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from hashlib import sha256
 
 import pytest
@@ -11,6 +12,7 @@ from client.conftest import FakeDaemon
 from kvferry.client import OffloadingManager
 from kvferry.client.writers import RETRY_SECONDS, writer_of
 from kvferry.proto import messages as wire
+from support import client_keys
 from support.client_keys import (
     FINGERPRINT,
     HIT,
@@ -37,14 +39,7 @@ def ranks(start_fake_daemon: Start) -> tuple[FakeDaemon, FakeDaemon]:
     return one, two
 
 
-def open_manager(*ranks: FakeDaemon) -> OffloadingManager:
-    directories = [daemon.directory for daemon in ranks]
-    manager = OffloadingManager.connect(
-        directories, engine="engine", fingerprint=FINGERPRINT, events=True, replicated=True
-    )
-    for daemon in ranks:
-        daemon.received.clear()
-    return manager
+open_manager = partial(client_keys.open_manager, events=True, replicated=True)
 
 
 def searched(daemon: FakeDaemon) -> list[tuple[tuple[bytes, ...], float]]:

@@ -25,12 +25,15 @@ HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.
 Start: TypeAlias = "Callable[..., FakeDaemon]"
 
 
-def open_manager(*daemons: FakeDaemon, events: bool = False) -> OffloadingManager:
+def open_manager(
+    *daemons: FakeDaemon, events: bool = False, replicated: bool = False
+) -> OffloadingManager:
     manager = OffloadingManager.connect(
         [daemon.directory for daemon in daemons],
         engine="engine",
         fingerprint=FINGERPRINT,
         events=events,
+        replicated=replicated,
     )
     for daemon in daemons:
         daemon.received.clear()
