@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -67,6 +68,16 @@ def test_keys_of_a_full_bucket_replace_others(monkeypatch: pytest.MonkeyPatch) -
     many = hashes(range(10 * WAYS))
     table.add(many)
     assert table.count == np.count_nonzero(table.contains(many)) == WAYS
+    table.add(hashes(range(1000, 1001)))
+    assert table.contains(hashes(range(1000, 1001))).all()
+
+
+def test_thousands_of_keys_of_one_bucket_take_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hostile sibling can choose such keys."""
+    monkeypatch.setattr(key_table, "BUCKETS", 1)
+    begun = time.process_time()
+    KeyTable().add(hashes(range(1 << 15)))
+    assert time.process_time() - begun < 10
 
 
 def test_the_store_is_part_of_a_key() -> None:

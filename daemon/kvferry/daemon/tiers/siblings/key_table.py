@@ -23,8 +23,8 @@ from kvferry.daemon.memory.shared_memory import free_file
 # With a million keys a bucket has eight on average, and one in a thousand is full. 16 MiB.
 BUCKETS, WAYS = 1 << 17, 16
 TABLE_BYTES = BUCKETS * WAYS * 8
-# Siblings times namespaces.
-MAX_TABLES = 16
+# Siblings times namespaces in use; others are not found, and their resets are missed.
+MAX_TABLES = 64
 # A page with a number per table: not 0 if the sibling's blocks can be copied now.
 _HEAD_BYTES = mmap.PAGESIZE
 # Memory that is neither written nor read takes none.
@@ -65,8 +65,11 @@ class KeyTable:
     def add(self, hashes: Hashes) -> None:
         left = np.unique(hashes)
         left = left[~self.contains(left)]
-        while left.size:
-            # One key per bucket at a time: those of one bucket must not take the same place.
+        # One key per bucket at a time: those of one bucket must not take the same place. Further
+        # keys than a bucket has places are left out; a hostile sibling may send thousands.
+        for _ in range(WAYS):
+            if not left.size:
+                break
             buckets, first = np.unique(_buckets(left), return_index=True)
             now, rows = left[first], self._rows[buckets]
             free = (rows == 0).any(axis=1)
@@ -101,14 +104,14 @@ class KeyTables:
             free_file(descriptor)
         access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
         memory = mmap.mmap(descriptor, TABLES_BYTES, prot=access)
-        flags = np.frombuffer(memory, np.uint64, MAX_TABLES)
+        self._flags = flags = np.frombuffer(memory, np.uint64, MAX_TABLES)
         shape = MAX_TABLES, BUCKETS, WAYS
         rows = np.frombuffer(memory, np.uint64, offset=_HEAD_BYTES).reshape(shape)
         self.tables = [KeyTable(rows[at], flags[at : at + 1]) for at in range(MAX_TABLES)]
 
     def find_held(self, store: str, keys: Sequence[bytes]) -> set[bytes]:
         """Those of these keys of a namespace's store that a sibling has. The daemon's end."""
-        active = [table for table in self.tables if table.is_active]
+        active = [self.tables[at] for at in np.flatnonzero(self._flags).tolist()]
         if not active:
             return set()
         hashes = hash_keys(store, keys)
