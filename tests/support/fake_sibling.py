@@ -33,12 +33,14 @@ CHUNK = 1 << 16
 class FakeSibling:
     """Answers each message with what `answer` returns; honest where a test replaces nothing.
 
-    received: all messages. descriptors: by the handles of PoolLent. keys: of its namespace.
+    received: all messages. descriptors: by the handles of PoolLent; table: that of the block table.
+    keys: of its namespace.
     """
 
     def __init__(self, directory: Path, descriptors: dict[int, int]) -> None:
         self.received: list[wire.ClientMessage] = []
         self.descriptors = descriptors
+        self.table: int | None = None
         self.keys: tuple[bytes, ...] = ()
         self.generation = 1
         self.answer: Callable[[wire.ClientMessage], Answers] = self.honest_answer
@@ -64,10 +66,12 @@ class FakeSibling:
                 return [wire.Welcome(1, "boot", "s", "0.1", 1, device, limits)]
             case BorrowNamespace(number):
                 lent = NamespaceLent(number, self.generation)
+                if not self.generation:
+                    return [lent]
                 return [lent, wire.Snapshot(0, 0, False, self.keys, True, self.generation)]
             case BorrowPool(number):
-                handles = tuple(self.descriptors)
-                return [PoolLent(number, CHUNK, 0, len(handles), handles)]
+                handles = tuple(each for each in self.descriptors if each != self.table)
+                return [PoolLent(number, CHUNK, 0, len(handles), handles, table=self.table)]
             case LocateBlocks(number, keys):
                 return [BlocksLocated(number, *[(0,) * len(keys)] * 3)]
             case ResetLent(number):

@@ -19,12 +19,15 @@ from typing import Annotated, TypeAlias
 from msgspec import Meta
 
 from kvferry.proto.message import Message
-from kvferry.proto.specs import Count, Id, Key, Name, Positive
+from kvferry.proto.specs import MAX_COUNT, Count, Id, Key, Name, Positive
 
 # Keys of one LocateBlocks, handles of one PoolLent, and offsets of blocks without a place.
 MAX_LOCATED, MAX_LENT_CHUNKS = 1024, 64
 ABSENT, UNCOMMITTED = -1, -2
 Checksum: TypeAlias = Annotated[int, Meta(ge=0)]
+Offset: TypeAlias = Annotated[int, Meta(ge=UNCOMMITTED, lt=MAX_COUNT)]
+# Far below MAX_COUNT: a sibling chooses it, and the daemon's later resets raise it further.
+Generation: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
 
 
 class BorrowNamespace(Message):
@@ -38,7 +41,7 @@ class BorrowNamespace(Message):
 
     request_id: Id
     store: Name
-    generation: Count
+    generation: Generation
     snapshot: bool = False
 
 
@@ -98,7 +101,7 @@ class BlocksLocated(Message):
     """
 
     request_id: Id
-    offsets: Annotated[tuple[int, ...], Meta(max_length=MAX_LOCATED)]
+    offsets: Annotated[tuple[Offset, ...], Meta(max_length=MAX_LOCATED)]
     checksums: Annotated[tuple[Checksum, ...], Meta(max_length=MAX_LOCATED)]
     versions: Annotated[tuple[Count, ...], Meta(max_length=MAX_LOCATED)] = ()
 

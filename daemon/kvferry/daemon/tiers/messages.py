@@ -53,15 +53,15 @@ class FileOf(msgspec.Struct, frozen=True, array_like=True):
 class LentFiles(msgspec.Struct, frozen=True, array_like=True):
     """The memory of a sibling's namespace.
 
-    window: a number that no other has, also in later processes. directory: of the sibling. chunks:
-    those of its pool from number `first` on, all but the last of the pool with `chunk_bytes`.
-    start: of the namespace, in bytes in the pool. table: the file of its block table.
+    window: a number that no other has, also in later processes. directory: of the sibling. start:
+    of the namespace, in bytes in the sibling's pool. chunks: of that pool, from the one on in which
+    the namespace begins; all but the last of the pool have `chunk_bytes`. table: the file of the
+    namespace's block table.
     """
 
     window: int
     directory: str
     chunk_bytes: int
-    first: int
     start: int
     chunks: tuple[FileOf, ...]
     table: FileOf

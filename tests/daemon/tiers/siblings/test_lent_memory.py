@@ -23,6 +23,7 @@ from kvferry.daemon.tiers.messages import FileOf, LentFiles
 from kvferry.daemon.tiers.siblings.lent_memory import MappedWindows
 from kvferry.proto.errors import Code, Failed
 from kvferry.proto.fingerprint import Fingerprint
+from kvferry.proto.specs import MAX_COUNT
 from kvferry.proto.status import SiblingStatus
 from kvferry.shm.memfd import sealed_memfd
 from support.time_limits import TIMEOUT
@@ -76,9 +77,9 @@ class LentMemoryFixture:
         self.files = self.lent(1)
         stack.callback(self.update)
 
-    def lent(self, window: int, chunk_bytes: int = CHUNK) -> LentFiles:
+    def lent(self, window: int, chunk_bytes: int = CHUNK, start: int = START) -> LentFiles:
         chunks, table = tuple(map(file_of, self.chunks)), file_of(self.table.descriptor)
-        return LentFiles(window, "/run/sibling", chunk_bytes, 1, START, chunks, table)
+        return LentFiles(window, "/run/sibling", chunk_bytes, start, chunks, table)
 
     def update(self, *files: LentFiles) -> None:
         asyncio.run(self.windows.update(files, os.getpid()))
@@ -131,6 +132,15 @@ def test_chunks_begin_where_those_of_the_own_pool_do(lent: LentMemoryFixture) ->
 def test_nothing_else_is_read(lent: LentMemoryFixture, offset: int) -> None:
     lent.update(lent.files)
     assert lent.resolve(offset).tolist() == [[-1]] * 4
+
+
+@pytest.mark.parametrize("start", [0, MAX_COUNT - 1])
+def test_nothing_beyond_the_mapped_chunks_is_read(lent: LentMemoryFixture, start: int) -> None:
+    """Wherever a hostile sibling says that its namespace begins."""
+    lent.update(lent.lent(1, start=start))
+    end = start // CHUNK * CHUNK + 5 * CHUNK // 2
+    outside = [start - 1, end - BLOCK + 1, end]
+    assert lent.resolve(*outside).tolist() == [[-1] * 3] * 4
 
 
 def test_a_window_that_is_not_mapped_has_no_blocks(lent: LentMemoryFixture) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.daemon.tiers.siblings import mapped_pool
 from kvferry.daemon.tiers.siblings.mapped_pool import MappedPool
 from kvferry.proto.errors import Code, Refused
 from kvferry.shm.memfd import sealed_memfd
@@ -49,7 +50,7 @@ def test_blocks_are_copied_also_across_chunks(descriptors: list[int]) -> None:
 
 
 def test_the_first_chunk_may_have_any_number(descriptors: list[int]) -> None:
-    pool = MappedPool(CHUNK, 1)
+    pool = MappedPool(CHUNK, CHUNK)
     pool.add_chunk(os.dup(descriptors[1]))
     assert copied(pool, CHUNK, CHUNK) is None
     pool.map()
@@ -91,6 +92,17 @@ def test_only_the_last_chunk_may_be_smaller(descriptors: list[int]) -> None:
     pool.add_chunk(os.dup(descriptors[2]))
     with pytest.raises(Refused, match="not up to 8192"):
         pool.add_chunk(os.dup(descriptors[0]))
+
+
+def test_the_chunks_of_one_sibling_are_limited(
+    descriptors: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped_pool, "MAX_CHUNKS", 2)
+    pool = MappedPool(CHUNK, 0)
+    for descriptor in descriptors[:2]:
+        pool.add_chunk(os.dup(descriptor))
+    with pytest.raises(Refused, match=r"more than 2 chunks; raise its pool.chunk"):
+        pool.add_chunk(os.dup(descriptors[2]))
 
 
 def test_the_memory_is_unmapped_with_the_pool(descriptors: list[int]) -> None:

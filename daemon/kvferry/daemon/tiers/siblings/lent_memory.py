@@ -59,16 +59,15 @@ class BlockTableFile(Protocol):
 class _Window:
     """The memory of one namespace at one sibling.
 
-    files: those that are mapped. begin, end: the window has these bytes of the sibling's pool.
-    offset: the distance in bytes from the start of the own pool to byte 0 of the sibling's pool.
-    holds: the number of blocks that loads in flight read.
+    files: those that are mapped. end: of the last mapped byte in the sibling's pool. offset: the
+    distance in bytes from the start of the own pool to byte 0 of the sibling's pool. holds: the
+    number of blocks that loads in flight read.
     """
 
     files: LentFiles
     memory: ReadOnlyFiles
     table: BlockTableFile
     offset: int
-    begin: int
     end: int
     holds: int = 0
 
@@ -158,8 +157,8 @@ class MappedWindows:
             offsets, versions = places[these, 1], places[these, 2]
             files = window.files
             ends, blocks = offsets + block_bytes, (offsets - files.start) // block_bytes
-            usable = (offsets >= window.begin) & (ends <= window.end)
-            usable &= (offsets >= files.start) & (blocks < window.table.lines.size)
+            usable = (offsets >= files.start) & (ends <= window.end)
+            usable &= blocks < window.table.lines.size
             if not may_span:
                 usable &= offsets // files.chunk_bytes == (ends - 1) // files.chunk_bytes
             windows = np.full(these.size, number)
@@ -214,9 +213,9 @@ class MappedWindows:
                 undo.callback(self._engine.unpin, address)
             table = self._open_table(_open_file(files.table, pid))
             undo.pop_all()
-        begin = files.first * chunk_bytes
+        begin = files.start // chunk_bytes * chunk_bytes
         offset = memory.address - self._pool.address - begin
-        return _Window(files, memory, table, offset, begin, begin + memory.nbytes)
+        return _Window(files, memory, table, offset, begin + memory.nbytes)
 
     def _unmap(self, window: _Window) -> None:
         for address, _ in self._chunks_of(window.memory):

@@ -22,17 +22,20 @@ from kvferry.shm.memfd import check_sealed
 
 # Numbers of windows, which processes that follow each other do not use twice.
 _windows = count(os.getpid() << 20)
+# Each takes a descriptor of this process, which all siblings share.
+MAX_CHUNKS = 1 << 14
 
 
 class MappedPool:
-    """Chunks of the pool from number `first` on. chunk_bytes: of all but the last of the pool.
+    """Chunks of the pool from number `first` on, in which a namespace begins.
 
-    start: of the namespace, in bytes in the pool. window: see LentFiles. Owns the descriptors that
-    it is given, also if it raises an error.
+    chunk_bytes: of all chunks but the last of the pool. start: of the namespace, in bytes in the
+    pool. window: see LentFiles. Owns the descriptors that it is given, also if it raises an error.
     """
 
-    def __init__(self, chunk_bytes: int, first: int, start: int = 0) -> None:
-        self._chunk_bytes, self._first, self._start = chunk_bytes, first, start
+    def __init__(self, chunk_bytes: int, start: int) -> None:
+        self._chunk_bytes, self._start = chunk_bytes, start
+        self.first = start // chunk_bytes
         self.window = next(_windows)
         self._chunks = list[int]()
         self._table: int | None = None
@@ -44,6 +47,9 @@ class MappedPool:
         """Add the next chunk. Raises Refused or OSError."""
         self._open.append(descriptor)
         check_sealed(descriptor, "the sibling's pool memory")
+        if len(self._chunks) == MAX_CHUNKS:
+            text = f"the sibling's pool has more than {MAX_CHUNKS} chunks; raise its pool.chunk"
+            raise Refused(Code.BAD_LAYOUT, text, MAX_CHUNKS)
         sizes = [os.fstat(each).st_size for each in (*self._chunks[-1:], descriptor)]
         if not 0 < sizes[-1] <= self._chunk_bytes or sizes[0] < sizes[-1]:
             text = f"a chunk of the sibling's pool has {sizes[-1]} bytes, not up to"
@@ -66,7 +72,7 @@ class MappedPool:
         if self._table is None:
             return None
         chunks, table = tuple(map(_file_of, self._chunks)), _file_of(self._table)
-        place = self._chunk_bytes, self._first, self._start
+        place = self._chunk_bytes, self._start
         return LentFiles(self.window, str(directory), *place, chunks, table)
 
     def copy_block(self, offset: int, nbytes: int, address: int) -> bool:
@@ -74,7 +80,7 @@ class MappedPool:
 
         offset: in bytes in the sibling's pool. Releases the GIL.
         """
-        memory, at = self._memory, offset - self._first * self._chunk_bytes
+        memory, at = self._memory, offset - self.first * self._chunk_bytes
         if memory is None or not 0 <= at <= memory.nbytes - nbytes:
             return False
         source = np.frombuffer(view_memory(memory.address + at, nbytes), np.uint8)

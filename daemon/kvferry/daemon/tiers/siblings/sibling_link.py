@@ -5,7 +5,7 @@
 
 Once per second the link borrows the namespace again: that shows whether the sibling answers, and
 compares the generations. A sibling whose namespace is behind has missed a reset, and resets it.
-What a sibling sends is checked like what a client sends. Called on the thread of the links' event
+Messages of a sibling are checked like those of a client. Called on the thread of the links' event
 loop, except where a method says otherwise.
 """
 
@@ -15,6 +15,7 @@ import asyncio
 import os
 import socket
 import time
+import traceback
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -30,7 +31,7 @@ from kvferry.daemon.tiers.siblings.key_table import KeyTable
 from kvferry.daemon.tiers.siblings.mapped_pool import MappedPool
 from kvferry.proto import messages as wire
 from kvferry.proto.codec import decode_daemon_message, encode
-from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
+from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused, error_of
 from kvferry.proto.fd_passing import FetchFd
 from kvferry.proto.lending import (
     BlocksLocated,
@@ -54,6 +55,8 @@ PROMPT_SECONDS = 0.2
 # Seconds for a sibling to confirm a reset. If it does not, it is disconnected, and must reset its
 # namespace before anything is copied from it.
 RESET_SECONDS = 4.0
+# Messages of a sibling that are handled before others get their turn.
+MESSAGES_AT_ONCE = 16
 ON = "on"
 # The request id of the Hello, which has none.
 _HELLO = 0
@@ -70,16 +73,18 @@ class SiblingLink:
     def __init__(self, directory: Path, store: str, keys: KeyTable) -> None:
         self.directory, self.store, self.keys = directory, store, keys
         self.state = "connecting"
-        # Of this daemon's namespace; None: not known since its last reset.
+        # Of this daemon's namespace; None: it has no session.
         self._own_generation: int | None = None
         self.pool: MappedPool | None = None
         self._feed = KeyFeed(store, keys)
         self._connection: Connection | None = None
+        # Why there is no connection. Not the exception: its traceback would keep a pool.
+        self._error = ErrorInfo(Code.DAEMON_GONE, "the sibling is not connected yet")
         self._pending: dict[int, tuple[asyncio.Future[Message], float]] = {}
         self._numbers = count(_HELLO + 1)
-        # Whether the sibling has not confirmed a reset; set when it has, or has nothing to reset.
-        self._owes_reset = False
-        self._reset_done = asyncio.Event()
+        # Resets of this daemon, and how many of them the sibling has done, or had nothing to reset.
+        self._resets = self._confirmed = 0
+        self._resetting, self._reset_done = asyncio.Lock(), asyncio.Event()
         # Whether a process listens in the directory.
         self._is_alive = True
 
@@ -87,7 +92,7 @@ class SiblingLink:
     def is_usable(self) -> bool:
         """Whether blocks can be copied now. Any thread."""
         now = time.monotonic()
-        return self.keys.is_active and all(
+        return self._is_current and all(
             now - begun < PROMPT_SECONDS for _, begun in tuple(self._pending.values())
         )
 
@@ -107,8 +112,8 @@ class SiblingLink:
         while True:
             try:
                 await self._keep_session()
-            except (KVFerryError, OSError, zmq.ZMQError) as error:
-                self.state = str(error)
+            except Exception as error:
+                self._lose(error)
                 if isinstance(error, Refused) or not self._is_alive:
                     self._reset_done.set()  # there is nothing to wait for
             finally:
@@ -120,23 +125,24 @@ class SiblingLink:
         message = LocateBlocks(next(self._numbers), tuple(keys))
         located = await self._request(message, BlocksLocated, seconds)
         if {len(located.offsets), len(located.checksums), len(located.versions)} != {len(keys)}:
-            self._lose(_wrong_reply(located))
-            raise _wrong_reply(located)
+            raise self._wrong_reply(located)
         return located
 
     async def reset(self) -> None:
-        """Reset the sibling's namespace. Without an answer, nothing is copied until it has."""
-        self._owes_reset = True
+        """Reset the sibling's namespace. Nothing is copied until the sibling has confirmed it."""
+        self._resets += 1
         self._reset_done.clear()
-        self.note_generation(None)
+        self._update()
         try:
             async with asyncio.timeout(RESET_SECONDS):
                 if self._feed.generation:
                     await self._send_reset()
                 elif self._is_alive:
                     await self._reset_done.wait()
-        except (KVFerryError, TimeoutError):
+        except TimeoutError:
             self._lose(self._silent(RESET_SECONDS))
+        except KVFerryError as error:
+            self._lose(error)
 
     # The session
 
@@ -153,8 +159,6 @@ class SiblingLink:
             await self._borrow(welcome.session_id)
             self._update()
             await asyncio.sleep(ASK_EVERY)
-            if self._connection is None:
-                raise Gone(Code.DAEMON_GONE, self.state)
 
     def _check_alive(self) -> None:
         """Raise Gone if no process listens: ZeroMQ would wait for one."""
@@ -170,30 +174,45 @@ class SiblingLink:
 
     async def _borrow(self, session: str) -> None:
         snapshot, self._feed.is_incomplete = self._feed.is_incomplete, False
-        generation = self._own_generation or 0
+        # A reset that is due raises the generation by itself. If both did, the sibling would be
+        # ahead, and this daemon would be reset.
+        resets = self._resets
+        generation = 0 if self._confirmed < resets else self._own_generation or 0
         message = BorrowNamespace(next(self._numbers), self.store, generation, snapshot)
         lent = await self._request(message, NamespaceLent, ANSWER_SECONDS)
         self._feed.generation = lent.generation
         if not lent.generation:
             self.pool, self.state = None, "it has no namespace with these blocks"
-            self._reset_done.set()
+            self._confirm(resets)
             return
-        if self._owes_reset:
-            await self._send_reset()
+        await self._send_reset()
         if self.pool is None:
             self.pool = await self._map_pool(session)
+        self._require_connection()
         same = self._feed.generation == self._own_generation
         self.state = ON if same else "its namespace was reset, and this one was not yet"
 
-    def _update(self) -> None:
-        """Show whether blocks can be copied."""
+    @property
+    def _is_current(self) -> bool:
+        """Whether there is a pool, and both namespaces have had the same resets. Any thread."""
         same = self._feed.generation == self._own_generation
-        self.keys.is_active = self.state == ON and same
+        return self.pool is not None and same and self._confirmed == self._resets
+
+    def _update(self) -> None:
+        """Show the daemon whether blocks can be copied."""
+        self.keys.is_active = self._is_current
 
     async def _send_reset(self) -> None:
-        await self._request(ResetLent(next(self._numbers)), wire.Done, RESET_SECONDS)
-        self._owes_reset = False
-        self._reset_done.set()
+        """Have the sibling reset its namespace, if it has not confirmed all resets."""
+        async with self._resetting:
+            if self._confirmed < (resets := self._resets):
+                await self._request(ResetLent(next(self._numbers)), wire.Done, RESET_SECONDS)
+                self._confirm(resets)
+
+    def _confirm(self, resets: int) -> None:
+        self._confirmed = resets
+        if resets == self._resets:
+            self._reset_done.set()
 
     async def _map_pool(self, session: str) -> MappedPool:
         pool, first = None, 0
@@ -201,14 +220,15 @@ class SiblingLink:
             message = BorrowPool(next(self._numbers), first)
             lent = await self._request(message, PoolLent, ANSWER_SECONDS)
             if pool is None:
-                pool = MappedPool(lent.chunk_bytes, lent.first, lent.start)
-            elif lent.first != first:
-                raise _wrong_reply(lent)
+                pool = MappedPool(lent.chunk_bytes, lent.start)
+                first = pool.first
+            if lent.first != first:
+                raise self._wrong_reply(lent)
             for handle in lent.handles:
                 pool.add_chunk(await self._fetch_fd(session, handle))
             if lent.table is not None:
                 pool.add_table(await self._fetch_fd(session, lent.table))
-            first = lent.first + len(lent.handles)
+            first += len(lent.handles)
             if first >= lent.end or not lent.handles:
                 pool.map()
                 return pool
@@ -231,33 +251,37 @@ class SiblingLink:
         self, message: wire.ClientMessage, kind: type[Reply], seconds: float
     ) -> Reply:
         """The reply to a message. Raises KVFerryError."""
-        if self._connection is None:
-            raise Gone(Code.DAEMON_GONE, "the sibling is not connected", str(self.directory))
+        connection = self._require_connection()
         number: int = getattr(message, "request_id", _HELLO)
         future = asyncio.get_running_loop().create_future()
         self._pending[number] = future, time.monotonic()
-        self._connection.send(encode(message))
+        connection.send(encode(message))
         asyncio.get_running_loop().call_soon(self._receive)  # sending consumes the socket's edge
         try:
             async with asyncio.timeout(seconds):  # wait_for may lose a cancellation
                 reply = await future
         except TimeoutError:
             raise self._silent(seconds) from None
+        finally:
+            del future  # with its exception it is a cycle, which would keep a pool
         if not isinstance(reply, kind):
-            raise _wrong_reply(reply)
+            raise self._wrong_reply(reply)
         return reply
+
+    def _require_connection(self) -> Connection:
+        if self._connection is None:
+            raise error_of(self._error)
+        return self._connection
 
     def _receive(self) -> None:
         if self._connection is None:
             return
         try:
-            self._connection.receive_messages(self._handle)
+            if self._connection.receive_messages(self._handle, MESSAGES_AT_ONCE):
+                asyncio.get_running_loop().call_soon(self._receive)
             self._connection.check_alive()
-        except KVFerryError as error:
-            self._lose(error)
         except Exception as error:
-            log.exception("sibling disconnected after an error", sibling=str(self.directory))
-            self._lose(Refused(Code.BAD_MESSAGE, f"a message of the sibling failed: {error!r}"))
+            self._lose(error)
 
     def _handle(self, data: bytes) -> None:
         match decode_daemon_message(data):
@@ -284,8 +308,14 @@ class SiblingLink:
 
     # The end
 
-    def _lose(self, error: KVFerryError) -> None:
+    def _lose(self, error: Exception) -> None:
         """The session has ended, or the sibling cannot be trusted. `run` connects again."""
+        if not isinstance(error, KVFerryError):
+            if not isinstance(error, OSError | zmq.ZMQError):
+                reason = "".join(traceback.format_exception(error, limit=-4))
+                log.error("sibling disconnected", sibling=str(self.directory), reason=reason)
+            error = Gone(Code.DAEMON_GONE, f"the session with the sibling failed: {error!r}")
+        self._error = error.info
         self._disconnect()
         self.state = str(error)
 
@@ -298,8 +328,8 @@ class SiblingLink:
         self._feed.end()
         for future, _ in tuple(self._pending.values()):
             if not future.done():
-                future.set_exception(Gone(Code.DAEMON_GONE, "the sibling has disconnected"))
-                future.exception()
+                future.set_exception(error_of(self._error))
+                future.exception()  # its request may have ended
         self._pending.clear()
         if connection is not None:
             for descriptor in connection.filenos():
@@ -310,8 +340,10 @@ class SiblingLink:
         text = f"the sibling does not answer within {seconds:g} s; it may be stopped"
         return Gone(Code.TIMEOUT, text, str(self.directory))
 
-
-def _wrong_reply(reply: Message) -> Refused:
-    kind = type(reply).__name__
-    text = f"the sibling sent a wrong {kind}; install the same kvferry on both sides"
-    return Refused(Code.BAD_MESSAGE, text, kind)
+    def _wrong_reply(self, reply: Message) -> Refused:
+        """The error of a reply that the sibling must not send, which ends the session."""
+        kind = type(reply).__name__
+        text = f"the sibling sent a wrong {kind}; install the same kvferry on both sides"
+        error = Refused(Code.BAD_MESSAGE, text, kind)
+        self._lose(error)
+        return error

@@ -25,8 +25,7 @@ from kvferry.daemon.tiers.base import (
 )
 from kvferry.daemon.tiers.messages import LentFiles
 from kvferry.daemon.tiers.siblings.key_table import KeyTable, KeyTables, hash_keys
-from kvferry.daemon.tiers.siblings.mapped_pool import MappedPool
-from kvferry.daemon.tiers.siblings.sibling_link import SiblingLink
+from kvferry.daemon.tiers.siblings.sibling_link import ON, SiblingLink
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.lending import UNCOMMITTED, BlocksLocated
 from kvferry.proto.status import SiblingStatus
@@ -48,8 +47,11 @@ def open_tier(options: Mapping[str, Any], _memory: HostMemory) -> SiblingsTier:
 
 
 class SiblingsTier:
-    """own: directory of this daemon. directories: runtime directories in which siblings are.
-    tables: for their keys, empty."""
+    """The pools of siblings.
+
+    own: directory of this daemon. directories: runtime directories in which siblings are. tables:
+    for their keys, empty.
+    """
 
     io_threads, call_bytes = 4, 16 << 20
     # Nothing holds the blocks of a sibling, so other bytes are an eviction, and no fault.
@@ -87,11 +89,12 @@ class SiblingsTier:
         if not wanted:
             return b""
         located = asyncio.run_coroutine_threadsafe(self._locate_all(keys, wanted), self._loop)
-        for (link, at), found in zip(wanted.items(), located.result(), strict=True):
-            if isinstance(found, BlocksLocated):
-                offsets = np.array(found.offsets)
-                places[at, 0] = np.where(offsets < 0, -1, link.window)
-                places[at, 1], places[at, 2] = offsets, found.versions
+        for at, found in zip(wanted.values(), located.result(), strict=True):
+            if not isinstance(found, BaseException):
+                window, blocks = found
+                offsets = np.array(blocks.offsets)
+                places[at, 0] = np.where(offsets < 0, -1, window)
+                places[at, 1], places[at, 2] = offsets, blocks.versions
         return places.tobytes()
 
     def fetch(self, blocks: Blocks, deadline: float) -> Sequence[Fetched]:
@@ -123,9 +126,10 @@ class SiblingsTier:
             self.maintain()  # of engines and siblings that have just started, too
             asyncio.run_coroutine_threadsafe(self._reset(namespace), self._loop).result()
             return
+        hashes = hash_keys(namespace, keys)
         for link in tuple(self._links.values()):
             if link.store == namespace:
-                link.keys.remove(hash_keys(namespace, keys))
+                self._loop.call_soon_threadsafe(link.keys.remove, hashes)
 
     def usage(self) -> TierUsage:
         return TierUsage(keys=sum(link.keys.count for link in tuple(self._links.values())))
@@ -201,10 +205,8 @@ class SiblingsTier:
             for place, offset, checksum in entries:
                 if offset == UNCOMMITTED:
                     later.append(place)
-                elif offset >= 0 and _copy_block(pool, offset, blocks, place):
+                elif pool.copy_block(offset, blocks.nbytes, blocks.addresses[place]):
                     copied[place] = checksum
-                elif offset >= 0:  # its namespace has moved: the link maps its pool again
-                    link.pool = None
             places = later if time.monotonic() < until else ()
             if places:
                 time.sleep(COMMIT_PAUSE)
@@ -219,14 +221,6 @@ class SiblingsTier:
         except KVFerryError:
             return None
 
-    async def _locate_all(
-        self, keys: Sequence[bytes], wanted: Mapping[SiblingLink, Sequence[int]]
-    ) -> Sequence[BlocksLocated | BaseException]:
-        asked = (
-            link.locate([keys[at] for at in its], LOCATE_SECONDS) for link, its in wanted.items()
-        )
-        return await asyncio.gather(*asked, return_exceptions=True)
-
     def _count(self, directory: Path, **numbers: float) -> None:
         with self._counting:
             counts = self._counts.setdefault(directory, defaultdict(int))
@@ -235,12 +229,19 @@ class SiblingsTier:
 
     def _status(self, directory: Path, links: Sequence[SiblingLink]) -> SiblingStatus:
         states = [link.state for link in links] or [self._unusable.get(directory, "")]
-        state = next((state for state in states if state != "on"), "on")
+        state = next((state for state in states if state != ON), ON)
         counts: Mapping[str, Any] = self._counts.get(directory, {})
         keys = sum(link.keys.count for link in links)
         return SiblingStatus(str(directory), state, keys, **counts)
 
     # The thread of the links
+
+    async def _locate_all(
+        self, keys: Sequence[bytes], wanted: Mapping[SiblingLink, Sequence[int]]
+    ) -> Sequence[tuple[int, BlocksLocated] | BaseException]:
+        """The windows and the places in them. wanted: by link, indices of keys."""
+        asked = (_locate_in_window(link, [keys[at] for at in its]) for link, its in wanted.items())
+        return await asyncio.gather(*asked, return_exceptions=True)
 
     def _update_links(self, siblings: set[Path]) -> None:
         wanted = {(path, store) for path in siblings for store in self._generations}
@@ -262,5 +263,6 @@ class SiblingsTier:
         await asyncio.gather(*(link.reset() for link in links))
 
 
-def _copy_block(pool: MappedPool, offset: int, blocks: Blocks, place: int) -> bool:
-    return pool.copy_block(offset, blocks.nbytes, blocks.addresses[place])
+async def _locate_in_window(link: SiblingLink, keys: Sequence[bytes]) -> tuple[int, BlocksLocated]:
+    window = link.window  # of this session: the request fails when that ends
+    return window, await link.locate(keys, LOCATE_SECONDS)
