@@ -2,8 +2,8 @@
 
 A search in the tiers finds them (promotions.py). Nothing is held at the sibling: after the copy, a
 load counts only if the sibling's block table still has the version of each block. Mirrors see the
-keys as stored for BORROWED_SECONDS, in which their load should follow; every search finds them
-again. Called by the core, on the event loop.
+keys as stored until the first search after BORROWED_SECONDS. Every search finds them again. Called
+by the core, on the event loop.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BorrowedBlocks(msgspec.Struct, frozen=True, eq=False):
 
 class BorrowedKeys:
     """The borrowed keys of one namespace. memory: None if there are no siblings. cache: of the
-    namespace. Mirrors are told of a key unless the cache has it."""
+    namespace; mirrors get no events about keys that it has."""
 
     def __init__(self, memory: LentMemory | None, cache: Cache) -> None:
         self._memory, self._cache = memory, cache
@@ -79,7 +79,7 @@ class BorrowedKeys:
                 self._found.pop(key, None)
                 self._found[key] = row, now + BORROWED_SECONDS
                 added.append(key)
-        self._tell(EventKind.BORROWED, added)
+        self._add_events(EventKind.BORROWED, added)
 
     def expire(self, now: float) -> None:
         """Forget the keys that were found too long ago."""
@@ -94,7 +94,7 @@ class BorrowedKeys:
     def forget(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
             self._found.pop(key, None)
-        self._tell(EventKind.ABANDONED, keys)
+        self._add_events(EventKind.ABANDONED, keys)
 
     def clear(self) -> None:
         self._found.clear()
@@ -126,7 +126,7 @@ class BorrowedKeys:
             for key, state in zip(keys, states, strict=True)
         ]
 
-    def _tell(self, kind: EventKind, keys: Sequence[OffloadKey]) -> None:
+    def _add_events(self, kind: EventKind, keys: Sequence[OffloadKey]) -> None:
         if keys:
             states = zip(keys, self._cache.states(keys), strict=True)
             self._cache.events.add(kind, [key for key, state in states if state in _ABSENT])
