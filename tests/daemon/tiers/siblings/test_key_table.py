@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import xxhash
 
 from kvferry.daemon.tiers.siblings import key_table
 from kvferry.daemon.tiers.siblings.key_table import (
@@ -51,6 +52,20 @@ def test_what_is_added_is_found_until_it_is_removed() -> None:
     assert not table.contains(hashes(range(1500))).any()
 
 
+def test_a_key_that_occurs_twice_counts_once() -> None:
+    table, twice = KeyTable(), np.concatenate((hashes(range(5)), hashes(range(5))))
+    table.add(twice)
+    assert table.count == 5
+    table.remove(twice[:7])
+    assert table.count == 0
+    assert not table.contains(twice).any()
+
+
+def test_no_key_looks_like_an_empty_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", lambda _data, _seed=0: 0)
+    assert not KeyTable().contains(hashes(range(1))).any()
+
+
 def test_a_million_keys_are_found() -> None:
     """Except where a bucket is full: of one key in a thousand nothing is known."""
     table = KeyTable()
@@ -70,13 +85,14 @@ def test_keys_of_a_full_bucket_replace_others(monkeypatch: pytest.MonkeyPatch) -
     assert table.count == np.count_nonzero(table.contains(many)) == WAYS
     table.add(hashes(range(1000, 1001)))
     assert table.contains(hashes(range(1000, 1001))).all()
+    assert table.count == WAYS
 
 
 def test_thousands_of_keys_of_one_bucket_take_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hostile sibling can choose such keys."""
     monkeypatch.setattr(key_table, "BUCKETS", 1)
     begun = time.process_time()
-    KeyTable().add(hashes(range(1 << 15)))
+    KeyTable().add(hashes(range(1 << 17)))
     assert time.process_time() - begun < 10
 
 

@@ -42,6 +42,9 @@ KEYS = tuple(number.to_bytes(36, "big") for number in range(8))
 @pytest.fixture
 def sibling(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSibling]:
     monkeypatch.setattr(sibling_link, "ASK_EVERY", 0.02)
+    # Both cores may be busy. Tests of silence set less.
+    for limit in ("PROMPT_SECONDS", "ANSWER_SECONDS", "RESET_SECONDS"):
+        monkeypatch.setattr(sibling_link, limit, TIMEOUT)
     descriptor = sealed_memfd("chunk", CHUNK)
     made = FakeSibling(short_path, {7: descriptor})
     made.keys = KEYS[:4]
@@ -66,7 +69,7 @@ def held(link: SiblingLink) -> list[bytes]:
 async def test_an_honest_sibling_is_used(sibling: FakeSibling, short_path: Path) -> None:
     async with running_link(short_path) as link:
         await eventually(lambda: link.is_usable and held(link) == [*KEYS[:4]])
-        assert (await link.locate(KEYS[:2])).offsets == (0, 0)
+        assert (await link.locate(KEYS[:2], TIMEOUT)).offsets == (0, 0)
         assert link.pool is not None
         sibling.unasked.append(wire.KeyEvents(1, (wire.KeyEvent(EventKind.STORED, KEYS[4:]),)))
         sibling.unasked.append(wire.KeyEvents(2, (wire.KeyEvent(EventKind.REMOVED, KEYS[:2]),)))
@@ -114,11 +117,12 @@ async def test_a_silent_sibling_is_not_used_and_then_disconnected(
     sibling: FakeSibling, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sibling_link, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(sibling_link, "PROMPT_SECONDS", 0.2)
     async with running_link(short_path) as link:
         await eventually(lambda: link.is_usable)
         sibling.answer = lambda _: []
         with pytest.raises(KVFerryError, match=r"does not answer within 0\.2 s"):
-            await link.locate(KEYS[:1])
+            await link.locate(KEYS[:1], 0.2)
         assert not link.is_usable
         await eventually(lambda: link.pool is None)
         assert "it may be stopped" in link.state
@@ -167,7 +171,7 @@ async def test_a_reset_is_requested_once_although_its_answer_takes_time(
         await eventually(lambda: waiting)
         borrowed = len(borrows(sibling))
         await eventually(lambda: len(borrows(sibling)) > borrowed)
-        assert not link.is_usable
+        assert (link.is_usable, link.keys.is_active) == (False, False)
         sibling.answer = sibling.honest_answer
         sibling.unasked.append(wire.Done(waiting[0]))
         await reset
@@ -210,16 +214,31 @@ async def test_a_sibling_without_the_namespace_has_nothing_to_reset(
         assert not resets(sibling)
 
 
+async def test_the_pool_of_a_namespace_that_was_freed_is_mapped_again(
+    sibling: FakeSibling, short_path: Path
+) -> None:
+    async with running_link(short_path) as link:
+        await eventually(lambda: link.is_usable)
+        before = link.window
+        sibling.generation = 0
+        await eventually(lambda: link.pool is None)
+        sibling.generation = 1
+        await eventually(lambda: link.is_usable)
+        assert link.window > before
+
+
 async def test_a_reset_that_is_refused_says_why(sibling: FakeSibling, short_path: Path) -> None:
     async with running_link(short_path) as link:
         await eventually(lambda: link.is_usable)
         refused = ErrorInfo(Code.UNKNOWN_NAMESPACE, "it was freed")
         sibling.answer = lambda message: (
-            [wire.Error(message.request_id, refused)] if isinstance(message, ResetLent) else []
+            [wire.Error(message.request_id, refused)]
+            if isinstance(message, ResetLent)
+            else sibling.honest_answer(message)
         )
         await link.reset()
-        assert "it was freed" in link.state
         assert not link.is_usable
+        await eventually(lambda: "it was freed" in link.state)
 
 
 def borrows(sibling: FakeSibling) -> list[BorrowNamespace]:
@@ -233,6 +252,9 @@ def resets(sibling: FakeSibling) -> list[wire.ClientMessage]:
 WRONG: dict[str, Callable[[LocateBlocks], Answers]] = {
     "another reply": lambda m: [wire.Done(m.request_id)],
     "too few blocks": lambda m: [BlocksLocated(m.request_id, (), (), ())],
+    "no versions": lambda m: [BlocksLocated(m.request_id, (0,), (0,))],
+    "two offsets": lambda m: [BlocksLocated(m.request_id, (0, 0), (0,), (0,))],
+    "an offset beyond all pools": lambda m: [BlocksLocated(m.request_id, (1 << 60,), (0,), (0,))],
     "no message": lambda _: [b"\xc1"],
     "a farewell": lambda _: [wire.Goodbye("enough")],
     "finished jobs": lambda _: [wire.Finished(()), b""],
@@ -251,7 +273,7 @@ async def test_a_wrong_answer_ends_the_session(
             else sibling.honest_answer(message)
         )
         with pytest.raises(KVFerryError) as error:
-            await link.locate(KEYS[:1])
+            await link.locate(KEYS[:1], TIMEOUT)
         assert link.state == str(error.value)
         await eventually(lambda: link.is_usable)
 

@@ -29,6 +29,7 @@ from kvferry.proto.lending import (
 from kvferry.shm.memfd import sealed_memfd
 from kvferry.testing.engine import until
 from support.fake_sibling import CHUNK, FakeSibling
+from support.time_limits import TIMEOUT
 
 STORE, BLOCK = "name-00", 4096
 KEYS = tuple(number.to_bytes(36, "big") for number in range(8))
@@ -108,8 +109,9 @@ class SiblingsTierFixture:
 def tiers(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SiblingsTierFixture]:
     monkeypatch.setattr(sibling_link, "ASK_EVERY", 0.02)
     # Both cores may be busy. Tests of silence set less.
-    monkeypatch.setattr(siblings_tier, "LOCATE_SECONDS", 10.0)
-    monkeypatch.setattr(sibling_link, "PROMPT_SECONDS", 10.0)
+    monkeypatch.setattr(siblings_tier, "LOCATE_SECONDS", TIMEOUT)
+    monkeypatch.setattr(siblings_tier, "PROMPT_SECONDS", TIMEOUT)
+    monkeypatch.setattr(sibling_link, "PROMPT_SECONDS", TIMEOUT)
     with ExitStack() as stack:
         yield SiblingsTierFixture(short_path, stack)
 

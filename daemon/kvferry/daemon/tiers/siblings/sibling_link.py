@@ -17,6 +17,7 @@ import socket
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -52,8 +53,8 @@ ANSWER_SECONDS = 5.0
 # Seconds after which a sibling with an unanswered request gets no others: what a request of an
 # engine loses if a sibling stops, once.
 PROMPT_SECONDS = 0.2
-# Seconds for a sibling to confirm a reset. If it does not, it is disconnected, and must reset its
-# namespace before anything is copied from it.
+# Seconds for a sibling to confirm a reset. If it does not, it must reset its namespace before
+# anything is copied from it.
 RESET_SECONDS = 4.0
 # Messages of a sibling that are handled before others get their turn.
 MESSAGES_AT_ONCE = 16
@@ -120,7 +121,7 @@ class SiblingLink:
                 self._disconnect()
             await asyncio.sleep(ASK_EVERY)
 
-    async def locate(self, keys: Sequence[bytes], seconds: float = PROMPT_SECONDS) -> BlocksLocated:
+    async def locate(self, keys: Sequence[bytes], seconds: float) -> BlocksLocated:
         """Where the blocks of keys are. Raises KVFerryError if the sibling does not answer."""
         message = LocateBlocks(next(self._numbers), tuple(keys))
         located = await self._request(message, BlocksLocated, seconds)
@@ -133,16 +134,12 @@ class SiblingLink:
         self._resets += 1
         self._reset_done.clear()
         self._update()
-        try:
+        with suppress(KVFerryError, TimeoutError):  # then the session repeats it
             async with asyncio.timeout(RESET_SECONDS):
                 if self._feed.generation:
                     await self._send_reset()
                 elif self._is_alive:
                     await self._reset_done.wait()
-        except TimeoutError:
-            self._lose(self._silent(RESET_SECONDS))
-        except KVFerryError as error:
-            self._lose(error)
 
     # The session
 

@@ -25,7 +25,7 @@ from kvferry.daemon.tiers.base import (
 )
 from kvferry.daemon.tiers.messages import LentFiles
 from kvferry.daemon.tiers.siblings.key_table import KeyTable, KeyTables, hash_keys
-from kvferry.daemon.tiers.siblings.sibling_link import ON, SiblingLink
+from kvferry.daemon.tiers.siblings.sibling_link import ON, PROMPT_SECONDS, SiblingLink
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.lending import UNCOMMITTED, BlocksLocated
 from kvferry.proto.status import SiblingStatus
@@ -217,7 +217,8 @@ class SiblingsTier:
     ) -> BlocksLocated | None:
         keys = [blocks.keys[place] for place in places]
         try:
-            return asyncio.run_coroutine_threadsafe(link.locate(keys), self._loop).result()
+            located = link.locate(keys, PROMPT_SECONDS)
+            return asyncio.run_coroutine_threadsafe(located, self._loop).result()
         except KVFerryError:
             return None
 
