@@ -78,8 +78,8 @@ class PoolLent(Message):
 
     All chunks of the pool but the last have `chunk_bytes`. end: after the last chunk with a part of
     the namespace; there may be more chunks than handles. start: of the namespace, in bytes in the
-    pool. table: handle of its block table, whose versions show whether a block has changed; None if
-    it is in no file.
+    pool, in the first chunk that is lent. table: handle of its block table, whose versions show
+    whether a block has changed; None if it is in no file.
     """
 
     request_id: Id
