@@ -189,3 +189,19 @@ def test_the_newest_are_kept_if_there_are_too_many(memory: FakeMemory) -> None:
     borrowed.expire(NOW)
     assert len(borrowed) == MAX_BORROWED
     assert borrowed.places([keys[0], keys[2]]) == [1]
+
+
+def test_a_key_that_is_found_again_is_kept_longer(memory: FakeMemory) -> None:
+    borrowed = BorrowedKeys(memory, Cache(1))
+    places = np.full((2, 3), 1)
+    borrowed.add([b"a", b"b"], places, PAGE, 0, NOW)
+    borrowed.add([b"a"], places[:1], PAGE, 0, NOW + 5)
+    borrowed.expire(NOW + BORROWED_SECONDS)
+    assert borrowed.places([b"a", b"b"]) == [0]
+
+
+def test_without_siblings_nothing_is_borrowed() -> None:
+    """A tier of the user's own may answer like theirs."""
+    borrowed = BorrowedKeys(None, Cache(1))
+    borrowed.add([b"a"], np.full((1, 3), 1), PAGE, 0, NOW)
+    assert borrowed.places([b"a"]) == []

@@ -111,8 +111,10 @@ def lent() -> Iterator[LentMemoryFixture]:
 
 
 def test_blocks_are_addressed_from_the_start_of_the_own_pool(lent: LentMemoryFixture) -> None:
-    lent.update(lent.files)
+    for _ in range(2):
+        lent.update(lent.files)
     assert (lent.windows.numbers, lent.status.mapped_bytes) == ((1,), 5 * CHUNK // 2)
+    assert lent.windows.count_in(SiblingStatus("/run/other", "on")).mapped_bytes == 0
     assert sorted(lent.registrar.pinned.values()) == [CHUNK // 2, CHUNK, CHUNK]
     offsets = [START + number * BLOCK for number in range(BLOCKS)]
     rows = lent.resolve(*offsets)
@@ -141,6 +143,19 @@ def test_nothing_beyond_the_mapped_chunks_is_read(lent: LentMemoryFixture, start
     end = start // CHUNK * CHUNK + 5 * CHUNK // 2
     outside = [start - 1, end - BLOCK + 1, end]
     assert lent.resolve(*outside).tolist() == [[-1] * 3] * 4
+
+
+def test_a_block_that_the_block_table_does_not_have_is_not_read(lent: LentMemoryFixture) -> None:
+    lent.update(lent.files)
+    places = np.array([(1, START + (BLOCKS - 1) * 4096, 0), (1, START + BLOCKS * 4096, 0)])
+    assert lent.windows.resolve(places, 4096, 0)[0].tolist() == [1, -1]
+
+
+def test_all_of_a_window_is_closed(lent: LentMemoryFixture) -> None:
+    before = os.listdir("/proc/self/fd")
+    lent.update(lent.files)
+    lent.update()
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_window_that_is_not_mapped_has_no_blocks(lent: LentMemoryFixture) -> None:
@@ -204,6 +219,8 @@ def test_memory_that_cannot_be_registered_is_tried_once(lent: LentMemoryFixture)
     assert (line["sibling"], "cannot be pinned" in line["reason"]) == ("/run/sibling", True)
     assert lent.windows.numbers == ()
     assert "memfd:chunk" not in Path("/proc/self/maps").read_text()
+    lent.update()
+    assert not lent.windows._refused
 
 
 def test_chunks_of_another_size_are_not_mapped(lent: LentMemoryFixture) -> None:
@@ -222,12 +239,25 @@ def test_a_descriptor_that_now_has_another_file_is_refused(lent: LentMemoryFixtu
     assert lent.windows.numbers == ()
 
 
+def test_memory_that_its_owner_can_shrink_is_refused_and_closed(lent: LentMemoryFixture) -> None:
+    descriptor = os.memfd_create("chunk", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, CHUNK)
+    os.dup2(descriptor, lent.chunks[0])
+    os.close(descriptor)
+    before = os.listdir("/proc/self/fd")
+    with capture_logs() as logs:
+        lent.update(lent.lent(1))
+    assert "can be shrunk" in logs[0]["reason"]
+    assert lent.windows.numbers == ()
+    assert os.listdir("/proc/self/fd") == before
+
+
 async def test_a_registration_ends_with_the_daemon(lent: LentMemoryFixture) -> None:
     lent.registrar.may_end.clear()
     update = asyncio.create_task(lent.windows.update([lent.files], os.getpid()))
     await asyncio.to_thread(lent.registrar.begun.wait, TIMEOUT)
     update.cancel()
-    await asyncio.sleep(0)
+    assert not (await asyncio.wait([update], timeout=0.05))[0]
     lent.registrar.may_end.set()
     with pytest.raises(asyncio.CancelledError):
         await update

@@ -273,5 +273,14 @@ def test_files_that_do_not_fit_an_answer_are_not_lent(
     assert len(tiers.tier.lent_files()) == 2
 
 
+def test_memory_without_a_block_table_is_not_lent(tiers: SiblingsTierFixture) -> None:
+    """Nothing would show whether a block has changed. Its blocks are copied."""
+    located(one := tiers.sibling("one", KEYS), {KEYS[0]: 0})
+    one.table = None
+    tiers.wait_until_on("one")
+    assert tiers.tier.lent_files() == ()
+    assert tiers.fetch(KEYS[:1]) == [CONTENT[:BLOCK]]
+
+
 def test_nothing_is_put_into_it(tiers: SiblingsTierFixture) -> None:
     assert tiers.tier.put(Blocks(STORE, KEYS, [0] * 8, BLOCK), [0] * 8) == [Result.FULL] * 8
