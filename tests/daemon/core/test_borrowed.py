@@ -24,6 +24,7 @@ from support.namespaces_fixture import (
     key_events_of,
     load,
     offsets,
+    store,
 )
 
 NOW, BLOCKS = 101.0, REGION_BYTES // PAGE
@@ -179,6 +180,14 @@ def test_a_key_that_is_here_is_not_reported_as_forgotten(fixture: NamespacesFixt
     actions = fixture.core.handle("a", wire.FindInTiers(8, each(b"ab")), later)
     assert key_events_of(actions) is None
     assert offsets(fixture.start("a", load(b"a"))) == [0]
+
+
+def test_a_key_that_is_being_stored_here_is_loaded_from_the_sibling(
+    fixture: NamespacesFixture,
+) -> None:
+    search(fixture, b"a", "s")
+    fixture.start("a", store(b"a"))
+    assert offsets(fixture.start("a", load(b"a"))) == [FAR]
 
 
 def test_the_newest_are_kept_if_there_are_too_many(memory: FakeMemory) -> None:

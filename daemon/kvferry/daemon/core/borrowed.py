@@ -122,7 +122,7 @@ class BorrowedKeys:
         if not self._found:
             return states
         return [
-            Lookup.HIT if state in _ABSENT and key in self._found else state
+            Lookup.HIT if key in self._found else state
             for key, state in zip(keys, states, strict=True)
         ]
 
