@@ -122,6 +122,19 @@ def test_blocks_without_a_checksum_have_no_place() -> None:
     assert (located.offsets, located.checksums) == ((UNCOMMITTED,), (0,))
 
 
+def test_the_version_of_a_located_block_is_that_of_its_contents() -> None:
+    """It shows whether the block has changed since."""
+    fixture = new_fixture()
+    fixture.stored("a", b"a")
+    borrow(fixture)
+    (first,) = locate(fixture, b"ax")
+    fixture.send("a", wire.Reset(9))
+    fixture.stored("a", b"b")
+    (second,) = locate(fixture, b"bx")
+    assert second.offsets == first.offsets
+    assert (first.versions, second.versions) == ((0, 0), (1, 0))
+
+
 def locate(fixture: NamespacesFixture, letters: bytes) -> list[BlocksLocated]:
     replies = messages_of(fixture.send("s", LocateBlocks(2, each(letters))))
     return [reply for reply in replies if isinstance(reply, BlocksLocated)]

@@ -97,7 +97,6 @@ class Lending:
         reply = NamespaceLent(message.request_id, namespace.generation)
         actions.append(SendMessage(session, reply))
         if before is None or message.snapshot:
-            actions += self._namespaces.take_key_events()
             namespace.subscribers.add(session)
             actions.append(SendStream(session, namespace.snapshot()))
         return actions
