@@ -111,6 +111,15 @@ def test_located_blocks_are_those_that_a_load_reads() -> None:
     ((first, absent, second),) = [located.offsets for located in locate(fixture, b"axb")]
     assert [first, second] == offsets(fixture.start("a", load(b"ab")))
     assert absent == ABSENT
+    fixture.open_sessions("b")
+    fixture.open_namespace("b", OTHER, REGION_BYTES)
+    fixture.register("b")
+    fixture.stored("b", b"c")
+    other = next(name for name in fixture.core.writes.generations() if OTHER.name in name)
+    fixture.send("t", BorrowNamespace(1, other, 1))
+    (located,) = messages_of(fixture.send("t", LocateBlocks(2, each(b"c"))), "t")
+    assert isinstance(located, BlocksLocated)
+    assert [*located.offsets] == offsets(fixture.start("b", load(b"c"))) == [REGION_BYTES]
 
 
 def test_blocks_without_a_checksum_have_no_place() -> None:
@@ -119,7 +128,7 @@ def test_blocks_without_a_checksum_have_no_place() -> None:
     fixture.stored("a", b"a")
     borrow(fixture)
     (located,) = locate(fixture, b"a")
-    assert (located.offsets, located.checksums) == ((UNCOMMITTED,), (0,))
+    assert located.offsets == (UNCOMMITTED,)
 
 
 def test_the_version_of_a_located_block_is_that_of_its_contents() -> None:
@@ -130,9 +139,12 @@ def test_the_version_of_a_located_block_is_that_of_its_contents() -> None:
     (first,) = locate(fixture, b"ax")
     fixture.send("a", wire.Reset(9))
     fixture.stored("a", b"b")
+    (namespace,) = fixture.core._namespaces
+    namespace.region.table.lines.memory["checksum"][0] = 77
     (second,) = locate(fixture, b"bx")
     assert second.offsets == first.offsets
     assert (first.versions, second.versions) == ((0, 0), (1, 0))
+    assert second.checksums[0] == 77
 
 
 def locate(fixture: NamespacesFixture, letters: bytes) -> list[BlocksLocated]:

@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.daemon.core.records import namespace_owner
 from kvferry.daemon.core.tier_actions import LendPool
+from kvferry.daemon.transport import lender as lender_module
 from kvferry.daemon.transport.lender import Lender, LentPool, check_sibling
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.lending import MAX_LENT_CHUNKS, PoolLent
@@ -73,6 +74,29 @@ def test_many_chunks_are_lent_in_parts(lender: Lender, fds: HeldFds) -> None:
     fds.held.clear()
     lent = lend(lender, 0, 100, MAX_LENT_CHUNKS)
     assert (lent.first, len(lent.handles)) == (MAX_LENT_CHUNKS, 100 - MAX_LENT_CHUNKS)
+
+
+def test_the_block_table_is_lent_with_the_first_chunks(fds: HeldFds) -> None:
+    chunks = [sealed_memfd("chunk", CHUNK) for _ in range(2)]
+    held: Any = fds
+    lender = Lender(LentPool(chunks, CHUNK, lambda owner: chunks[1] * (owner == OWNER)), held)
+    lent = lend(lender, 0, 2)
+    assert lent.table == fds.held[2]
+    assert os.fstat(fds.held[2]).st_ino == os.fstat(chunks[1]).st_ino
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(fds.held[2], b"x")
+    fds.held.clear()
+    assert lend(lender, 0, 2, 1).table is None
+    for chunk in chunks:
+        os.close(chunk)
+
+
+def test_nothing_is_lent_if_the_daemon_needs_its_descriptors(
+    lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lender_module, "fds_exhausted", lambda: True)
+    with pytest.raises(Refused, match="no file descriptors left"):
+        lend(lender, 0, 1)
 
 
 @pytest.mark.parametrize("first", [5, 1 << 40])

@@ -109,12 +109,9 @@ class Lending:
         self.located += len(located)
         namespace.cache.touch(message.keys)
         table, blocks = namespace.region.table, np.array(found, np.int64)
-        committed = np.zeros(blocks.size, np.bool_)
-        committed[blocks >= 0] = table.among(blocks[blocks >= 0], COMMITTED)
         offsets = namespace.region.start + blocks * namespace.fingerprint.host_block_bytes
-        offsets[~committed] = UNCOMMITTED
+        offsets[~table.among(blocks, COMMITTED)] = UNCOMMITTED
         offsets[blocks < 0] = ABSENT
-        sums = np.where(committed, table.lines.checksums(blocks), 0)
-        versions = np.where(committed, table.lines.versions(blocks), 0)
+        sums, versions = table.lines.checksums(blocks), table.lines.versions(blocks)
         columns = (tuple(column.tolist()) for column in (offsets, sums, versions))
         return SendMessage(session, BlocksLocated(message.request_id, *columns))
