@@ -238,8 +238,8 @@ def test_a_sibling_does_not_keep_the_region_in_use() -> None:
     assert error_of(fixture, LocateBlocks(2, each(b"a"))) == Code.UNKNOWN_NAMESPACE
 
 
-def test_a_sibling_is_told_once_that_a_namespace_was_freed_and_created_again() -> None:
-    """It may have asked neither before nor between, and must unmap the pool and the block table."""
+def test_a_namespace_that_was_created_again_is_missing_once() -> None:
+    """Then the sibling unmaps the region and the block table that it had before."""
     fixture = new_fixture()
     borrow(fixture)
     fixture.close_sessions("a")

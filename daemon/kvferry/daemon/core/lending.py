@@ -86,7 +86,7 @@ class Lending:
         before = self._borrowed.get(session)
         missing = namespace is None or namespace.store_name != message.store
         if namespace is None or missing or before not in (None, namespace):
-            # One that was freed and created again is elsewhere: the sibling first unmaps its pool.
+            # If it was created again, its region is another: the sibling first unmaps the old one.
             self.close_session(session)
             return [SendMessage(session, NamespaceLent(message.request_id, 0))]
         self._borrowed[session] = namespace

@@ -138,7 +138,7 @@ def test_nothing_else_is_read(lent: LentMemoryFixture, offset: int) -> None:
 
 @pytest.mark.parametrize("start", [0, MAX_COUNT - 1])
 def test_nothing_beyond_the_mapped_chunks_is_read(lent: LentMemoryFixture, start: int) -> None:
-    """Wherever a hostile sibling says that its namespace begins."""
+    """For each start that a hostile sibling may send."""
     lent.update(lent.lent(1, start=start))
     end = start // CHUNK * CHUNK + 5 * CHUNK // 2
     outside = [start - 1, end - BLOCK + 1, end]

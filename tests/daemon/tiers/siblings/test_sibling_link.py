@@ -292,6 +292,15 @@ async def test_the_reason_of_a_disconnect_is_shown_until_it_is_connected_again(
         assert "closed the session: enough" in link.state
 
 
+async def test_the_reason_of_a_sibling_is_shortened(sibling: FakeSibling, short_path: Path) -> None:
+    """The daemon gets it in a datagram, with those of all siblings."""
+    why = ErrorInfo(Code.BUSY, "why " * (1 << 18))
+    sibling.answer = lambda message: [wire.Error(getattr(message, "request_id", None), why)]
+    async with running_link(short_path) as link:
+        await eventually(lambda: "why why" in link.state)
+        assert len(link.state) == sibling_link.MAX_STATE
+
+
 async def test_many_messages_at_once_are_all_handled(
     sibling: FakeSibling, short_path: Path
 ) -> None:

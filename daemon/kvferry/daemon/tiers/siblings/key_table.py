@@ -23,7 +23,7 @@ from kvferry.daemon.memory.shared_memory import free_file
 # With a million keys a bucket has eight on average, and one in a thousand is full. 16 MiB.
 BUCKETS, WAYS = 1 << 17, 16
 TABLE_BYTES = BUCKETS * WAYS * 8
-# Siblings times namespaces in use; others are not found, and their resets are missed.
+# Siblings times namespaces in use. A sibling beyond that is not used, and gets no resets.
 MAX_TABLES = 64
 # A page with a number per table: not 0 if the sibling's blocks can be copied now.
 _HEAD_BYTES = mmap.PAGESIZE

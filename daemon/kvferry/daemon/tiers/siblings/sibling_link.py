@@ -58,6 +58,8 @@ PROMPT_SECONDS = 0.2
 RESET_SECONDS = 4.0
 # Messages of a sibling that are handled before others get their turn.
 MESSAGES_AT_ONCE = 16
+# Characters of a reason, which may be the sibling's: it must fit an answer to the daemon.
+MAX_STATE = 512
 ON = "on"
 # The request id of the Hello, which has none.
 _HELLO = 0
@@ -314,7 +316,7 @@ class SiblingLink:
             error = Gone(Code.DAEMON_GONE, f"the session with the sibling failed: {error!r}")
         self._error = error.info
         self._disconnect()
-        self.state = str(error)
+        self.state = str(error)[:MAX_STATE]
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
