@@ -14,6 +14,7 @@ from kvferry.proto.errors import Code, ErrorInfo, Refused
 from kvferry.proto.fd_passing import FetchFd
 from kvferry.proto.messages import Error
 from kvferry.shm.memfd import sealed_memfd
+from support.descriptors import count_memfds
 
 REFUSAL = encode(Error(None, ErrorInfo(Code.UNKNOWN_HANDLE, "unknown handle 7"), ""))
 
@@ -25,7 +26,6 @@ def test_a_descriptor_that_comes_with_an_error_is_closed(short_path: Path, reply
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(short_path / "fds.sock"))
         listener.listen()
-        before = os.listdir("/proc/self/fd")
         with FdExchange(short_path, FetchFd("s", 7)) as exchange:
             connection, _ = listener.accept()
             with connection:
@@ -33,5 +33,5 @@ def test_a_descriptor_that_comes_with_an_error_is_closed(short_path: Path, reply
                 socket.send_fds(connection, [reply], [descriptor])
             with pytest.raises(Refused):
                 exchange.read_reply()
-        assert os.listdir("/proc/self/fd") == before
+        assert count_memfds("passed") == 1
     os.close(descriptor)

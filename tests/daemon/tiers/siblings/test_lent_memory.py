@@ -26,6 +26,7 @@ from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.specs import MAX_COUNT
 from kvferry.proto.status import SiblingStatus
 from kvferry.shm.memfd import sealed_memfd
+from support.descriptors import count_memfds
 from support.time_limits import TIMEOUT
 
 CHUNK, BLOCK = 1 << 16, 12 << 10
@@ -152,10 +153,15 @@ def test_a_block_that_the_block_table_does_not_have_is_not_read(lent: LentMemory
 
 
 def test_all_of_a_window_is_closed(lent: LentMemoryFixture) -> None:
-    before = os.listdir("/proc/self/fd")
+    before = open_files()
     lent.update(lent.files)
+    assert open_files() != before
     lent.update()
-    assert os.listdir("/proc/self/fd") == before
+    assert open_files() == before
+
+
+def open_files() -> tuple[int, int]:
+    return count_memfds("chunk"), count_memfds("kvferry-block-table")
 
 
 def test_a_window_that_is_not_mapped_has_no_blocks(lent: LentMemoryFixture) -> None:
@@ -244,12 +250,12 @@ def test_memory_that_its_owner_can_shrink_is_refused_and_closed(lent: LentMemory
     os.ftruncate(descriptor, CHUNK)
     os.dup2(descriptor, lent.chunks[0])
     os.close(descriptor)
-    before = os.listdir("/proc/self/fd")
+    before = open_files()
     with capture_logs() as logs:
         lent.update(lent.lent(1))
     assert "can be shrunk" in logs[0]["reason"]
     assert lent.windows.numbers == ()
-    assert os.listdir("/proc/self/fd") == before
+    assert open_files() == before
 
 
 async def test_a_registration_ends_with_the_daemon(lent: LentMemoryFixture) -> None:

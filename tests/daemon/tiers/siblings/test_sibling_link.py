@@ -7,7 +7,7 @@ import gc
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,7 @@ from kvferry.proto.lending import (
 )
 from kvferry.shm.memfd import sealed_memfd
 from support.background import in_background
+from support.descriptors import count_memfds
 from support.eventually import eventually
 from support.fake_sibling import CHUNK, Answers, FakeSibling
 from support.fuzz import HostileFrames
@@ -364,7 +365,8 @@ async def test_a_wrong_pool_is_not_mapped(
 async def test_the_memory_of_a_lost_sibling_is_closed_at_once(
     sibling: FakeSibling, short_path: Path
 ) -> None:
-    """Also if it is lost before its pool was mapped. It may have most of the host's memory."""
+    """Also if it is lost before its pool was mapped. It may have most of the host's memory. The
+    test has one descriptor of the chunk itself."""
 
     def lend_in_parts(message: wire.ClientMessage) -> Answers:
         match message:
@@ -377,26 +379,17 @@ async def test_the_memory_of_a_lost_sibling_is_closed_at_once(
     gc.disable()
     try:
         async with running_link(short_path) as link:
-            await eventually(lambda: link.is_usable and open_chunks() == 2)
+            await eventually(lambda: link.is_usable and count_memfds("chunk") == 2)
             sibling.answer = lend_in_parts
             sibling.unasked.append(wire.Goodbye("mapped"))
             await eventually(lambda: BorrowPool in map(type, sibling.received[-1:]))
-            await eventually(lambda: link.pool is None and open_chunks() == 2)
+            await eventually(lambda: link.pool is None and count_memfds("chunk") == 2)
             sibling.answer = lambda _: []
             sibling.unasked.append(wire.Goodbye("not mapped"))
             await eventually(lambda: "not mapped" in link.state)
-            await eventually(lambda: open_chunks() == 1)
+            await eventually(lambda: count_memfds("chunk") == 1)
     finally:
         gc.enable()
-
-
-def open_chunks() -> int:
-    """Descriptors of chunks. The test has one itself."""
-    count = 0
-    for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            count += "memfd:chunk" in os.readlink(f"/proc/self/fd/{descriptor}")
-    return count
 
 
 async def test_memory_that_may_shrink_is_not_mapped(sibling: FakeSibling, short_path: Path) -> None:
