@@ -50,8 +50,9 @@ def test_a_snapshot_replaces_the_keys_once_it_is_complete(feed: KeyFeedFixture) 
     feed.snapshot(b"d", 1, pending=True, last=False)
     assert feed.keys == b"ab"
     feed.snapshot(b"e", 2)
-    assert feed.keys == b"ce"
-    assert not feed.feed.is_incomplete
+    assert (feed.keys, feed.feed.is_incomplete) == (b"ce", False)
+    feed.snapshot(b"f", 3)
+    assert (feed.keys, feed.feed.is_incomplete) == (b"ce", True)
 
 
 def test_a_snapshot_may_begin_again(feed: KeyFeedFixture) -> None:
