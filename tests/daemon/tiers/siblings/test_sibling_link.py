@@ -220,7 +220,9 @@ async def test_the_pool_of_a_namespace_that_was_freed_is_mapped_again(
 ) -> None:
     async with running_link(short_path) as link:
         await eventually(lambda: link.is_usable)
-        before = link.window
+        before, borrowed = link.window, len(borrows(sibling))
+        await eventually(lambda: len(borrows(sibling)) > borrowed + 1)
+        assert link.window == before
         sibling.generation = 0
         await eventually(lambda: link.pool is None)
         sibling.generation = 1
