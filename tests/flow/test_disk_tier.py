@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +22,7 @@ from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
 from kvferry.proto.events import BlockStored, KVEventBatch, published_hash
 from kvferry.proto.messages import TiersFound
 from kvferry.testing.engine import until
+from support.child_processes import children_of
 from support.patient_daemon import PatientDaemon
 from support.pool_files import pool_files
 from support.tier_processes import tier_process_of
@@ -201,7 +201,8 @@ def test_a_subscriber_receives_which_blocks_are_on_disk(start: Start, enter: Ent
         listener.setsockopt(zmq.RCVTIMEO, int(TIMEOUT * 1000))
         listener.setsockopt(zmq.SUBSCRIBE, b"")
         listener.connect(f"ipc://{daemon.directory}/events.sock")
-        time.sleep(0.2)  # a subscription takes a moment
+        # From then on events are queued for it.
+        until(lambda: bool(children_of(daemon.pid, b"kv_events_process")))
         engine.store(range(4))
         on_disk = set[int]()
         while len(on_disk) < 4:

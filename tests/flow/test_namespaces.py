@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -40,7 +39,8 @@ from kvferry.proto.events import (
 )
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
-from support.time_limits import PROMPTLY
+from support.child_processes import children_of
+from support.time_limits import PROMPTLY, TIMEOUT
 from support.trace_replay import ReplayOutcome as Replayed
 from support.trace_replay import replay
 
@@ -240,10 +240,11 @@ def test_kv_events_are_published(kvferryd: LocalDaemon, start_tenant: StartTenan
     tenant = start_tenant(kvferryd, "tenant", cpu_bytes_to_use=2 * TENSORS * PAGE)
     topic = tenant.client.namespace.opened.name
     with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
-        subscriber.setsockopt(zmq.RCVTIMEO, 5000)
+        subscriber.setsockopt(zmq.RCVTIMEO, int(1000 * TIMEOUT))
         subscriber.setsockopt_string(zmq.SUBSCRIBE, topic)
         subscriber.connect(f"ipc://{kvferryd.directory}/events.sock")
-        time.sleep(0.2)  # ZeroMQ sends the subscription in the background
+        # From then on events are queued for it.
+        until(lambda: bool(children_of(kvferryd.pid, b"kv_events_process")))
         tenant.store(1, 2)
         tenant.store(3)
         tenant.client.reset()

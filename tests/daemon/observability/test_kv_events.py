@@ -29,6 +29,7 @@ from kvferry.proto.keys import EventKind, offload_key
 from kvferry.proto.messages import KeyEvent, KeyEvents
 from support.child_processes import children_of
 from support.eventually import eventually
+from support.time_limits import TIMEOUT
 
 KEYS = tuple(offload_key(n.to_bytes(32, "big")) for n in range(5 * MAX_BATCH_HASHES))
 LAST = KeyEvent(EventKind.CLEARED, ())
@@ -74,7 +75,7 @@ class EventSubscriber:
 def subscriber(address: str) -> Iterator[EventSubscriber]:
     """It has a subscription. The test connects it."""
     with zmq.Context() as context, context.socket(zmq.SUB) as zmq_socket:
-        zmq_socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        zmq_socket.setsockopt(zmq.RCVTIMEO, int(1000 * TIMEOUT))
         zmq_socket.setsockopt(zmq.LINGER, 0)
         zmq_socket.setsockopt(zmq.SUBSCRIBE, b"")
         yield EventSubscriber(zmq_socket)
