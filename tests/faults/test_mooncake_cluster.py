@@ -25,9 +25,10 @@ from kvferry.testing.engine import until
 from kvferry.testing.mooncake_store import INSTALL, MooncakeStore, is_installed
 from support.daemon_invariants import broken_invariants, check_released
 from support.lossy_network import LossyNetwork, missing
+from support.patient_daemon import PatientDaemon
 from support.restarting_daemons import RestartingDaemons
 from support.tiered_engine import TieredEngine, keys
-from support.time_limits import TIMEOUT
+from support.time_limits import PROMPTLY, TIMEOUT
 from support.traffic_processes import TrafficProcesses
 from support.traffic_statistics import TrafficOptions, merge_statistics
 
@@ -36,7 +37,7 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing()),
 ]
 # Limit of every call of a client, also on a busy machine; calls with a deadline have 0.25 s.
-CALL_SECONDS = 5.0
+CALL_SECONDS = 10.0
 # Until a tier is used again after a fault: the breaker's pause, and the store's own recovery.
 RECOVERY_SECONDS = 2 * TIMEOUT
 RESIDENT = range(16)
@@ -56,7 +57,7 @@ codes = []
 for number in range(int(megabytes)):
     codes.append(store.put(f"other/{number}", bytes(1 << 20), config))
     if codes[-1]:  # the master evicts in the background
-        time.sleep(0.05)
+        time.sleep(0.3)
 print(codes.count(-200), flush=True)
 store.close()
 """
@@ -65,10 +66,12 @@ store.close()
 class Cluster:
     """A Mooncake Store and two daemons on simulated hosts.
 
-    store: on a host of its own. a, b: engines of daemons on two other hosts.
+    store: on a host of its own. a, b: engines of daemons on two other hosts. daemon: their class.
     """
 
-    def __init__(self, stack: ExitStack, segment_bytes: int) -> None:
+    def __init__(
+        self, stack: ExitStack, segment_bytes: int, daemon: type[LocalDaemon] = PatientDaemon
+    ) -> None:
         network = stack.enter_context(LossyNetwork(3))
         self.store_host, *others = network.hosts
         command = self.store_host.command
@@ -84,14 +87,14 @@ class Cluster:
         self._engines = ExitStack()
         for host in others:
             with host.entered():
-                daemon = LocalDaemon(
+                started = daemon(
                     pool_bytes=POOL_BYTES,
                     tier_mooncake=self.store.address,
                     tier_mooncake_write="write_through",
                     tier_mooncake_admit_after=1,
                 )
-            self.daemons.append(stack.enter_context(daemon))
-            engine = TieredEngine(daemon, self._engines, cpu_bytes_to_use=ENGINE_BYTES)
+            self.daemons.append(stack.enter_context(started))
+            engine = TieredEngine(started, self._engines, cpu_bytes_to_use=ENGINE_BYTES)
             self.engines.append(engine)
         self.a, self.b = self.engines
         stack.callback(self._engines.close)
@@ -238,7 +241,7 @@ def start_load(
             model="shared",
             depth=4,
             step_pause=0.01,
-            job_timeout=CALL_SECONDS,
+            job_timeout=PROMPTLY,
             prefetches=0.3,
         )
         groups[-1].start(options)
@@ -252,7 +255,7 @@ def test_faults_of_the_store_cost_only_misses(
     long: bool,
 ) -> None:
     """Other engines of both hosts store and load meanwhile."""
-    cluster = Cluster(stack, 64 << 20)
+    cluster = Cluster(stack, 64 << 20, LocalDaemon)
     store, link = cluster.store, cluster.store_host.set_link
     cluster.b.store(RESIDENT)
     until(lambda: {cluster.b.manager.lookup(key) for key in keys(RESIDENT)} == {Lookup.HIT})
@@ -283,7 +286,7 @@ def test_faults_of_the_store_cost_only_misses(
             f"breakers opened {openings} times, shared again after {recovery:.1f} s"
         )
         assert longest < CALL_SECONDS, name
-        assert median < 3 * usual + 0.05, name
+        assert median < 3 * usual + 0.2, name  # less than a deadline
         assert openings > 0 or not fails, f"{name}: the breaker stayed closed"
     total = merge_statistics(traffic.stop() for traffic in groups)
     assert not total.errors, "\n".join(total.errors)
