@@ -158,7 +158,7 @@ def count_messages(manager: ServiceManager, name: str) -> int:
 def test_the_watchdog_kills_a_daemon_that_hangs(
     manage: Callable[..., ServiceManager],
 ) -> None:
-    manager = manage(watchdog=2.0)
+    manager = manage(watchdog=6.0)
     manager.wait_for("READY")
     until(lambda: count_messages(manager, "WATCHDOG") >= 3)
     assert manager.watchdog_kills == 0

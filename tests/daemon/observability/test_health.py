@@ -89,7 +89,7 @@ async def test_a_first_probe_in_progress_is_not_unhealthy_before_its_deadline(
     """The number of keep-alives before the deadline has no effect."""
     manager = FakeServiceManager(watchdog_seconds=0.03)
     fake_core.silent = True
-    fixture = HealthFixture(fake_core, HealthTimeouts(deadline=1.0), manager)
+    fixture = HealthFixture(fake_core, HealthTimeouts(deadline=5.0), manager)
     fixture.start()
     fixture.health.pool_grew()
     await eventually(lambda: "no probe" in fixture.reasons() and len(manager.keep_alives) >= 5)
@@ -147,7 +147,7 @@ async def test_a_late_event_loop_is_reported(fake_core: FakeCore) -> None:
 
 
 async def test_a_requested_check_runs_a_fresh_probe(fake_core: FakeCore) -> None:
-    timeouts = HealthTimeouts(every=60.0, deadline=0.5, fresh=0.0)
+    timeouts = HealthTimeouts(every=60.0, deadline=5.0, fresh=0.0)
     fixture = HealthFixture(fake_core, timeouts, FakeServiceManager())
     fixture.start()
     fixture.health.pool_grew()
