@@ -1,7 +1,6 @@
 """The scheduler's side: the methods of vLLM's OffloadingManager. None waits or raises.
 
-Called in the scheduler's thread. It does not import vLLM: spec.py derives vLLM's class from it, and
-passes vLLM's values for the results of a lookup.
+Called in the scheduler's thread. It does not import vLLM: spec.py derives vLLM's class from it.
 
 While a daemon is disconnected, every lookup is a miss, nothing is stored, and polling reconnects;
 pins and resets are then restored (kvferry.client.link).
@@ -49,7 +48,6 @@ USAGE_INTERVAL = 1.0
 MAX_SIZES = 1024
 UNDECIDED = Lookup.HIT_PENDING, Lookup.RETRY
 Keys: TypeAlias = tuple[OffloadKey, ...]
-
 # The ready keys before the first lookup of a step, and without a daemon.
 NO_KEYS: tuple[Set[OffloadKey], ...] = (frozenset(),)
 
@@ -86,7 +84,7 @@ class RequestState:
 
     touched: time of the last touch, by the last key of the list and its length. prefetch: of its
     keys below the host pool. found_below: what it found. keys, seconds: see `request_arrived`.
-    copied: the first keys of those that ranks were asked to copy from their writers, and when.
+    copied: the first keys of those that ranks were asked to copy, and when. copy_failed: in vain.
     """
 
     since: float = 0.0
@@ -97,6 +95,7 @@ class RequestState:
     keys: Keys = ()
     seconds: float = 0.0
     copied: dict[OffloadKey, float] = field(default_factory=dict)
+    copy_failed: bool = False
 
     def should_touch(self, keys: Sequence[OffloadKey], interval: float) -> bool:
         """False if these keys were touched within `interval`. A key identifies its prefix."""
@@ -111,7 +110,9 @@ class RequestState:
         """Let the ranks copy this key and the next ones; a MISS if they could not."""
         now = time.monotonic()
         if now - self.copied.setdefault(key, now) > COPY_SECONDS:
-            writers.end_copy(copied=False)
+            if not self.copy_failed:  # vLLM may look the keys up in many steps
+                self.copy_failed = True
+                writers.end_copy(copied=False)
             return Lookup.MISS
         first = self.keys.index(key) if key in self.keys else len(self.keys)
         writers.copy_keys(self.keys[first:] or (key,), self.seconds)
