@@ -131,7 +131,7 @@ class EngineCore:
         return _caches(groups, blocks, drafts)
 
     def _wait_connected(self) -> None:
-        wait_connected(kvferry_of(self.scheduler.connector).connector_scheduler.manager._manager)
+        wait_connected(self.manager)
         wait_connected(kvferry_of(self.worker).connector_worker.worker._client)
 
     def add(self, prompt: list[int], tokens: int = 4, **transfer: Any) -> str:
@@ -170,16 +170,26 @@ class EngineCore:
             self.step()
 
     def settle(self) -> None:
-        """Step until no transfer is in flight."""
+        """Step until no transfer is in flight and the scheduler knows what was stored.
+
+        The worker has another connection. Until the daemon has replied to the scheduler, its
+        touches may arrive after later stores, and key events may be on their way.
+        """
         self.step()
         connector = self.scheduler.connector
         self.run_until(lambda: not connector.has_pending_push_work())
+        for client in self.manager._clients:
+            client.status()
+
+    @property
+    def manager(self) -> Any:
+        """The scheduler's OffloadingManager."""
+        return kvferry_of(self.scheduler.connector).connector_scheduler.manager._manager
 
     def known_chunks(self) -> int:
         """The chunks in host memory that can be looked up. Those of another engine come later."""
-        manager = kvferry_of(self.scheduler.connector).connector_scheduler.manager._manager
-        manager.poll()
-        return len(manager.ready_keys[0])
+        self.manager.poll()
+        return len(self.manager.ready_keys[0])
 
     @property
     def wrong(self) -> list[str]:

@@ -71,11 +71,6 @@ class RankedCore(EngineCore):
             self._caches.kv_tp_replicas = RANKS
         return self._caches
 
-    @property
-    def manager(self) -> Any:
-        """The scheduler's OffloadingManager."""
-        return kvferry_of(self.scheduler.connector).connector_scheduler.manager._manager
-
     def stored_keys(self) -> list[set[bytes]]:
         """The keys in each rank's daemon."""
         self.manager.poll()

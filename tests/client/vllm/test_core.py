@@ -120,14 +120,10 @@ def test_a_prompt_that_the_gpu_served_is_evicted_last(
     daemon = start_kvferryd()
     host_bytes = 16 * 4 * core.PAGE
     engine = core.EngineCore(daemon.directory, ("full",), host_bytes=host_bytes)
-    (client,) = core.kvferry_of(
-        engine.scheduler.connector
-    ).connector_scheduler.manager._manager._clients
     first, second, *others = [prompt(number) for number in range(10, 16)]
     for one in (first, second, first, *others):
         engine.run(one)
         engine.settle()
-        client.status()  # the daemon has handled the touches; stores have another connection
     engine.close()
     later = core.EngineCore(daemon.directory, ("full",), host_bytes=host_bytes)
     assert later.run(first, second) == [192, 64]

@@ -33,11 +33,10 @@ def reset(engine: Any, preempts: bool = False) -> None:
 
 
 def wait_for_reset(engine: Any) -> None:
-    manager = engine.scheduler.connector.connector_scheduler.manager._manager
     deadline = time.monotonic() + TIMEOUT
-    while manager.is_resetting:
+    while engine.manager.is_resetting:
         assert time.monotonic() < deadline
-        manager.poll()
+        engine.manager.poll()
 
 
 def read_again(engine: Any, prompts: list[list[int]]) -> None:
