@@ -86,7 +86,7 @@ def test_a_flood(start_daemon: Callable[..., LocalDaemon], kind: str) -> None:
             assert observer.status().sessions == before + 1
             raw.drop()
             until(lambda: observer.status().sessions == before)
-        assert daemon.stop(30) == 0
+        assert daemon.stop(TIMEOUT) == 0
 
 
 MAX_GROWTH = 200 << 20
