@@ -20,7 +20,7 @@ from kvferry.daemon.tiers.messages import UsageRequest
 from kvferry.daemon.tiers.mooncake import store_client
 from kvferry.daemon.tiers.tier_process import TierTimes
 from kvferry.proto.errors import Refused
-from kvferry.testing.mooncake_store import MooncakeStore, free_port, is_installed
+from kvferry.testing.mooncake_store import MooncakeStore, is_installed
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
     PoolMemory,
@@ -341,7 +341,7 @@ def test_a_store_that_does_not_answer_costs_a_miss_within_the_deadline(
     ("options", "message"),
     [
         ({"master": "nowhere"}, "tiers.mooncake.master is 'nowhere'; give HOST:PORT"),
-        ({"master": f"127.0.0.1:{free_port()}"}, "start mooncake_master"),
+        ({"master": "127.0.0.1:1"}, "start mooncake_master"),
     ],
 )
 def test_a_tier_that_cannot_be_opened_says_why(options: dict[str, Any], message: str) -> None:

@@ -63,9 +63,10 @@ class MooncakeStore:
         master_options: Sequence[str] = (),
     ) -> None:
         self.host, self.store_host = host, store_host or host
-        self.master_port = master_port or free_port()
+        self._ports = [reserve_port() for _ in range(3)]
+        free, self._metrics_port, self._store_port = (each.getsockname()[1] for each in self._ports)
+        self.master_port = master_port or free
         self.segment_bytes = segment_bytes
-        self._metrics_port = free_port()
         self._master_command, self._store_command = commands
         self._master_options = master_options
         self._directory = tempfile.TemporaryDirectory(prefix="kvferry-mooncake-")
@@ -111,7 +112,7 @@ class MooncakeStore:
             "mooncake_client",
             self._store_command,
             f"--host={self.store_host}",
-            f"--port={free_port()}",
+            f"--port={self._store_port}",
             f"--master_server_address={self.address}",
             "--metadata_server=P2PHANDSHAKE",
             f"--global_segment_size={self.segment_bytes}",
@@ -154,6 +155,8 @@ class MooncakeStore:
         """Kill both processes."""
         _end(self.store)
         _end(self.master)
+        for port in self._ports:
+            port.close()
         self._directory.cleanup()
 
     def __enter__(self) -> MooncakeStore:
@@ -228,11 +231,15 @@ def find_program(name: str) -> str:
     raise RuntimeError(f"{name} is not installed: {INSTALL}")
 
 
-def free_port() -> int:
-    """A TCP port that nothing listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
+def reserve_port() -> socket.socket:
+    """A socket whose TCP port the kernel gives to nobody else.
+
+    It does not listen, so that a program which sets SO_REUSEADDR can, again and again.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("", 0))
+    return reserved
 
 
 def _signal(process: subprocess.Popen[bytes] | None, number: signal.Signals) -> None:
