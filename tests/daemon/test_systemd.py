@@ -258,10 +258,10 @@ def test_a_process_without_keep_alive_is_killed(run: Run) -> None:
 def test_a_process_with_keep_alive_is_not_killed(run: Run) -> None:
     manager = run(
         "supervisor.ready('up')\n"
-        "for _ in range(40): supervisor.keep_alive(); time.sleep(0.05)\n"
+        "for _ in range(100): supervisor.keep_alive(); time.sleep(0.05)\n"
         "supervisor.status('over')\n"
         "while True: supervisor.keep_alive(); time.sleep(0.05)",
-        watchdog=1.0,
+        watchdog=3.0,
     )
     manager.wait_for("STATUS", "over")
     assert manager.process.poll() is None
