@@ -113,12 +113,10 @@ def test_a_load_that_does_not_end_is_awaited_for_a_moment_only(
     worker.shutdown()
 
 
-def test_jobs_end_before_the_kv_caches_lose_their_memory(
-    start_kvferryd: StartKvferryd, start_worker: Start
-) -> None:
+def test_jobs_end_before_the_kv_caches_lose_their_memory(start_kvferryd: StartKvferryd) -> None:
     """And a job that is submitted during the sleep fails."""
     daemon = start_kvferryd()
-    worker = start_worker(daemon)
+    worker = open_worker(daemon)
     worker.store(1, gpu_blocks(1), KeysSpec((A,)))
     worker.suspend()
     with OffloadClient(daemon.directory) as observer:
@@ -185,7 +183,7 @@ def test_a_daemon_that_stood_still_keeps_nothing_of_blocks_that_were_given_away(
     start_kvferryd: StartKvferryd, start_worker: Start
 ) -> None:
     """And it is of use again."""
-    daemon = start_kvferryd(reference_stall=0.2)
+    daemon = start_kvferryd(reference_stall=1.0)
     worker = start_worker(daemon)
     (cache,) = worker._kv_caches.tensors
     cache[1], cache[2] = 1, 2
