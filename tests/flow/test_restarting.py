@@ -81,7 +81,7 @@ def test_a_store_that_was_in_flight_is_not_resident(tmp_path: Path) -> None:
         with restarted_service.engine() as engine:
             assert engine.store([0, 1], keys(1)).success
             await_committed(restarted_service.manager, 1)
-        restarted_service.restart(reference_stall=0.5)
+        restarted_service.restart(reference_stall=2.0)
         with restarted_service.engine() as engine:
             engine.submit((GPULoadStoreSpec(range(16)), KeyLoadStoreSpec(keys(*range(2, 10)))))
             until(lambda: engine.client.namespaces()[0].pending == 8)

@@ -41,7 +41,7 @@ def check_disconnected(engine: SmallEngine) -> None:
 
 @pytest.fixture
 def slow(start_kvferryd: StartKvferryd) -> LocalDaemon:
-    return start_kvferryd(reference_stall=0.15, stop_drain_seconds=5)
+    return start_kvferryd(reference_stall=0.5, stop_drain_seconds=TIMEOUT)
 
 
 def test_running_jobs_are_drained(start_engine: StartSmallEngine, slow: LocalDaemon) -> None:
@@ -58,7 +58,7 @@ def test_running_jobs_are_drained(start_engine: StartSmallEngine, slow: LocalDae
 
 def test_no_new_work_while_draining(start_engine: StartSmallEngine, slow: LocalDaemon) -> None:
     engine = start_engine(slow)
-    jobs = [engine.store([i], [i]) for i in range(6)]
+    jobs = [engine.store([i], [i]) for i in range(12)]
     engine.client.status()
     slow.process.send_signal(signal.SIGTERM)
 
