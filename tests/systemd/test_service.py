@@ -240,7 +240,7 @@ def test_a_reload(service: SystemdService) -> None:
     pid = service.show("MainPID")
     service.machine.script(f"echo '[events]\npublish = \"off\"' >> {FILE}")
     service.systemctl("reload", check=False)
-    assert "reload failed" in service.log(), "the file has a table twice"
+    service.until(lambda: "reload failed" in service.log())  # the file has a table twice
     service.machine.script(f"sed -i '$d' {FILE}; sed -i '$d' {FILE}")
     service.machine.script(f"sed -i 's/^# max_stores.*/max_stores = 7/' {FILE}")
     service.systemctl("reload")
@@ -304,7 +304,7 @@ def test_the_watchdog(service: SystemdService) -> None:
     assert service.show("MainPID") == pid
     service.systemctl("kill", "--signal=STOP")
     service.wait_restarted(pid)
-    assert "atchdog" in service.journal(f"--unit={service.unit}")
+    service.until(lambda: "atchdog" in service.journal(f"--unit={service.unit}"))
 
 
 def test_a_stop_under_load_succeeds(service: SystemdService) -> None:
@@ -333,7 +333,7 @@ def test_a_unit_that_cannot_start_reports_the_reason_and_stops(service: SystemdS
     service.systemctl("start", check=False)
     service.until(lambda: service.show("ActiveState") == "failed")
     assert "pool_too_large" in service.show("StatusText")
-    assert "pool_too_large" in service.journal(f"--unit={service.unit}")
+    service.until(lambda: "pool_too_large" in service.journal(f"--unit={service.unit}"))
     service.machine.script(f"sed -i 's/^size = .*/size = \"64MiB\"/; /^chunk =/d' {FILE}")
     service.systemctl("reset-failed")
     service.systemctl("start")
