@@ -270,17 +270,6 @@ def test_a_damaged_stamp_changes_only_the_order_of_its_block(stamp: int) -> None
     assert lines.restore()[0].tolist() == [2, 4, 0]
 
 
-def test_the_more_recent_of_two_blocks_with_one_key_is_found() -> None:
-    """A table that was damaged."""
-    table = new_table()
-    store(table, [0, 1], [b"aaaaa", b"bbbbb"])
-    store(table, [2], [b"aaaaa"])
-    found, keys = (other := next_table(table, KEY)).restore(FACTOR)
-    assert (found.tolist(), keys) == ([1, 2], (b"bbbbb", b"aaaaa"))
-    assert residents(other) == (ResidentBlock(1, b"bbbbb"), ResidentBlock(2, b"aaaaa"))
-    other.check_integrity()
-
-
 def test_all_tables_share_the_use_clock_also_after_a_restart() -> None:
     clock, tables = UseClock(), [new_table(), new_table(0)]
     for table in tables:

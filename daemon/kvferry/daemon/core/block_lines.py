@@ -142,19 +142,10 @@ class BlockLines:
         return same
 
     def restore(self) -> tuple[Int64s, tuple[OffloadKey, ...]]:
-        """The blocks that an earlier daemon committed, least recent first, and their keys.
-
-        If a key occurs twice, only the more recent block stays committed.
-        """
+        """The blocks that an earlier daemon committed, least recent first, and their keys."""
         blocks = np.flatnonzero(self._committed)
         blocks = blocks[np.argsort(self._stamps[blocks], kind="stable")]
-        keys = self.keys(blocks)
-        last = {key: place for place, key in enumerate(keys)}
-        if len(last) < len(keys):
-            places = np.array(sorted(last.values()))
-            self.invalidate(np.delete(blocks, places))
-            blocks, keys = blocks[places], tuple(keys[place] for place in places.tolist())
-        return blocks, keys
+        return blocks, self.keys(blocks)
 
     def stamps(self, blocks: Int64s) -> Stamps:
         """The time of the last use of each block; larger is more recent."""

@@ -131,6 +131,15 @@ def test_recency_survives_a_restart(policy: str) -> None:
     assert reserve(cache, "123").evicted == (b"a", b"b", b"c")
 
 
+def test_the_more_recent_of_two_blocks_with_one_key_is_restored(policy: str) -> None:
+    """A table that was damaged."""
+    cache = restored([(b"a", 0), (b"b", 1), (b"a", 2)], policy=policy)
+    assert cache.entries() == [(b"b", 1), (b"a", 2)]
+    cache.check_integrity()
+    assert restored(cache.entries(), policy=policy).entries() == cache.entries()
+    assert next_table(cache.table, 1).restore(SUB_BLOCKS)[0].tolist() == [1, 2]
+
+
 def test_restored_keys_have_their_blocks() -> None:
     cache = restored([(b"a", 3), (b"b", 1)])
     cache.mark_verified(np.array([3, 1]))

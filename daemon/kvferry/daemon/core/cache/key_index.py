@@ -55,6 +55,11 @@ class KeyIndex:
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._numbers)
 
+    @property
+    def has_repeated(self) -> bool:
+        """Whether a key was added again: it has the last number, and the index must not be used."""
+        return len(self._numbers) < self._count
+
     def find_number(self, key: bytes) -> int:
         """The number of a key; -1 if it has none."""
         return self._numbers.shard_of(key).get(key, -1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 
 import numpy as np
 
@@ -165,10 +166,19 @@ class KeyedBlocks:
         return tables
 
     def restore_keys(self, factor: int) -> None:
-        """Restore the keys of the block table, as unverified. See BlockTable.restore."""
+        """Restore the keys of the block table, as unverified. See BlockTable.restore.
+
+        If the table is damaged and a key occurs twice, the more recent block keeps it.
+        """
         blocks, keys = self.table.restore(factor)
-        self._free.replace_blocks(self.table.find(FREE))
         self.index.add_keys(keys, blocks.tolist())
+        if self.index.has_repeated:
+            keeps = np.array(self.index.find_numbers(keys), np.int64) == blocks
+            self.table.drop(blocks[~keeps])
+            blocks, keys = blocks[keeps], tuple(compress(keys, keeps.tolist()))
+            self._start()
+            self.index.add_keys(keys, blocks.tolist())
+        self._free.replace_blocks(self.table.find(FREE))
         self.marks.count_uses(blocks)
         self.store_order.append(blocks[::-1])  # the head of a prompt was used last
         self._replace_policy(blocks)

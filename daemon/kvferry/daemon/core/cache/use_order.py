@@ -39,6 +39,8 @@ class UseOrder:
         self._segments: list[Segment] = []
         self._last = _new_segment(segment)
         self._filled = self._merged = 0
+        # Entries of the full segments, stale ones included.
+        self._full_entries = 0
 
     def __len__(self) -> int:
         return self._count
@@ -46,7 +48,7 @@ class UseOrder:
     @property
     def log_entries(self) -> int:
         """Entries of the log, stale ones included."""
-        return sum(numbers.size for numbers, _ in self._segments) + self._filled
+        return self._full_entries + self._filled
 
     def contains(self, numbers: Int64s) -> Bools:
         """Which of these numbers are in the order."""
@@ -106,9 +108,10 @@ class UseOrder:
     def _start_segment(self) -> None:
         segments = self._segments
         segments.append(self._last)
+        self._full_entries += self._segment
         self._last, self._filled = _new_segment(self._segment), 0
         while segments and not self._live(segments[0])[0].size:
-            del segments[0]
+            self._full_entries -= segments.pop(0)[0].size
             self._merged = max(0, self._merged - 1)
         for _ in range(MERGES if self.log_entries > 2 * self._count else 0):
             self._merge_two()
@@ -124,6 +127,7 @@ class UseOrder:
             self._merged += 1
             return
         merged = np.concatenate((first[0], second[0])), np.concatenate((first[1], second[1]))
+        self._full_entries += merged[0].size - segments[at][0].size - segments[at + 1][0].size
         segments[at : at + 2] = [merged]
 
 
