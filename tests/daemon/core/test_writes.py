@@ -219,6 +219,16 @@ def test_each_tier_is_written() -> None:
     assert write_all(fixture, tier=1) == b"a"
 
 
+def promote(fixture: NamespacesFixture, key: bytes, tier: int) -> None:
+    """Promote a key from one of three tiers."""
+    fixture.send("a", wire.FindInTiers(1, each(key)))
+    (fetch, _) = fixture.report(KeysFound(1, (tier,), (1e9,) * 3, (0.0,) * 3, (True,) * 3))[-2:]
+    assert isinstance(fetch, FetchBlocks)
+    fixture.report(BlocksFetched(fetch.fetch, (True,)))
+    fixture.report(FetchReleased(fetch.fetch))
+    assert fixture.loadable("a", key) == key
+
+
 @pytest.mark.parametrize(
     ("tier", "writes_promoted", "written"),
     [
@@ -234,13 +244,16 @@ def test_promoted_keys_are_not_written_back(
     """They are not written to faster tiers either, except with writes_promoted."""
     tiers = TierDescription("fast", writes_promoted), "middle", "slow"
     fixture = NamespacesFixture("a", quota=QUOTA, tiers=tiers)
-    fixture.send("a", wire.FindInTiers(1, each(b"a")))
-    (fetch, _) = fixture.report(KeysFound(1, (tier,), (1e9,) * 3, (0.0,) * 3, (True,) * 3))[-2:]
-    assert isinstance(fetch, FetchBlocks)
-    fixture.report(BlocksFetched(fetch.fetch, (True,)))
-    fixture.report(FetchReleased(fetch.fetch))
-    assert fixture.loadable("a", b"a") == b"a"
+    promote(fixture, b"a", tier)
     assert tuple(write_all(fixture, tier=number) for number in range(3)) == written
+
+
+def test_keys_that_a_sibling_has_are_written_only_into_tiers_that_write_promoted_ones() -> None:
+    siblings = TierDescription("siblings", min_uses=0, is_siblings=True)
+    tiers = siblings, "disk", TierDescription("through", writes_promoted=True)
+    fixture = NamespacesFixture("a", quota=QUOTA, tiers=tiers)
+    promote(fixture, b"a", 0)
+    assert tuple(write_all(fixture, tier=number) for number in range(3)) == (b"", b"", b"a")
 
 
 def test_a_block_that_is_being_written_is_not_reused() -> None:

@@ -216,9 +216,13 @@ class Promotions:
         ]
 
     def _written_in(self, tier: int) -> list[int]:
-        """The tiers into which blocks that were promoted from this tier are not written."""
-        faster = [place for place in range(tier) if not self.tiers[place].writes_promoted]
-        return [*faster, tier]
+        """The tiers into which blocks that were promoted from this tier are not written.
+
+        A sibling writes its blocks into its own tiers, also those that are copied from it.
+        """
+        end = len(self.tiers) if self.tiers[tier].is_siblings else tier
+        others = [place for place in range(end) if not self.tiers[place].writes_promoted]
+        return [*{*others, tier}]
 
     def _start_fetches(
         self,

@@ -52,7 +52,8 @@ class LentMemory(Protocol):
 class TierDescription:
     """A tier, as the core knows it. name: in status, metrics and KV events.
 
-    writes_promoted: whether blocks that were promoted from a slower tier are written into it.
+    writes_promoted: whether blocks that were promoted from a slower tier, or from a sibling, are
+        written into it.
     min_uses: the use from which on a block is written into it; the store of a key is a use, and
         each load and touch. 0: nothing is written.
     locality: for KV events, see Place. is_siblings: whether it consists of the pools of siblings,
