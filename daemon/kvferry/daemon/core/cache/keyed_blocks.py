@@ -54,7 +54,6 @@ class KeyedBlocks:
 
     def __init__(self, table: BlockTable, policy: str, min_uses: Sequence[int]) -> None:
         self.table, self.capacity, self._min_uses = table, table.num_blocks, min_uses
-        self._free = FreeBlocks(self.capacity)
         self.events = CacheEvents()
         # Counters of NamespaceStatus, by field.
         self.counts: Counter[str] = Counter()
@@ -160,8 +159,9 @@ class KeyedBlocks:
         """
         tables = [self.index, *self.policy.indexes()]
         self.table.drop_all()
-        self._free.replace_blocks(self.table.find(FREE))
         self._start()
+        if self.table.held:
+            self._free.replace_blocks(self.table.find(FREE))
         self.events.add(EventKind.CLEARED, ())
         return tables
 
@@ -185,7 +185,8 @@ class KeyedBlocks:
 
     def count_loss(self) -> None:
         """The region of the cache was freed: count the blocks that were not written."""
-        self._count_unwritten(self.table.find(*OCCUPIED))
+        if self.unwritten:
+            self._count_unwritten(self.table.find(*OCCUPIED))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the state is inconsistent. Slow, for tests."""
@@ -207,6 +208,7 @@ class KeyedBlocks:
         return part[0] <= stored[0] and stored[1] <= part[1] and part != stored
 
     def _start(self) -> None:
+        self._free = FreeBlocks(self.capacity)
         self.index = KeyIndex(self.capacity)
         self.marks = TierMarks(self.capacity, self._min_uses)
         self.store_order = UseOrder(self.capacity)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvferry.daemon.core.cache.free_blocks import FreeBlocks
 from kvferry.daemon.core.cache.key_index import KeyIndex
 from kvferry.daemon.core.cache.use_order import UseOrder
 from kvferry.proto.layout import Int64s
@@ -18,7 +19,7 @@ class RememberedKeys:
         self._bound = bound
         self.index = KeyIndex(bound)
         self._order = UseOrder(bound)
-        self._free_places = np.arange(bound - 1, -1, -1)
+        self._free_places = FreeBlocks(bound)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -32,8 +33,7 @@ class RememberedKeys:
         Returns their places. There must be at most `bound` of them.
         """
         self.forget_oldest(len(self) + len(keys) - self._bound)
-        left = self._free_places.size - len(keys)
-        places, self._free_places = self._free_places[left:], self._free_places[:left]
+        places = self._free_places.pop_blocks(len(keys))
         self.index.add_keys(keys, places.tolist())
         self._order.append(places)
         return places
@@ -63,4 +63,4 @@ class RememberedKeys:
     def _forget_places(self, places: Int64s) -> None:
         self._order.remove(places)
         self.index.remove_numbers(places.tolist())
-        self._free_places = np.concatenate((self._free_places, places))
+        self._free_places.push_blocks(places)
