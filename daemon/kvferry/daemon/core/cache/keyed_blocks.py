@@ -66,7 +66,7 @@ class KeyedBlocks:
         """Change the policy. The new one starts without history."""
         if POLICIES[policy] is not self._make_policy:
             self._make_policy = POLICIES[policy]
-            self._replace_policy(self.policy.blocks())
+            self._replace_policy(self.capacity, self.policy.blocks())
 
     def reserve_blocks(self, keys: tuple[bytes, ...]) -> tuple[Int64s, list[bytes]]:
         """Hold a block for each of these absent keys, which are pending from now on.
@@ -181,7 +181,7 @@ class KeyedBlocks:
         self._free.replace_blocks(self.table.find(FREE))
         self.marks.count_uses(blocks)
         self.store_order.append(blocks[::-1])  # the head of a prompt was used last
-        self._replace_policy(blocks)
+        self._replace_policy(self.capacity, blocks)
 
     def count_loss(self) -> None:
         """The region of the cache was freed: count the blocks that were not written."""
@@ -208,14 +208,16 @@ class KeyedBlocks:
         return part[0] <= stored[0] and stored[1] <= part[1] and part != stored
 
     def _start(self) -> None:
+        # After its region was freed, a cache gets no keys: it needs no memory for them.
+        size = 0 if self.table.closed else self.capacity
         self._free = FreeBlocks(self.capacity)
-        self.index = KeyIndex(self.capacity)
-        self.marks = TierMarks(self.capacity, self._min_uses)
-        self.store_order = UseOrder(self.capacity)
-        self._replace_policy(_NO_BLOCKS)
+        self.index = KeyIndex(size)
+        self.marks = TierMarks(size, self._min_uses)
+        self.store_order = UseOrder(size)
+        self._replace_policy(size, _NO_BLOCKS)
 
-    def _replace_policy(self, blocks: Int64s) -> None:
-        self.policy = self._make_policy(self.capacity, self.index, blocks)
+    def _replace_policy(self, size: int, blocks: Int64s) -> None:
+        self.policy = self._make_policy(size, self.index, blocks)
         self.marks.changes += 1
 
     def _evict_blocks(self, blocks: Int64s) -> list[bytes]:
