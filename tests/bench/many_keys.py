@@ -2,7 +2,8 @@
 
     python tests/bench/many_keys.py core                 # no daemon; --keys N, --policy NAME
     python tests/bench/many_keys.py mirror               # a client's mirror
-    python tests/bench/many_keys.py daemon               # a real daemon, real clients; a restart
+    python tests/bench/many_keys.py daemon               # a real daemon, real clients; restarts
+    python tests/bench/many_keys.py restart              # only the restarts
     python tests/bench/many_keys.py daemon --tier 4GiB   # the same with a disk tier
 
 core    A full namespace evicts: each round touches 250 resident keys, stores 250 new ones and takes
@@ -12,9 +13,11 @@ mirror  The events of such rounds are applied to a mirror; then a snapshot in pa
 daemon  A client stores 10,000 keys per second for a minute into a full pool (64-byte blocks). Two
         other processes measure meanwhile: round trips of a status request, 1 ms apart, and polls of
         a client with a mirror. A third client then opens the namespace and receives a snapshot.
-        Last, the daemon is killed and started again with the kept pool: seconds to READY. With a
-        tier, evicted keys are written to disk meanwhile (8 KiB each), and another process searches
-        the tier for 250 of them at a time, which promotes the found ones.
+        Last, the daemon is killed and started again with the kept pool, five times: seconds to
+        READY, and CPU time of the daemon until then. With a tier, evicted keys are written to disk
+        meanwhile (8 KiB each), and another process searches the tier for 250 of them at a time,
+        which promotes the found ones.
+restart A full daemon is killed and started again, as above, with siblings.enabled as by default.
 
 Figures are milliseconds unless the unit is seconds. On a busy machine the round trips include the
 wait for a CPU: compare them with the round trips without stores, which are measured first.
@@ -26,6 +29,7 @@ import argparse
 import gc
 import multiprocessing
 import resource
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -59,6 +63,8 @@ from support.service_manager import ServiceManager, kvferryd_command
 PAGE, BATCH, KEY_BYTES = 64, 250, 36
 # Keys stored per second by the daemon part, and for how long.
 RATE, SECONDS = 10_000, 60.0
+# Restarts of a daemon.
+RESTARTS = 5
 FINGERPRINT = Fingerprint("bench", PAGE, key_bytes=KEY_BYTES)
 # Blocks of the engine, and keys per store while the pool is filled.
 FILL = 1 << 14
@@ -209,12 +215,37 @@ def bench_daemon(count: int, policy: str, tier: str) -> None:
             show_tier(writer)
         joined = probes[0].measure(lambda: join(socket.parent, policy))
         show(f"{policy}: status round trips, snapshot", joined)
-        time.sleep(2)  # checksums of the last stores
+        restart(manager, policy)
+
+
+def bench_restart(count: int, policy: str) -> None:
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-")))
+        command = kvferryd_command(directory, "cpu", count * PAGE, siblings_enabled="true")
+        log = directory / "log"
+        manager = stack.enter_context(ServiceManager(command, directory / "notify", log=log))
+        manager.start()
+        (socket,) = directory.glob("*/kvferry.sock")
+        with OffloadClient(socket.parent, engine="writer") as writer:
+            opened = writer.open_namespace(FINGERPRINT, eviction_policy=policy, mirror=False)
+            writer.allocate_kv_caches(LAYOUT)
+            store_rate(writer, 0, opened.num_blocks, FILL, 0)
+        restart(manager, policy)
+
+
+def restart(manager: ServiceManager, policy: str) -> None:
+    time.sleep(2)  # checksums of the last stores
+    walls, cpus = list[float](), list[float]()
+    for _ in range(RESTARTS):
         manager.kill()
-        ready = timed(manager.start)
-        show_one(f"{policy}: kill to READY, {blocks} blocks", ready, "seconds")
-        print(*[line for line in log.read_text().splitlines() if "restored" in line][-1:])
-        manager.stop()
+        walls.append(timed(manager.start))
+        tasks = Path(f"/proc/{manager.process.pid}/task").glob("*/schedstat")
+        cpus.append(sum(int(task.read_text().split()[0]) for task in tasks) / 1e9)
+    for what, seconds in (("kill to READY", walls), ("its CPU time", cpus)):
+        spread = f"seconds ({min(seconds):.2f} to {max(seconds):.2f})"
+        show_one(f"{policy}: {what}", statistics.median(seconds), spread)
+    print(*[line for line in manager.log().splitlines() if "restored" in line][-1:])
+    manager.stop()
 
 
 def show_tier(client: OffloadClient) -> None:
@@ -334,7 +365,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=("core", "mirror", "daemon"))
+    parser.add_argument("part", choices=("core", "mirror", "daemon", "restart"))
     parser.add_argument("--keys", type=int, default=1_000_000)
     parser.add_argument("--tier", default="", help="size of a disk tier, for the daemon part")
     parser.add_argument("--policy", choices=POLICIES, help="only this one")
@@ -347,6 +378,8 @@ def main() -> None:
     for policy in [options.policy] if options.policy else POLICIES:
         if options.part == "core":
             bench_core(options.keys, policy)
+        elif options.part == "restart":
+            bench_restart(options.keys, policy)
         else:
             bench_daemon(options.keys, policy, options.tier)
 
