@@ -237,7 +237,7 @@ class SiblingLink:
         with FdExchange(self.directory, FetchFd(session, handle)) as exchange:
             while (reply := exchange.read_reply()) is None:
                 if time.monotonic() > deadline:
-                    raise self._silent(ANSWER_SECONDS)
+                    raise _silent(self.directory, ANSWER_SECONDS)
                 await asyncio.sleep(0.001)
         if len(reply[1]) != 1:
             text = f"the sibling passed {len(reply[1])} descriptors, not one"
@@ -260,7 +260,7 @@ class SiblingLink:
             async with asyncio.timeout(seconds):  # wait_for may lose a cancellation
                 reply = await future
         except TimeoutError:
-            raise self._silent(seconds) from None
+            raise _silent(self.directory, seconds) from None
         finally:
             del future  # with its exception it is a cycle, which would keep a pool
         if not isinstance(reply, kind):
@@ -335,10 +335,6 @@ class SiblingLink:
                 asyncio.get_running_loop().remove_reader(descriptor)
             connection.close(linger=False)
 
-    def _silent(self, seconds: float) -> Gone:
-        text = f"the sibling does not answer within {seconds:g} s; it may be stopped"
-        return Gone(Code.TIMEOUT, text, str(self.directory))
-
     def _wrong_reply(self, reply: Message) -> Refused:
         """The error of a reply that the sibling must not send, which ends the session."""
         kind = type(reply).__name__
@@ -346,3 +342,8 @@ class SiblingLink:
         error = Refused(Code.BAD_MESSAGE, text, kind)
         self._lose(error)
         return error
+
+
+def _silent(sibling: Path, seconds: float) -> Gone:
+    text = f"the sibling does not answer within {seconds:g} s; it may be stopped"
+    return Gone(Code.TIMEOUT, text, str(sibling))
