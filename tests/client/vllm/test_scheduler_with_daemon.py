@@ -93,6 +93,7 @@ def test_a_block_that_the_scrub_found_corrupt_is_a_miss_and_can_be_stored_again(
     first = pool_files(daemon.pid)[0]
     with first.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         at = memory.find(bytes([7]) * 64)
+        assert at >= 0, f"the block is not in {first}"
 
         def changed_and_found() -> bool:
             """The scrub reads the block once the daemon has committed it."""
