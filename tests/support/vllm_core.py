@@ -170,7 +170,7 @@ class EngineCore:
             self.step()
 
     def settle(self) -> None:
-        """Step until no transfer is in flight and the scheduler knows what was stored.
+        """Run steps until all transfers have ended. The scheduler then has all key events.
 
         The worker has another connection. Until the daemon has replied to the scheduler, its
         touches may arrive after later stores, and key events may be on their way.

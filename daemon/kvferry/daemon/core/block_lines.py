@@ -8,8 +8,8 @@ killed between any two instructions. The order of writes keeps the lines consist
     commit       once the checksum is computed: it is written first, `committed` last
 
 So a committed block always matches its checksum. After a kill, a block without a commit is a miss.
-A sibling that reads a block compares its version afterwards, also if this daemon was killed and the
-next one writes the block: it has grown once the block can be written without another commit.
+A sibling compares the version of a block after it has read the block. The version grows before the
+commit is removed, so a killed daemon leaves no block that the next one overwrites unnoticed.
 Only the block table calls what changes a line. Event loop only.
 """
 

@@ -1,8 +1,9 @@
 """Generations of namespaces in a tier that several daemons share: see tiers/__init__.py.
 
-They are kept in a file, so that a daemon notices what was dropped while it did not run. The file is
-written about a second after a change: by then this daemon has dropped the namespace, too. If it
-ends before, the next one finds the old number, and drops the namespace again.
+The daemon keeps them in a file. After a restart it compares them, and drops the namespaces that
+others have dropped meanwhile. It writes the file about a second after a change, when it has dropped
+the namespace itself. If it ends before that, the next daemon reads the old number, and drops the
+namespace again.
 """
 
 from __future__ import annotations
