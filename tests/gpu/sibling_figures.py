@@ -6,12 +6,14 @@ ttft    time to first token of 16,384 tokens, Llama-3.1-8B's shape. The first en
         stores a prompt. The second one is asked for it: that loads blocks of the sibling. Then its
         GPU's cache is emptied, it stores another prompt, and loads that: blocks of its own daemon
 reads   time to first token of prompts in the first daemon's pool: alone, and while the second
-        engine loads from that pool without a pause
+        engine loads from that pool without a pause; and plain copies to the first GPU, alone and
+        beside plain copies to the second
 chat    conversations of four rounds, each round of each at one of two engines, chosen at random.
         Before every round the GPUs' caches are emptied. `isolated`: daemons that are no siblings;
         `vllm`: vLLM's own connector, with two GPUs
-mla     two ranks of one engine with multi-head latent attention: bytes stored in both pools, and
-        time to first token of a prompt in host memory. `alone`: daemons that are no siblings
+mla     two ranks of one engine with multi-head latent attention: bytes that a prompt takes in both
+        pools, and time to first token of a prompt in host memory. `alone`: another engine, whose
+        daemons are no siblings; the engines are asked in turn
 
 With `--devices 0,0` both engines are on one GPU.
 """
@@ -24,11 +26,11 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,8 @@ MANY_LAYERS = DEEPSEEK | {"num_hidden_layers": 48}
 CONVERSATIONS, ROUNDS, STEP, GENERATED = 16, 4, 2048, 32
 # Loads of each kind in `reads`: enough for a 99th percentile.
 READS = 200
+# Of each prompt in `mla`: its times are mostly those of launching kernels, which vary.
+LOADS = 10
 # Of each engine. The size is given, so that no engine measures free memory while another starts.
 KV_BYTES = 12 << 30
 
@@ -55,45 +59,52 @@ def main() -> None:
     parser.add_argument("--host-gib", type=int, default=24, help="of each daemon")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
+    devices = [int(device) for device in chosen.devices.split(",")]
     record: Record = {"link_gbs": measure_link()}
     print_figures("link", gbs=record["link_gbs"])
-    devices = [int(device) for device in chosen.devices.split(",")]
+    names = set(chosen.what.split(","))
+    if "mla" in names:
+        record["mla"] = measure_mla(devices, f"{chosen.host_gib}GiB", chosen.reps)
+    if names - {"mla"}:
+        record |= measure_replicas(names, devices, chosen.host_gib, chosen.reps)
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps(record, indent=1))
+
+
+def measure_replicas(names: set[str], devices: list[int], host_gib: int, reps: int) -> Record:
+    """Figures of two engines with one GPU each."""
+    record: Record = {}
     with ExitStack() as running:
-        daemons = start_daemons(running, devices, f"{chosen.host_gib}GiB")
-        if "mla" in chosen.what:
-            record["mla"] = measure_mla(daemons, chosen.reps)
-            restart_as_siblings(*daemons)
+        daemons = start_daemons(running, devices, f"{host_gib}GiB")
+        wanted = [
+            ("kvferry", d, {"kvferry_dirs": each.directory})
+            for d, each in zip(devices, daemons, strict=True)
+        ]
         kinds = ["siblings", "isolated"]
-        if {"ttft", "reads", "chat"} & set(chosen.what.split(",")):
-            wanted = [
-                ("kvferry", d, {"kvferry_dirs": each.directory})
-                for d, each in zip(devices, daemons, strict=True)
-            ]
-            if "chat" in chosen.what and len(set(devices)) > 1:
-                kinds.append("vllm")
-                wanted += [("vllm", device, {}) for device in devices]
-            started = start_engines(running, chosen.host_gib, wanted)
-            engines, own = started[:2], started[2:]
-        if "reads" in chosen.what:
-            record["reads"] = measure_reads(engines)
-        if "ttft" in chosen.what:
-            rows = [measure_ttft(engines, daemons[1], n) for n in range(-2, chosen.reps)][2:]
+        if "chat" in names and len(set(devices)) > 1:
+            kinds.insert(1, "vllm")
+            wanted += [("vllm", device, {}) for device in devices]
+        started = start_engines(running, host_gib, wanted)
+        engines, own = started[:2], started[2:]
+        if "reads" in names:
+            record["reads"] = measure_reads(engines, devices)
+        if "ttft" in names:
+            rows = [measure_ttft(engines, daemons[1], n) for n in range(-2, reps)][2:]
             record["ttft"] = rows
             summary("ttft", rows, "cold_ms", "sibling_ms", "own_ms", "ratio")
-        if "chat" in chosen.what:
+        if "chat" in names:
             record["chat"] = []
             for kind in kinds:
                 if kind == "isolated":
                     for daemon in daemons:
                         daemon.restart(siblings_enabled="false")
-                for number in range(-1, chosen.reps):
+                for number in range(-1, reps):
                     row = measure_chat(own if kind == "vllm" else engines, number)
                     print_figures(f"chat {kind}", round=number, **row)
                     if number >= 0:
                         record["chat"].append({"connector": kind, **row})
             summary("chat", record["chat"], "later_s", "requests_s", "cached")
-        if chosen.json is not None:
-            chosen.json.write_text(json.dumps(record, indent=1))
+    return record
 
 
 def start_daemons(running: ExitStack, devices: Sequence[int], pool: str) -> list[GpuDaemon]:
@@ -108,51 +119,63 @@ def start_engines(
     """Start engines at the same time. wanted: connector, device and options of each."""
     start = partial(VLLM, model=LARGE, max_model_len=TOKENS + 1024, kv_cache_memory_bytes=KV_BYTES)
     host = {"cpu_bytes_to_use": host_gib << 30}
-    with ThreadPoolExecutor(len(wanted)) as threads:
-        started = [
-            threads.submit(start, connector, extra=host | extra, device=device)
-            for connector, device, extra in wanted
-        ]
+    return start_at_once(
+        running,
+        [partial(start, name, extra=host | extra, device=device) for name, device, extra in wanted],
+    )
+
+
+def start_at_once(running: ExitStack, starts: Sequence[Callable[[], VLLM]]) -> list[VLLM]:
+    with ThreadPoolExecutor(len(starts)) as threads:
+        started = [threads.submit(start) for start in starts]
         engines = [running.enter_context(each.result()) for each in started]
     print_figures("started", engines=len(engines))
     return engines
 
 
-def measure_mla(daemons: Sequence[GpuDaemon], reps: int) -> Record:
+def measure_mla(devices: Sequence[int], pool: str, reps: int) -> Record:
     """Rows of each kind, and the bytes that one prompt takes in both pools."""
     rows, stored = list[Record](), dict[str, int]()
-    for kind in ("siblings", "alone"):
-        if kind == "alone":
-            for daemon in daemons:
-                daemon.restart(siblings_enabled="false")
-        extra = {"cpu_bytes_to_use": 16 << 30, "kvferry_dirs": [d.directory for d in daemons]}
-        engine = VLLM(
+    with ExitStack() as running:
+        daemons = {
+            "siblings": start_daemons(running, devices, pool),
+            "alone": [
+                running.enter_context(GpuDaemon(device, pool, siblings_enabled="false"))
+                for device in devices
+            ],
+        }
+        start = partial(
+            VLLM,
             model=MANY_LAYERS,
-            extra=extra,
             tensor_parallel_size=2,
             max_model_len=TOKENS + 1024,
+            kv_cache_memory_bytes=KV_BYTES,
             enforce_eager=True,
             **FAMILIES["mla"].options,
         )
-        with engine:
-            for number in range(-2, reps):
-                before = stored_bytes(daemons)
-                prompt = make_prompts(1, 300 + number, TOKENS)
-                cold, _ = engine.timed(prompt)
+        extras = [
+            {"cpu_bytes_to_use": 16 << 30, "kvferry_dirs": [d.directory for d in each]}
+            for each in daemons.values()
+        ]
+        started = start_at_once(running, [partial(start, extra=extra) for extra in extras])
+        engines = dict(zip(daemons, started, strict=True))
+        for number in range(-1, reps):
+            prompt = make_prompts(1, 300 + number, TOKENS)
+            for kind, engine in engines.items():
+                before = stored_bytes(daemons[kind])
+                engine.timed(prompt)
                 engine.settle()
-                stored[kind] = stored_bytes(daemons) - before
+                stored[kind] = stored_bytes(daemons[kind]) - before
+            for load, (kind, engine) in product(range(LOADS), engines.items()):
+                gpu = time_gpu_hit(engine, prompt)
                 engine.forget()
                 host, cached = engine.timed(prompt)
-                row: Record = {
-                    "cold_ms": 1e3 * cold,
-                    "host_ms": 1e3 * host,
-                    "gpu_ms": 1e3 * time_gpu_hit(engine, prompt),
-                    "cached": cached,
-                }
-                print_figures(f"mla {kind}", round=number, stored_mib=stored[kind] >> 20, **row)
+                row: Record = {"host_ms": 1e3 * host, "gpu_ms": 1e3 * gpu, "cached": cached}
+                if load == 0:
+                    print_figures(f"mla {kind}", round=number, mib=stored[kind] >> 20, **row)
                 if number >= 0:
                     rows.append({"connector": kind, **row})
-    summary("mla", rows, "cold_ms", "host_ms", "gpu_ms")
+    summary("mla", rows, "host_ms", "gpu_ms")
     return {"rows": rows, "stored_bytes": stored}
 
 
@@ -197,31 +220,40 @@ def measure_ttft(engines: Sequence[VLLM], daemon: GpuDaemon, number: int) -> Rec
     return {"connector": "kvferry", **row}
 
 
-def measure_reads(engines: Sequence[VLLM]) -> list[Record]:
+def measure_reads(engines: Sequence[VLLM], devices: Sequence[int]) -> Record:
+    """Loads of the first engine, and GB/s of plain copies to the first GPU, alone and beside."""
     first, second = engines
     prompts = make_prompts(8, 900, TOKENS)
     for prompt in prompts:
         first.timed([prompt])
     first.settle()
-    rows = []
-    for kind in ("alone", "beside", "alone", "beside"):
+    times: dict[str, list[float]] = {"alone": [], "beside": []}
+    for kind in ("alone", "beside") * 2:
         ended = threading.Event()
         with ThreadPoolExecutor(1) as threads:
             if kind == "beside":
                 reading = threads.submit(load_until, ended, second, prompts)
             loads = [load_again(first, prompts, number) for number in range(READS // 2)]
             ended.set()
-        times = sorted(1e3 * seconds for seconds, _ in loads)
-        row: Record = {
-            "connector": kind,
-            "p50_ms": statistics.median(times),
-            "p99_ms": times[int(0.99 * len(times))],
-            "cached": min(cached for _, cached in loads),
-            "sibling_loads": reading.result() if kind == "beside" else 0,
-        }
-        print_figures("reads", **row)
-        rows.append(row)
-    return rows
+        times[kind] += [1e3 * seconds for seconds, _ in loads]
+        figures = quantiles(times[kind])
+        if kind == "beside":
+            figures["sibling_loads"] = reading.result()
+        print_figures(f"reads {kind}", **figures, cached=min(cached for _, cached in loads))
+    with ThreadPoolExecutor(2) as threads:
+        links = {"alone": measure_link(devices[0])}
+        links["beside"], *_ = threads.map(measure_link, devices)
+    print_figures("reads: plain copies, GB/s", **links)
+    return {"ms": {kind: quantiles(each) for kind, each in times.items()}, "link_gbs": links}
+
+
+def quantiles(times: list[float]) -> Record:
+    ordered = sorted(times)
+    return {
+        "p50_ms": statistics.median(ordered),
+        "p90_ms": ordered[int(0.9 * len(ordered))],
+        "p99_ms": ordered[int(0.99 * len(ordered))],
+    }
 
 
 def load_until(ended: threading.Event, engine: VLLM, prompts: Sequence[list[int]]) -> int:

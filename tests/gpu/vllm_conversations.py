@@ -8,7 +8,7 @@ with these answers, so that all engines get the same prompts. Then the log proba
 answer are compared. The connector `none` has only the GPU's prefix cache: the distance of its
 answers is what rounding alone causes, because a cached prefix is computed in other batches than a
 whole prompt. Prints a line per engine and seed, and exits with status 1 if an answer of kvferry
-differs by more than TIE (answers.py).
+differs by more than the tie of the family (vllm_models.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from support.answers import TIE, answer_distance
+from support.answers import answer_distance
 from support.vllm_measure import Record, print_figures
 from support.vllm_models import FAMILIES, Family
 from support.vllm_process import VLLM, GpuDaemon, make_prompts
@@ -99,23 +99,24 @@ def compare(family: Family, chats: Chats, connector: str) -> list[Record]:
             for seed, rounds in chats.items():
                 found = [answer for ids, _ in rounds for answer in engine.generate(ids, GENERATED)]
                 expected = [answer for _, answers in rounds for answer in answers]
-                rows.append({"seed": seed, **distances(expected, found)})
+                rows.append({"seed": seed, **distances(family.tie, expected, found)})
             if connector == "kvferry":
                 prompts, expected = rounds[-1]
                 engine.send(do="generate", prompts=prompts, tokens=GENERATED)
                 time.sleep(KILL_SECONDS)
                 daemon.kill()
                 found = engine.answer()["outputs"]
-                rows.append({"seed": seed, "killed": True, **distances(expected, found)})
+                after = distances(family.tie, expected, found)
+                rows.append({"seed": seed, "killed": True, **after})
     return rows
 
 
-def distances(expected: list[Record], found: list[Record]) -> Record:
+def distances(tie: float, expected: list[Record], found: list[Record]) -> Record:
     pairs = list(zip(expected, found, strict=True))
     nats = sorted(answer_distance(*pair) for pair in pairs)
     return {
         "answers": len(nats),
-        "differ": sum(each > TIE for each in nats),
+        "differ": sum(each > tie for each in nats),
         "other_tokens": sum(a["tokens"] != b["tokens"] for a, b in pairs),
         "median": nats[len(nats) // 2],
         "largest": nats[-1],

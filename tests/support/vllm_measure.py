@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import statistics, time, torch
 host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
 device = torch.empty_like(host, device="cuda")
 rates = []
-for _ in range(8):
+for _ in range(40):
     torch.cuda.synchronize()
     began = time.perf_counter()
     device.copy_(host)
@@ -53,9 +54,11 @@ def print_figures(what: str, **figures: Any) -> None:
     print(f"{time.strftime('%H:%M:%S')} {what:24} {text}", flush=True)
 
 
-def measure_link() -> float:
-    """GB/s of one contiguous copy to the device, measured in a process of its own."""
-    ran = subprocess.run([sys.executable, "-c", LINK], capture_output=True, text=True, check=True)
+def measure_link(device: int = 0) -> float:
+    """GB/s of one contiguous copy to a GPU, measured in a process of its own."""
+    visible = os.environ | {"CUDA_VISIBLE_DEVICES": str(device)}
+    command = [sys.executable, "-c", LINK]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=visible)
     return float(ran.stdout)
 
 
