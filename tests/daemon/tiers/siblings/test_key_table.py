@@ -12,6 +12,7 @@ import xxhash
 
 from kvferry.daemon.tiers.siblings import key_table
 from kvferry.daemon.tiers.siblings.key_table import (
+    RUNS_SECONDS,
     TABLES_BYTES,
     WAYS,
     KeyTable,
@@ -103,7 +104,9 @@ def test_the_store_is_part_of_a_key() -> None:
 
 
 def test_another_process_finds_the_keys_of_active_tables(descriptor: int) -> None:
-    written = KeyTables(descriptor, writable=True).tables
+    tables = KeyTables(descriptor, writable=True)
+    tables.show_running()
+    written = tables.tables
     written[0].add(hashes(range(5)))
     written[3].add(hashes(range(3, 8)))
     read = KeyTables(descriptor)
@@ -117,12 +120,32 @@ def test_another_process_finds_the_keys_of_active_tables(descriptor: int) -> Non
         read.tables[0].add(hashes(range(100, 101)))
 
 
+def test_if_the_process_does_not_run_no_keys_are_found(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing could be loaded, so the daemon must store all keys."""
+    tables = KeyTables(descriptor, writable=True)
+    tables.tables[0].add(hashes(range(5)))
+    tables.tables[0].is_active = True
+    read = KeyTables(descriptor)
+    assert read.find_held("store", names(range(9))) == set()
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    tables.show_running()
+    now += RUNS_SECONDS
+    assert read.find_held("store", names(range(9))) == set(names(range(5)))
+    now += 1
+    assert read.find_held("store", names(range(9))) == set()
+
+
 def test_what_a_killed_process_wrote_is_freed(descriptor: int) -> None:
     killed = KeyTables(descriptor, writable=True).tables[0]
     killed.add(hashes(range(5)))
     killed.is_active = True
-    table = KeyTables(descriptor, writable=True).tables[0]
+    tables = KeyTables(descriptor, writable=True)
     assert os.fstat(descriptor).st_blocks == 0
+    tables.show_running()
+    table = tables.tables[0]
     assert not table.is_active
     table.is_active = True
     assert KeyTables(descriptor).find_held("store", names(range(9))) == set()

@@ -5,12 +5,14 @@ that is in a table by mistake costs one question to the sibling, or a store that
 bucket is full, a key that is added replaces another, which is then not found there.
 
 The process of the tier writes the tables, and the daemon reads them: it does not store what a
-sibling has. A read beside a write finds some keys and others not, which is harmless.
+sibling has, as long as the process runs. A read beside a write finds some keys and others not,
+which is harmless.
 """
 
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -25,8 +27,11 @@ BUCKETS, WAYS = 1 << 17, 16
 TABLE_BYTES = BUCKETS * WAYS * 8
 # Siblings times namespaces in use. A sibling beyond that is not used, and gets no resets.
 MAX_TABLES = 64
-# A page with a number per table: not 0 if the sibling's blocks can be copied now.
+# A page with a number per table: not 0 if the sibling's blocks can be copied now. Then the time at
+# which the process has last shown that it runs, in seconds of the monotonic clock.
 _HEAD_BYTES = mmap.PAGESIZE
+# Seconds without such a sign after which the daemon finds no keys. It comes once per second.
+RUNS_SECONDS = 3
 # Memory that is neither written nor read takes none.
 TABLES_BYTES = _HEAD_BYTES + MAX_TABLES * TABLE_BYTES
 Hashes: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
@@ -105,14 +110,19 @@ class KeyTables:
         access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
         memory = mmap.mmap(descriptor, TABLES_BYTES, prot=access)
         self._flags = flags = np.frombuffer(memory, np.uint64, MAX_TABLES)
+        self._shown = np.frombuffer(memory, np.float64, 1, offset=flags.nbytes)
         shape = MAX_TABLES, BUCKETS, WAYS
         rows = np.frombuffer(memory, np.uint64, offset=_HEAD_BYTES).reshape(shape)
         self.tables = [KeyTable(rows[at], flags[at : at + 1]) for at in range(MAX_TABLES)]
 
+    def show_running(self) -> None:
+        """Show the daemon that the process of the tier runs. The process's end."""
+        self._shown[0] = time.monotonic()
+
     def find_held(self, store: str, keys: Sequence[bytes]) -> set[bytes]:
         """Those of these keys of a namespace's store that a sibling has. The daemon's end."""
         active = [self.tables[at] for at in np.flatnonzero(self._flags).tolist()]
-        if not active:
+        if not active or time.monotonic() - self._shown[0] > RUNS_SECONDS:
             return set()
         hashes = hash_keys(store, keys)
         held: Bools = np.logical_or.reduce([table.contains(hashes) for table in active])

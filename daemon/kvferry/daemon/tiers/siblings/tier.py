@@ -58,7 +58,7 @@ class SiblingsTier:
     unequal = Result.MISS
 
     def __init__(self, own: Path, directories: Sequence[Path], tables: KeyTables) -> None:
-        self._free_tables = list(tables.tables)
+        self._tables, self._free_tables = tables, list(tables.tables)
         self._own, self._directories = own, directories
         self._links: dict[tuple[Path, str], SiblingLink] = {}
         self._tasks: dict[tuple[Path, str], asyncio.Task[None]] = {}
@@ -157,6 +157,7 @@ class SiblingsTier:
 
     def note_pool(self, generations: Mapping[str, int], windows: Sequence[int]) -> None:
         """See UsageRequest."""
+        self._tables.show_running()
         self._generations, self._windows = dict(generations), frozenset(windows)
         for link in tuple(self._links.values()):
             link.note_generation(generations.get(link.store))
