@@ -9,7 +9,9 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+from collections.abc import Iterator
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,6 +48,13 @@ STORES_FREED_BLOCKS = (
     "group_state"
     not in inspect.signature(vllm_scheduler.RequestOffloadState.storable_chunks).parameters
 )
+
+# Before 0.33 the scheduler appends the block table of a session's next input (a resumable request)
+# to its last one. In 0.26 the session also keeps the hash of a token that it discards between them.
+_NEW = SimpleNamespace(req_id="", block_ids=())
+_CACHED = SimpleNamespace(req_ids=(), new_block_ids=(), resumed_req_ids=())
+_OUTPUT = SimpleNamespace(scheduled_new_reqs=[_NEW], scheduled_cached_reqs=_CACHED)
+STORES_SESSIONS = next(vllm_scheduler.yield_req_data(_OUTPUT))[2]
 
 # From 0.31 on vLLM never calls OffloadingManager.touch.
 TOUCHES_KEYS = hasattr(vllm_scheduler.OffloadingConnectorScheduler, "_touch")
@@ -122,10 +131,11 @@ def written_blocks(scheduler_output: Any) -> set[int]:
     return blocks
 
 
-def block_tables(scheduler_output: Any) -> Any:
+def block_tables(scheduler_output: Any) -> Iterator[tuple[str, Any, bool]]:
     """For each request its name, its block ids per group, and whether these are its whole table."""
-    # Before 0.33 vLLM says False for new requests, which have no blocks before.
-    return vllm_scheduler.yield_req_data(scheduler_output)
+    new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
+    for name, block_ids, is_full_table in vllm_scheduler.yield_req_data(scheduler_output):
+        yield name, block_ids, is_full_table or name in new
 
 
 def layer_specs(group_spec: Any) -> tuple[Any, ...]:

@@ -107,6 +107,8 @@ class KVFerryConnector(OffloadingConnector):
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
         scheduler: Any = self.connector_scheduler
+        if not compat.STORES_SESSIONS and request.resumable:
+            scheduler._req_status[request.request_id].max_offload_tokens = 0  # noqa: SLF001 - no call
         keys, tokens = keys_to_prefetch(scheduler, request)
         if loads_from_prefill_engine(request):
             keys = []
