@@ -85,6 +85,8 @@ class BlockOwners:
                 first = 0 if ended else state.next_stored_chunk_idx * per_chunk
                 ids = state.block_ids
                 end = min(len(ids), tokens // config.tokens_per_block)
+                if first >= end:
+                    continue
                 prefixes = _prefixes(scheduler, status, config, first, end)
                 for position, prefix in zip(range(first, end), prefixes, strict=True):
                     held = self._contents.get(ids[position])
