@@ -66,9 +66,6 @@ def test_a_request_waits_for_pending_stores_until_a_timeout(side: SchedulerSide)
     side._lookup_timeout = 0.0
     time.sleep(0.001)
     assert answers(side, B, A) == ["miss", "hit"]
-    side.on_request_finished(request())
-    side._lookup_timeout = 60.0
-    assert answers(side, B) == ["pending"]
 
 
 def test_a_request_that_loaded_max_loads_times_computes(side: SchedulerSide) -> None:
@@ -77,8 +74,10 @@ def test_a_request_that_loaded_max_loads_times_computes(side: SchedulerSide) -> 
         side.prepare_load([A], request())
         side.complete_load({A}, request())
         side.on_schedule_end()
-    assert answers(side, A) == ["miss"]
     assert answers(side, A, name="another") == ["hit"]
+    assert answers(side, A) == ["miss"]
+    side.on_request_finished(request())
+    assert answers(side, A) == ["hit"]
 
 
 def test_a_waiting_request_touches_its_keys_once_per_interval(
@@ -147,18 +146,24 @@ def test_a_load_of_an_absent_key_pins_nothing(fake_daemon: FakeDaemon, side: Sch
     side.on_schedule_end()
     assert not fake_daemon.received_of(wire.Pin)
     assert not fake_daemon.received_of(wire.Unpin)
+    assert side._manager.gone is None
 
 
 def test_a_reset_unpins_loads_that_are_not_completed(
     fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
-    answers(side, A)
+    fake_daemon.store(C)
+    answers(side, A, C)
+    side.prepare_load([C], request("completed"))
+    side.complete_load({C}, request("completed"))
     side.prepare_load([A], request())
-    side.reset_cache()
-    assert answers(side, A) == ["miss"]
-    for _ in range(3):
-        side.on_schedule_end()
-    assert fake_daemon.received_of(wire.Unpin) == [wire.Unpin((A,))]
+    for _ in range(2):
+        side.reset_cache()
+        assert answers(side, A) == ["miss"]
+        for _ in range(3):
+            side.on_schedule_end()
+    assert fake_daemon.received_of(wire.Unpin) == [wire.Unpin((C,)), wire.Unpin((A,))]
+    assert side._manager.gone is None
 
 
 def reconnect(fake_daemon: FakeDaemon, side: SchedulerSide) -> None:
@@ -170,6 +175,11 @@ def reconnect(fake_daemon: FakeDaemon, side: SchedulerSide) -> None:
     fake_daemon.received.clear()
 
 
+def test_steps_without_lookups_reconnect(fake_daemon: FakeDaemon, side: SchedulerSide) -> None:
+    reconnect(fake_daemon, side)
+    until(lambda: side._manager.gone is None, side)
+
+
 def test_a_reset_without_a_daemon_is_sent_after_reconnecting(
     fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
@@ -177,6 +187,7 @@ def test_a_reset_without_a_daemon_is_sent_after_reconnecting(
     fake_daemon.disconnected = True
     assert answers(side, A) == ["miss"]
     side.reset_cache()
+    assert not side.is_resetting()  # a lost daemon is not waited for
     reconnect(fake_daemon, side)
     until(lambda: "hit" in answers(side, A) or bool(fake_daemon.received_of(wire.Reset)), side)
     assert answers(side, A) == ["miss"]
