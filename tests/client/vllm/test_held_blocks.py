@@ -46,6 +46,9 @@ def test_blocks_are_allocated_again_when_all_ranks_have_reported_the_store(pool:
     assert held
     held.report({7: 1})
     assert pool.get_num_free_blocks() == BLOCKS - 1
+    hold(held, 9, blocks)
+    held.report({9: 2})
+    assert pool.get_num_free_blocks() == BLOCKS - 1
     assert not held
 
 

@@ -45,7 +45,8 @@ class PackedWorker:
         self.caches = model.plan(config, model.layer_specs(model.SMALL), BLOCKS)
         self.rows, layers = model.allocate(self.caches)
         self.connector = KVFerryConnector(config, KVConnectorRole.WORKER, self.caches)
-        self.connector.register_kv_caches(layers)
+        # So the first layer is not at the start of a row.
+        self.connector.register_kv_caches(dict(reversed(layers.items())))
         self.side: Any = self.connector.connector_worker.worker
         wait_connected(self.side._client)
         # Of each group, which bytes of a row its layers use.

@@ -208,16 +208,23 @@ def test_a_daemon_that_stood_still_keeps_nothing_of_blocks_that_were_given_away(
     worker.shutdown()
 
 
+@pytest.mark.parametrize("waits", [False, True])
 def test_jobs_of_a_daemon_that_was_killed_have_failed(
-    start_kvferryd: StartKvferryd, start_worker: Start
+    start_kvferryd: StartKvferryd, start_worker: Start, waits: bool
 ) -> None:
+    """vLLM may use their blocks then, so a daemon that is only disconnected must not."""
     daemon = start_kvferryd(reference_stall=5)
     worker = start_worker(daemon)
+    assert worker._timeline is not None
     worker.store(1, gpu_blocks(1), KeysSpec((A,)))
     daemon.kill()
-    worker.wait({1})
+    if waits:
+        worker.wait({1})
+    else:
+        assert ended(worker, 1) == {1: False}
+    assert worker._timeline.revoked
     worker.store(2, gpu_blocks(2), KeysSpec((B,)))
-    assert ended(worker, 2) == {1: False, 2: False}
+    assert ended(worker, 1 + waits) == dict.fromkeys((1, 2) if waits else (2,), False)
     worker.shutdown()
 
 
