@@ -229,6 +229,9 @@ def test_nothing_is_offered_until_a_reset_is_done(
     assert side.prepare_store([C], request()) == StoreOutput([], KeysSpec(()), [])
     assert side.is_resetting(ended={"ended"})
     assert side.prepare_store([D], request("ended")).keys_to_store == [D]
+    side._reset_due = 0.0  # the daemon hangs
+    assert not side.is_resetting()
+    assert not side.prepare_store([C], request()).keys_to_store
     fake_daemon.finish_resets()
     assert not side.is_resetting()
     assert side.prepare_store([C], request()).keys_to_store == [C]

@@ -33,7 +33,7 @@ log = logging.getLogger("kvferry")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Seconds that a request waits for pending stores, or for an incomplete mirror.
+# Seconds that a request waits for pending stores or an incomplete mirror, and stores for a reset.
 LOOKUP_TIMEOUT = 2.0
 # A request that has loaded so often computes instead: its loads may fail again and again.
 MAX_LOADS = 8
@@ -163,7 +163,7 @@ class SchedulerSide:
         # Keys of loads that ended in this step, and those to unpin at the end of it.
         self._ended: list[Keys] = []
         self._to_unpin: list[Keys] = []
-        self._usage_due = 0.0
+        self._usage_due = self._reset_due = 0.0
         # Keys in each store since the last call of take_store_sizes.
         self._store_sizes: deque[int] = deque(maxlen=MAX_SIZES)
 
@@ -265,11 +265,12 @@ class SchedulerSide:
         self._ready = NO_KEYS
         self._ended += self._loads.values()
         self._loads.clear()
+        self._reset_due = time.monotonic() + self._lookup_timeout
         self._manager.reset_cache()
 
     @catch_errors
     def is_resetting(self, ended: Collection[str] = ()) -> bool:
-        """Whether a connected daemon has not answered a reset yet; receives its messages if so.
+        """Whether a connected daemon has not answered a recent reset; receives its messages if so.
 
         Until then prepare_store returns no keys, and what it was given must be offered again.
         ended: requests that cannot offer again. Their keys are returned, and may be dropped.
@@ -278,7 +279,7 @@ class SchedulerSide:
         if not self._usable or not manager.is_resetting:
             return False
         manager.poll()
-        return manager.is_resetting and manager.gone is None
+        return manager.is_resetting and manager.gone is None and time.monotonic() < self._reset_due
 
     def shutdown(self) -> None:
         self._manager.close()
@@ -305,7 +306,6 @@ class SchedulerSide:
 
     def handle_error(self, error: KVFerryError) -> None:
         """Abandon the sessions. Turn offloading off if keys have another length than expected."""
-        self._ready = NO_KEYS
         if error.code == Code.BAD_KEY:
             if self._usable:
                 log.error(
