@@ -122,13 +122,14 @@ def resolve_directory(directory: Path) -> Path:
 
     Raises Refused (BAD_CONFIG) if no daemon can be there, and as find_daemon_in.
     """
-    directory = find_daemon_in(directory) or directory
+    found = find_daemon_in(directory)
+    directory = found or directory
     if len(os.fsencode(directory / "kvferry.sock")) > MAX_SOCKET_PATH:
         message = (
             f"the socket's path is longer than {MAX_SOCKET_PATH} bytes; use a shorter directory"
         )
         raise Refused(Code.BAD_CONFIG, message, str(directory / "kvferry.sock"))
-    if directory.exists() and not directory.is_dir():
+    if found is None and directory.exists() and not directory.is_dir():
         message = (
             "not a runtime directory of kvferryd; name the directory that has its kvferry.sock"
         )
@@ -148,9 +149,9 @@ def no_reply_error(directory: Path) -> Gone:
     """Return the error for a reply that did not come in time. It names what the directory lacks."""
     why = ""
     if not directory.is_dir():
-        why = ": the directory does not exist"
+        why = ": the directory does not exist; start kvferryd, or name another directory"
     elif not os.path.lexists(directory / "kvferry.sock"):
-        why = ": the directory has no kvferry.sock"
+        why = ": the directory has no kvferry.sock; start kvferryd, or name another directory"
     return Gone(Code.TIMEOUT, f"no reply from a daemon in time{why}", str(directory))
 
 

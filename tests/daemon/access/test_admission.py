@@ -166,7 +166,7 @@ NO_ACCESS = "file permissions deny your user access"
         ("status -d DIR", f"[forbidden] {NO_ACCESS}"),
         ("release engine -d DIR", f"[forbidden] {NO_ACCESS}"),
         ("bench -d DIR", f"[forbidden] {NO_ACCESS}"),
-        ("doctor -d DIR", "permission denied"),
+        ("doctor -d DIR", "-> usermod -aG"),
         ("top --once", NO_ACCESS),
         ("top --once -d DIR", NO_ACCESS),
     ],
@@ -176,6 +176,23 @@ def test_the_command_line_reports_missing_permission(
 ) -> None:
     """The user may not read the directory either."""
     daemon = start(access_group=GROUP)
+    report_missing_permission(daemon, command, expected)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [("status -d DIR", f"[forbidden] {NO_ACCESS}"), ("doctor -d DIR", "-> run the engine as root")],
+)
+def test_a_closed_directory_above_is_missing_permission(
+    start: Callable[..., LocalDaemon], command: str, expected: str
+) -> None:
+    daemon = start(access_group=GROUP)
+    daemon.runtime_dir.chmod(0o700)
+    report_missing_permission(daemon, command, expected)
+
+
+def report_missing_permission(daemon: LocalDaemon, command: str, expected: str) -> None:
+    """Run a command as another user, and expect its error."""
     program = [sys.executable, "-c", COMMAND, str(daemon.runtime_dir), str(OTHER_USER)]
     arguments = command.replace("DIR", str(daemon.directory)).split()
     # Another user cannot write coverage's file here, and coverage would print a traceback.

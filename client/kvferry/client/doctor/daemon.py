@@ -57,13 +57,16 @@ def directory(context: CheckContext) -> Iterator[Finding]:
     elif not inaccessible:
         change = f"{_start_command(directories[0])}, or name its runtime directory with --directory"
         yield fail("directory", f"no daemon's sockets in {searched}", change)
-    for path in inaccessible:
-        if not found:
-            yield fail(
-                "directory",
-                f"{path}: permission denied, {_describe_owner(path)}",
-                _access_advice(path),
-            )
+    for path in inaccessible if not found else ():
+        # Of the directories above, the first that this user may not search denies access.
+        denying = next(
+            (each for each in reversed(path.parents) if not os.access(each, os.X_OK)), path
+        )
+        yield fail(
+            "directory",
+            f"{denying}: permission denied, {_describe_owner(denying)}",
+            _access_advice(denying),
+        )
 
 
 def _start_command(directory: Path) -> str:
