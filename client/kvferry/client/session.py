@@ -195,7 +195,7 @@ class ClientSession:
         """Raises Refused (UNKNOWN_NAMESPACE) if none was opened."""
         if self._namespace is None:
             message = "this client has opened no namespace; call open_namespace first"
-            raise Refused(Code.UNKNOWN_NAMESPACE, message, self.client)
+            raise Refused(Code.UNKNOWN_NAMESPACE, message)
         return self._namespace
 
     def opened_namespace(self, fingerprint: Fingerprint) -> Opened | None:

@@ -99,8 +99,8 @@ class SiblingsConfig(Section, frozen=True):
     enabled: Annotated[
         bool,
         Meta(
-            description="exchange blocks with the other daemons of this host and user: what one "
-            "has stored the engines of all others find; each of them needs this setting"
+            description="exchange blocks with the other daemons of this host and user that have "
+            "this setting: the engines of each find the blocks that any of them has stored"
         ),
     ] = True
     store_all: Annotated[

@@ -46,10 +46,10 @@ def test_top_shows_a_tier_in_one_line() -> None:
 def test_an_unknown_usage_is_not_shown_as_zero() -> None:
     shared = TierStatus("mooncake", "on", promoted=1, read_bytes=GIB)
     assert lines(shared) == [
-        "mooncake on, usage not known",
+        "mooncake on",
         "         read 1 GiB in 1 keys, written 0 B in 0",
     ]
-    assert tier_row(shared).plain == "mooncake on · usage not known"
+    assert tier_row(shared).plain == "mooncake on"
 
 
 def test_why_a_tier_fails_is_shown() -> None:

@@ -69,13 +69,15 @@ def verify(root: Root, json: AsJson = False) -> None:
 
     Stop the daemon first. Nothing is changed: a bad block is a miss when an engine requests it.
     """
+    console = Console(stderr=True)
     with Progress(
         TextColumn("verifying"),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task("verifying", total=None)
 

@@ -21,8 +21,7 @@ STATES = {
 def tier_lines(tiers: Sequence[TierStatus], width: int) -> Iterator[Text]:
     """Rows of `kvferry status`: the usage and the numbers of each tier."""
     for tier in tiers:
-        shown, style = STATES.get(tier.state, (tier.state, ""))
-        head = [Text(shown, style), Text(_used(tier))]
+        head = _state(tier)
         if tier.read_only:
             head.append(Text(f"read-only: {printable(tier.read_only)}", "red"))
         yield from rows(printable(tier.name), head, width)
@@ -37,12 +36,8 @@ def tier_lines(tiers: Sequence[TierStatus], width: int) -> Iterator[Text]:
 
 def tier_row(tier: TierStatus) -> Text:
     """For `top`: one line."""
-    shown, style = STATES.get(tier.state, (tier.state, ""))
-    text = Text.assemble(
-        (f"{printable(tier.name)[:8]:<9}", "dim"),
-        (shown, style),
-        f" · {_used(tier)}",
-    )
+    name = f"{printable(tier.name)[:8]:<9}", "dim"
+    text = Text.assemble(name, Text(" · ").join(_state(tier)))
     if tier.hits + tier.misses:
         text.append(f" · hits {_hits(tier)}")
     if tier.read_only:
@@ -68,16 +63,13 @@ def sibling_lines(siblings: Sequence[SiblingStatus], width: int) -> Iterator[Tex
         yield from rows("", parts, width, "dim")
 
 
-def _is_counted(tier: TierStatus) -> bool:
-    """Whether the tier counts what it stores. A client of a store that others use cannot."""
-    return bool(tier.capacity_bytes or tier.used_bytes or tier.keys)
-
-
-def _used(tier: TierStatus) -> str:
-    if not _is_counted(tier):
-        return "usage not known"
-    bound = f"of {size(tier.capacity_bytes)}" if tier.capacity_bytes else "used"
-    return f"{size(tier.used_bytes)} {bound}"
+def _state(tier: TierStatus) -> list[Text]:
+    """Whether the tier is used, and its usage. A client of a store that others use counts none."""
+    parts = [Text(*STATES.get(tier.state, (tier.state, "")))]
+    if tier.capacity_bytes or tier.used_bytes or tier.keys:
+        bound = f"of {size(tier.capacity_bytes)}" if tier.capacity_bytes else "used"
+        parts.append(Text(f"{size(tier.used_bytes)} {bound}"))
+    return parts
 
 
 def _hits(tier: TierStatus) -> str:

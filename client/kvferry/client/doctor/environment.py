@@ -90,7 +90,7 @@ def allocator(context: CheckContext) -> Iterator[Finding]:
                 "--enable-cumem-allocator is set, too",
             )
             return
-    yield ok("allocator", "torch uses its default allocator")
+    yield ok("allocator", "expandable_segments is not set")
 
 
 def vllm(_: CheckContext) -> Iterator[Finding]:

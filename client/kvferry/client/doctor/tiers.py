@@ -42,4 +42,5 @@ def _check_tier(check: str, tier: TierStatus) -> Iterator[Finding]:
         change = f"if it happens again: a faster device, or a higher tiers.{tier.name}.rate"
         yield warn(check, f"{tier.state}; {dropped}: {why}", change)
     else:
-        yield ok(check, f"{tier.state}, {tier.used_bytes >> 20} MiB used")
+        used = f", {tier.used_bytes >> 20} MiB used" if tier.used_bytes else ""
+        yield ok(check, f"{tier.state}{used}")

@@ -336,6 +336,8 @@ def _check_results(call: str, results: Sequence[object], keys: Sequence[bytes]) 
 def _reason_of(error: Exception) -> str:
     """The text of an error, for an operator; its traceback if the tier's code is at fault.
     Called while the error is handled."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}; install it in the environment of kvferryd"
     known = isinstance(error, KVFerryError | OSError | ImportError | msgspec.ValidationError)
     return str(error) if known else traceback.format_exc(limit=-4)
 
