@@ -8,7 +8,7 @@ from kvferry.proto.keys import Lookup
 
 def find_key(cache: Cache, key: bytes) -> Lookup:
     """As a client's mirror answers."""
-    return cache.states((key,))[0] or Lookup.MISS
+    return cache.lookups((key,))[0] or Lookup.MISS
 
 
 def ready_keys(cache: Cache) -> list[bytes]:

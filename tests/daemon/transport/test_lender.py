@@ -12,7 +12,7 @@ import pytest
 from kvferry.daemon.core.records import namespace_owner
 from kvferry.daemon.core.tier_actions import LendPool
 from kvferry.daemon.transport import lender as lender_module
-from kvferry.daemon.transport.lender import Lender, LentPool, check_sibling
+from kvferry.daemon.transport.lender import LentPool, check_sibling, lend_pool
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.lending import MAX_LENT_CHUNKS, PoolLent
 from kvferry.shm.memfd import sealed_memfd
@@ -44,64 +44,64 @@ def fds() -> Iterator[HeldFds]:
 
 
 @pytest.fixture
-def lender(fds: HeldFds) -> Iterator[Lender]:
-    """Of a pool of 100 chunks."""
+def pool() -> Iterator[LentPool]:
+    """A pool of 100 chunks."""
     chunks = [sealed_memfd("chunk", CHUNK) for _ in range(100)]
-    held: Any = fds
-    yield Lender(LentPool(chunks, CHUNK), held)
+    yield LentPool(chunks, CHUNK)
     for chunk in chunks:
         os.close(chunk)
 
 
-def lend(lender: Lender, start: int, end: int, first: int = 0) -> PoolLent:
-    return lender.lend_pool(LendPool("s", 1, start * CHUNK, end * CHUNK, first, OWNER))
+def lend(pool: LentPool, fds: Any, start: int, end: int, first: int = 0) -> PoolLent:
+    return lend_pool(pool, fds, LendPool("s", 1, start * CHUNK, end * CHUNK, first, OWNER))
 
 
-def test_the_chunks_of_the_region_are_lent_to_be_read(lender: Lender, fds: HeldFds) -> None:
+def test_the_chunks_of_the_region_are_lent_to_be_read(pool: LentPool, fds: HeldFds) -> None:
     action = LendPool("s", 7, 2 * CHUNK + 1, 5 * CHUNK + 1, 0, OWNER)
-    assert lender.lend_pool(action) == PoolLent(7, CHUNK, 2, 6, tuple(fds.held), action.start)
+    held: Any = fds
+    lent = lend_pool(pool, held, action)
+    assert lent == PoolLent(7, CHUNK, 2, 6, tuple(fds.held), action.start)
     assert len(fds.held) == 4
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.write(fds.held[0], b"x")
 
 
-def test_many_chunks_are_lent_in_parts(lender: Lender, fds: HeldFds) -> None:
-    lent = lend(lender, 0, 100)
+def test_many_chunks_are_lent_in_parts(pool: LentPool, fds: HeldFds) -> None:
+    lent = lend(pool, fds, 0, 100)
     assert (lent.first, lent.end, len(lent.handles)) == (0, 100, MAX_LENT_CHUNKS)
     with pytest.raises(Refused, match="fetch them before") as raised:
-        lend(lender, 0, 100, MAX_LENT_CHUNKS)
+        lend(pool, fds, 0, 100, MAX_LENT_CHUNKS)
     assert raised.value.code == Code.BUSY
     fds.held.clear()
-    lent = lend(lender, 0, 100, MAX_LENT_CHUNKS)
+    lent = lend(pool, fds, 0, 100, MAX_LENT_CHUNKS)
     assert (lent.first, len(lent.handles)) == (MAX_LENT_CHUNKS, 100 - MAX_LENT_CHUNKS)
 
 
 def test_the_block_table_is_lent_with_the_first_chunks(fds: HeldFds) -> None:
     chunks = [sealed_memfd("chunk", CHUNK) for _ in range(2)]
-    held: Any = fds
-    lender = Lender(LentPool(chunks, CHUNK, lambda owner: chunks[1] * (owner == OWNER)), held)
-    lent = lend(lender, 0, 2)
+    pool = LentPool(chunks, CHUNK, lambda owner: chunks[1] * (owner == OWNER))
+    lent = lend(pool, fds, 0, 2)
     assert lent.table == fds.held[2]
     assert os.fstat(fds.held[2]).st_ino == os.fstat(chunks[1]).st_ino
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.write(fds.held[2], b"x")
     fds.held.clear()
-    assert lend(lender, 0, 2, 1).table is None
+    assert lend(pool, fds, 0, 2, 1).table is None
     for chunk in chunks:
         os.close(chunk)
 
 
 def test_nothing_is_lent_if_the_daemon_needs_its_descriptors(
-    lender: Lender, monkeypatch: pytest.MonkeyPatch
+    pool: LentPool, fds: HeldFds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lender_module, "fds_exhausted", lambda: True)
     with pytest.raises(Refused, match="no file descriptors left"):
-        lend(lender, 0, 1)
+        lend(pool, fds, 0, 1)
 
 
 @pytest.mark.parametrize("first", [5, 1 << 40])
-def test_no_chunk_beyond_the_region_is_lent(lender: Lender, fds: HeldFds, first: int) -> None:
-    assert lend(lender, 2, 5, first) == PoolLent(1, CHUNK, 5, 5, (), 2 * CHUNK)
+def test_no_chunk_beyond_the_region_is_lent(pool: LentPool, fds: HeldFds, first: int) -> None:
+    assert lend(pool, fds, 2, 5, first) == PoolLent(1, CHUNK, 5, 5, (), 2 * CHUNK)
     assert not fds.held
 
 

@@ -1,8 +1,8 @@
 """The output of the core (actions), and its input in addition to messages (reports).
 
 The core returns a list of actions for each message and each report. The server passes each action
-to its owner: transport, the device worker, persistence or observability. Reports of the device
-worker and of persistence reach the core on the event loop.
+to its owner: transport, the device worker, persistence, the tiers or observability. All reports
+reach the core on the event loop.
 """
 
 from __future__ import annotations

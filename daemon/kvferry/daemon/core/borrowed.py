@@ -111,7 +111,7 @@ class BorrowedKeys:
             return []
         return [
             place
-            for place, (key, state) in enumerate(zip(keys, self._cache.states(keys), strict=True))
+            for place, (key, state) in enumerate(zip(keys, self._cache.lookups(keys), strict=True))
             if state is not Lookup.HIT and key in self._found
         ]
 
@@ -128,5 +128,5 @@ class BorrowedKeys:
 
     def _add_events(self, kind: EventKind, keys: Sequence[OffloadKey]) -> None:
         if keys:
-            states = zip(keys, self._cache.states(keys), strict=True)
+            states = zip(keys, self._cache.lookups(keys), strict=True)
             self._cache.events.add(kind, [key for key, state in states if state in _ABSENT])

@@ -142,7 +142,7 @@ class Core:
         return [*self._regions.take_changes(), *actions, *self._namespaces.take_key_events()]
 
     def report(self, report: Report) -> list[Action]:
-        """Handle a report of the device worker or of persistence."""
+        """Handle a report of the device worker, of persistence or of the tiers."""
         match report:
             case TransferCompleted():
                 actions, error = self._transfers.end_transfer(report)

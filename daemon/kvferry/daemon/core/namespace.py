@@ -236,15 +236,16 @@ class Namespace:
         self.borrowed.clear()
         return self.cache.reset()
 
-    def states(self, keys: Sequence[OffloadKey]) -> list[Lookup | None]:
+    def lookups(self, keys: Sequence[OffloadKey]) -> list[Lookup | None]:
         """The lookup of each key, which is not counted. Borrowed keys are a HIT. None: it has no
         block."""
-        return self.borrowed.add_to(keys, self.cache.states(keys))
+        return self.borrowed.add_to(keys, self.cache.lookups(keys))
 
     def count_prefix(self, keys: Sequence[OffloadKey]) -> int:
         """How many of `keys`, from the first on, are loadable or pending."""
         found = (Lookup.HIT, Lookup.HIT_PENDING)
-        return next((at for at, one in enumerate(self.states(keys)) if one not in found), len(keys))
+        lookups = enumerate(self.lookups(keys))
+        return next((at for at, one in lookups if one not in found), len(keys))
 
     def take_key_events(self) -> KeyEvents | None:
         """The key events since the last call; None if there are none."""

@@ -98,7 +98,7 @@ class Promotions:
         namespace = self._namespaces.require_namespace(session, message)
         namespace.check_keys(message.keys)
         namespace.borrowed.expire(now)
-        states = namespace.cache.states(message.keys)
+        states = namespace.cache.lookups(message.keys)
         keys = message.keys
         absent = dict.fromkeys(key for key, state in zip(keys, states, strict=True) if not state)
         dropping = any(drop[2].name == namespace.name for drop in self._drops.values())
@@ -191,7 +191,7 @@ class Promotions:
         if search.places is not None:
             nbytes, start = namespace.fingerprint.host_block_bytes, namespace.region.start
             namespace.borrowed.add(search.keys, search.places, nbytes, start, report.now)
-        found, gained = _found_prefix(message.keys, namespace.states(message.keys), tier_of)
+        found, gained = _found_prefix(message.keys, namespace.lookups(message.keys), tier_of)
         most = max(1, int(PROMOTED_PART * namespace.region.num_blocks))
         if len(found) > (room := max(0, most - namespace.promoting)):
             found = found[:room]

@@ -142,8 +142,8 @@ def start_tiers(
 
 @dataclass(eq=False, slots=True)
 class _Search:
-    """tier_of: of each key the fastest tier that has it so far. left: tiers without an answer.
-    places: see KeysFound."""
+    """A FindKeys in progress. tier_of: of each key the fastest tier that has it so far. left: tiers
+    without an answer. places: see KeysFound."""
 
     action: FindKeys
     tier_of: list[int]

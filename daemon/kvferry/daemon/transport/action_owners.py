@@ -93,8 +93,8 @@ class ActionOwners:
         """Pass a command to the device worker."""
         self._worker.post_command(command)
 
-    def end_reports(self, reports: list[Report]) -> None:
-        """These reports are handled, and the actions that followed are performed."""
+    def wake_up(self, reports: list[Report]) -> None:
+        """These reports were handled: there may be blocks to commit, or to write into tiers."""
         if any(isinstance(report, TransferCompleted | BlocksFetched) for report in reports):
             self._region_store.wake_up()
         self._tiering.wake_up()

@@ -122,7 +122,9 @@ class Ingress:
         """Drop the queued messages of a client that has disconnected, and its used time."""
         queue = self._queues.pop(peer.identity, None)
         if queue is not None:
-            self._drop_queue(queue)
+            self._count -= len(queue.messages)
+            self._nbytes -= sum(map(_nbytes, queue.messages))
+            queue.messages.clear()
 
     def count_connections(self) -> None:
         """Count accepted and closed connections now; they are handled later, in order."""
@@ -214,11 +216,6 @@ class Ingress:
         peer = self._peers.by_identity.get(queue.identity)
         if queue.closed and not queue.messages and peer is not None:
             self._connection_closed(peer)
-
-    def _drop_queue(self, queue: IncomingQueue) -> None:
-        self._count -= len(queue.messages)
-        self._nbytes -= sum(map(_nbytes, queue.messages))
-        queue.messages.clear()
 
     def _connection_closed(self, peer: Peer) -> None:
         self._handler.disconnect_client(peer, "connection closed")

@@ -29,34 +29,28 @@ class LentPool:
     table_of: Callable[[RegionOwner], int | None] = lambda _: None
 
 
-class Lender:
-    """Lends the chunks of the pool."""
+def lend_pool(pool: LentPool, fd_server: FdServer, action: LendPool) -> PoolLent:
+    """Pass chunks of the pool to a sibling. Raises Refused.
 
-    def __init__(self, pool: LentPool, fd_server: FdServer) -> None:
-        self._pool, self._fd_server = pool, fd_server
-
-    def lend_pool(self, action: LendPool) -> PoolLent:
-        """Pass chunks of the pool to a sibling. Raises Refused.
-
-        The descriptors can only be read; a sibling cannot write into the pool by mistake.
-        """
-        if self._fd_server.holds_any(action.session):
-            text = "descriptors of this session are waiting; fetch them before you request more"
-            raise Refused(Code.BUSY, text, action.session)
-        if fds_exhausted():
-            raise Refused(Code.BUSY, NONE_LEFT, action.session)
-        chunk_bytes = self._pool.chunk_bytes
-        first = max(action.start // chunk_bytes, action.first)
-        end = -(-action.end // chunk_bytes)
-        handles = tuple(
-            self._fd_server.hold_fd(action.session, _readable(descriptor))
-            for descriptor in self._pool.descriptors[first:end][:MAX_LENT_CHUNKS]
-        )
-        table, descriptor = None, None if action.first else self._pool.table_of(action.owner)
-        if descriptor is not None:
-            table = self._fd_server.hold_fd(action.session, _readable(descriptor))
-        number, start = action.request_id, action.start
-        return PoolLent(number, chunk_bytes, min(first, end), end, handles, start, table)
+    The descriptors can only be read; a sibling cannot write into the pool by mistake.
+    """
+    if fd_server.holds_any(action.session):
+        text = "descriptors of this session are waiting; fetch them before you request more"
+        raise Refused(Code.BUSY, text, action.session)
+    if fds_exhausted():
+        raise Refused(Code.BUSY, NONE_LEFT, action.session)
+    chunk_bytes = pool.chunk_bytes
+    first = max(action.start // chunk_bytes, action.first)
+    end = -(-action.end // chunk_bytes)
+    handles = tuple(
+        fd_server.hold_fd(action.session, _readable(descriptor))
+        for descriptor in pool.descriptors[first:end][:MAX_LENT_CHUNKS]
+    )
+    table, descriptor = None, None if action.first else pool.table_of(action.owner)
+    if descriptor is not None:
+        table = fd_server.hold_fd(action.session, _readable(descriptor))
+    number, start = action.request_id, action.start
+    return PoolLent(number, chunk_bytes, min(first, end), end, handles, start, table)
 
 
 def check_sibling(uid: int) -> None:

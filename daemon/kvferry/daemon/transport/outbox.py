@@ -116,16 +116,13 @@ class Outboxes:
     def _queue_message(self, peer: Peer, data: bytes) -> None:
         if peer.overflowed:
             return
+        limits = self._limits
         peer.outbox.append(data)
         peer.outbox_bytes += len(data)
         if len(peer.outbox) == 1:
             self._flush(peer)
-        elif self._exceeds_limits(peer):
+        elif len(peer.outbox) > limits.messages or peer.outbox_bytes > limits.nbytes:
             self._close_overflowed(peer)
-
-    def _exceeds_limits(self, peer: Peer) -> bool:
-        limits = self._limits
-        return len(peer.outbox) > limits.messages or peer.outbox_bytes > limits.nbytes
 
     def _close_overflowed(self, peer: Peer) -> None:
         """Replace an outbox by a Goodbye with the reason, which the pending flush sends."""

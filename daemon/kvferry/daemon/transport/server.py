@@ -38,7 +38,7 @@ from kvferry.daemon.observability.event_log import EventLog
 from kvferry.daemon.transport.accept_gate import AcceptGate
 from kvferry.daemon.transport.action_owners import ActionOwners
 from kvferry.daemon.transport.fd_server import FdServer
-from kvferry.daemon.transport.lender import Lender, LentPool, check_sibling
+from kvferry.daemon.transport.lender import LentPool, check_sibling, lend_pool
 from kvferry.daemon.transport.outbox import merge_results
 from kvferry.daemon.transport.sessions import Sessions
 from kvferry.daemon.transport.status import StatusAssembler
@@ -75,7 +75,7 @@ class Server:
         self._client_log = client_log = EventLog()
         self._reports, self._owners, self._status = reports, owners, status
         self._fd_server = FdServer(endpoint, lambda: core.sessions, core.error_reply)
-        self._lender = Lender(pool, self._fd_server)
+        self._pool = pool
         self._context = zmq.Context(io_threads=1)
         self._socket = _router(self._context)
         self._accept_gate = AcceptGate(endpoint.messages)
@@ -160,7 +160,7 @@ class Server:
             reports.append(report)
             actions += follows
         self._perform(merge_results(actions))
-        self._owners.end_reports(reports)
+        self._owners.wake_up(reports)
 
     def _note_report(self, report: Pong | CopyCalibrated | PoolRegistered) -> None:
         self._status.note_report(report)
@@ -204,7 +204,7 @@ class Server:
 
     def _lend_pool(self, action: LendPool) -> None:
         try:
-            reply: DaemonMessage = self._lender.lend_pool(action)
+            reply: DaemonMessage = lend_pool(self._pool, self._fd_server, action)
         except KVFerryError as error:
             reply = self._core.error_reply(error, action.request_id, action.session)
         self._sessions.send_message(action.session, reply)

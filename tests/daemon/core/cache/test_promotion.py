@@ -20,7 +20,7 @@ def store(cache: Cache, *keys: bytes) -> None:
 def test_a_promoted_key_is_pending_and_then_loadable_or_absent() -> None:
     cache = Cache(4)
     blocks = cache.tier_access.prepare_promotion([A, B])
-    assert cache.count_prefix([A, B, C]) == 2
+    assert cache.lookups([A, B, C]) == [Lookup.HIT_PENDING, Lookup.HIT_PENDING, None]
     stored_keys = cache.tier_access.end_promotion([A, B], blocks, np.array([True, False]), [0])
     assert stored_keys.tolist() == [True, False]
     assert [find_key(cache, key) for key in (A, B)] == [Lookup.HIT, Lookup.MISS]

@@ -105,12 +105,7 @@ class Cache:
             orphaned=orphaned,
         )
 
-    def count_prefix(self, keys: Sequence[bytes]) -> int:
-        """How many of `keys`, from the first on, are a HIT or a HIT_PENDING."""
-        found = (Lookup.HIT, Lookup.HIT_PENDING)
-        return next((at for at, one in enumerate(self.states(keys)) if one not in found), len(keys))
-
-    def states(self, keys: Sequence[bytes]) -> list[Lookup | None]:
+    def lookups(self, keys: Sequence[bytes]) -> list[Lookup | None]:
         """The lookup of each key, which is not counted; None if it has no block."""
         return self.table.lookups(self._blocks.index.find_numbers(keys))
 

@@ -75,8 +75,9 @@ class KeyedBlocks:
         them.
         """
         table = self.table
-        victims = self.policy.choose_victims(keys, table.free, table.idle_among)
-        evicted = self._evict_blocks(np.array(victims, np.int64))
+        victims = np.array(self.policy.choose_victims(keys, table.free, table.idle_among), np.int64)
+        self._count_unwritten(victims)
+        evicted = self._remove_keys(victims)
         blocks = self._free.pop_blocks(len(keys))
         table.set_pending(blocks)
         table.hold(blocks)
@@ -219,11 +220,6 @@ class KeyedBlocks:
     def _replace_policy(self, size: int, blocks: Int64s) -> None:
         self.policy = self._make_policy(size, self.index, blocks)
         self.marks.changes += 1
-
-    def _evict_blocks(self, blocks: Int64s) -> list[bytes]:
-        """Remove the keys of blocks that the policy has chosen, and return them."""
-        self._count_unwritten(blocks)
-        return self._remove_keys(blocks)
 
     def _count_unwritten(self, blocks: Int64s) -> None:
         if blocks.size and self.unwritten:

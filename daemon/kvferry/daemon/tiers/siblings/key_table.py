@@ -46,7 +46,10 @@ def hash_keys(store: str, keys: Iterable[bytes]) -> Hashes:
 
 
 class KeyTable:
-    """rows: (BUCKETS, WAYS), zeros; None: memory of its own. flag: (1,), see `is_active`."""
+    """The hashes of the keys that one sibling has of one namespace.
+
+    rows: (BUCKETS, WAYS), zeros; None: memory of its own. flag: (1,), see `is_active`.
+    """
 
     def __init__(self, rows: Hashes | None = None, flag: Hashes | None = None) -> None:
         self._rows = np.zeros((BUCKETS, WAYS), np.uint64) if rows is None else rows

@@ -68,7 +68,9 @@ Reply = TypeVar("Reply", bound=Message)
 
 
 class SiblingLink:
-    """directory: of the sibling. store: see Namespace.store_name. keys: an empty table.
+    """A session at one sibling, for one namespace.
+
+    directory: of the sibling. store: see Namespace.store_name. keys: an empty table.
 
     state: ON, or why nothing is copied. keys: those of the sibling. pool: None if it is not mapped.
     """
