@@ -16,7 +16,7 @@ from kvferry.proto.messages import Error
 from kvferry.shm.memfd import sealed_memfd
 from support.descriptors import count_memfds
 
-REFUSAL = encode(Error(None, ErrorInfo(Code.UNKNOWN_HANDLE, "unknown handle 7"), ""))
+REFUSAL = encode(Error(None, ErrorInfo(Code.UNKNOWN_HANDLE, "unknown handle 7")))
 
 
 @pytest.mark.parametrize("reply", [REFUSAL, b"\xc1"], ids=["refusal", "no message"])

@@ -45,7 +45,7 @@ def test_a_searched_key_is_a_retry_until_the_reply(session: ClientSession) -> No
     search = begin(session, 7, A, B)
     assert lookup(session, A, B, C) == [Lookup.HIT, Lookup.RETRY, Lookup.MISS]
     session.receive_message(encode(wire.KeyEvents(1, (wire.KeyEvent(EventKind.PENDING, (B,)),))))
-    session.receive_message(encode(wire.TiersFound(7, 2, 1, 0.1)))
+    session.receive_message(encode(wire.TiersFound(7, 2, 1)))
     assert lookup(session, A, B) == [Lookup.HIT, Lookup.HIT_PENDING]
     assert (search.found, search.found_keys) == (2, (A, B))
     assert Prefetch((search,)).promotes

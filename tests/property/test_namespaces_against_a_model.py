@@ -24,7 +24,7 @@ from kvferry.daemon.core.actions import BlocksVerified
 from kvferry.proto import messages as wire
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import Direction
-from support.cached_keys import pending_keys, ready_keys
+from support.cached_keys import entries_of, pending_keys, ready_keys
 from support.checked_namespaces import CheckedNamespaces
 from support.checked_sessions import new_core
 from support.key_requests import (
@@ -259,7 +259,7 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
             assert usage.pinned == len(namespace.pinned)
             size, start = namespace.fingerprint.host_block_bytes, namespace.start
             ready = {key: (b.offset - start) // size for key, b in namespace.ready.items()}
-            assert dict(cache.entries()) == ready
+            assert dict(entries_of(cache)) == ready
             assert set(pending_keys(cache)) == set(namespace.pending)
             assert set(ready_keys(cache)) == namespace.hits()
 
@@ -273,8 +273,8 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
         for name, namespace in self.namespaces.items():
             old, new = self.core._namespaces._by_name[name], restored[name]
             new.cache.check_integrity()
-            entries = dict(new.cache.entries())
-            assert entries == dict(old.cache.entries())
+            entries = dict(entries_of(new.cache))
+            assert entries == dict(entries_of(old.cache))
             assert new.record == old.record
             for key in entries:
                 assert new.cache.stored_part(key) == old.cache.stored_part(key)

@@ -15,6 +15,7 @@ from kvferry.proto.specs import (
     KeyLoadStoreSpec,
     TransferSpec,
 )
+from support.cached_keys import entries_of
 from support.transfers_model import (
     ModelTransfer,
     changed_transfers,
@@ -94,5 +95,5 @@ def test_the_keys_of_a_store_in_parts_are_evicted_in_the_same_order(
             reservation = cache.prepare_store(host.keys)
             assert reservation is not None
             cache.complete_store(reservation, success=True)
-        caches.append([key for key, _ in cache.entries()])
+        caches.append([key for key, _ in entries_of(cache)])
     assert caches[0] == caches[1] == list(reversed(keys))

@@ -285,7 +285,7 @@ MESSAGES: dict[str, Any] = {
         7, "0123456789abcdef", 1000, 32768, True, "arc", 2, (), 3, ("siblings",), True
     ),
     "daemon/done": wire.Done(9),
-    "daemon/tiers_found": wire.TiersFound(10, 2, 1, 0.25),
+    "daemon/tiers_found": wire.TiersFound(10, 2, 1),
     "daemon/namespace_lent": NamespaceLent(11, 3),
     "daemon/pool_lent": PoolLent(12, 1 << 30, 64, 66, (7, 8)),
     "daemon/pool_lent-table": PoolLent(12, 1 << 30, 64, 66, (7, 8), (64 << 30) + 4096, 9),
@@ -319,7 +319,7 @@ MESSAGES: dict[str, Any] = {
     "daemon/snapshot-last": wire.Snapshot(6, 1, True, (), True, 2),
     "daemon/key_events": KEY_EVENTS,
     "daemon/namespaces": wire.NamespacesReport(10, (NAMESPACE,)),
-    "daemon/error": wire.Error(5, FAILURE, "0123456789abcdef"),
+    "daemon/error": wire.Error(5, FAILURE),
     "daemon/error-to-nothing": wire.Error(None, ErrorInfo("code_of_tomorrow", "what it means")),
     "daemon/goodbye": wire.Goodbye(),
     "request/send_fds": fd_passing.SendFds("s1"),

@@ -19,7 +19,7 @@ from kvferry.daemon.core.cache.cache_events import CacheEvent
 from kvferry.daemon.core.cache.jobs import Pins, Reservation
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind, Lookup
-from support.cached_keys import find_key, pending_keys, ready_keys
+from support.cached_keys import entries_of, find_key, pending_keys, ready_keys
 from support.committed_blocks import commit_all, next_table
 from support.plain_policies import PLAIN
 
@@ -324,7 +324,7 @@ class CacheModel(CacheModelState):
         commit_all(self.cache.table)
         self.start(next_table(self.cache.table, KEY_BYTES))
         self.cache.restore_keys(SUB_BLOCKS)
-        entries = self.cache.entries()
+        entries = entries_of(self.cache)
         assert {key for key, _ in entries} == ready
         self.policy.admit([key for key, _ in reversed(entries)], self.capacity, lambda key: False)
         self.state = {key: READY for key, _ in entries}
@@ -370,7 +370,7 @@ class CacheModel(CacheModelState):
             is_missing = self.cache._blocks.marks.are_missing(ready_blocks, tier).tolist()
             assert is_missing == [key not in tier_keys for key in sorted(ready)]
         order = [key for key in self.policy.order() if key in ready]
-        assert self.cache.entries() == [(key, self.block_of[key]) for key in order]
+        assert entries_of(self.cache) == [(key, self.block_of[key]) for key in order]
         usage = self.cache.usage
         assert (usage.free, usage.pending) == (self.free(), len(pending))
         assert (usage.ready, usage.unverified) == (

@@ -22,6 +22,7 @@ from kvferry.proto.specs import (
     Direction,
     KeyLoadStoreSpec,
 )
+from support.cached_keys import entries_of
 from support.checked_sessions import CheckedSessions
 from support.key_requests import KeyRequest, MovedBlock
 from support.mirror_model import MirrorModel
@@ -59,7 +60,7 @@ class CheckedNamespaces(CheckedSessions):
             return None
         for key in replaced:
             del namespace.ready[key]
-        evicted = namespace.ready.keys() - dict(self.cache(namespace).entries()).keys()
+        evicted = namespace.ready.keys() - dict(entries_of(self.cache(namespace))).keys()
         assert (len(evicted), evicted <= movable) == (missing, True)
         for key in evicted:
             del namespace.ready[key]

@@ -13,7 +13,7 @@ A session can outlive its daemon:
     DISCONNECTED   socket_opened       CONNECTING
     any            close               CLOSED
 
-While CONNECTING it sends Hello, and requests everything in its SessionState (operations.connect).
+While CONNECTING it sends Hello, and requests everything in its SessionState (restoring.connect).
 `gone` says why no request can be sent; it is None if CONNECTED, and during the first CONNECTING.
 When the connection is lost, pending requests fail, and jobs in flight end as LOST, once.
 """
@@ -350,7 +350,7 @@ class ClientSession:
                     self._snapshot_needed = True
             case Welcome() as welcome:
                 self.welcome = self._hello_reply = welcome
-            case Error(request_id, info, _):
+            case Error(request_id, info):
                 self._receive_error(request_id, error_of(info))
             case Goodbye(reason):
                 why = f": {reason}" if reason else ""

@@ -332,14 +332,13 @@ class TiersFound(Message):
     """The first `prefix` keys of a FindInTiers are loadable, pending, or being promoted.
 
     promoted: how many of them this request began to promote. They are pending until they are
-    loadable; a key whose promotion fails, or is not done within `seconds`, becomes absent. All of
-    this is in KeyEvents; those of the promoted keys are sent before this message.
+    loadable; a key whose promotion fails or is late becomes absent. All of this is in KeyEvents;
+    those of the promoted keys are sent before this message.
     """
 
     request_id: Id
     prefix: Count
     promoted: Count = 0
-    seconds: float = 0.0
 
 
 class StatusReport(Message):
@@ -357,7 +356,6 @@ class Error(Message):
 
     request_id: Id | None
     error: ErrorInfo
-    boot_id: str = ""
 
 
 ClientMessage: TypeAlias = (

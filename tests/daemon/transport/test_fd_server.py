@@ -37,7 +37,7 @@ class FdServerFixture:
 
     def make_refusal(self, error: KVFerryError) -> Error:
         self.refused.append(error.code)
-        return Error(None, error.info, "boot")
+        return Error(None, error.info)
 
 
 @pytest.fixture

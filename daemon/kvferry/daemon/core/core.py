@@ -236,7 +236,7 @@ class Core:
     ) -> wire.Error:
         """The reply to a refused request that is not a job; counts the error."""
         self._count_error(error, session)
-        return wire.Error(request_id, error.info, self.identity.boot_id)
+        return wire.Error(request_id, error.info)
 
     def _count_error(self, error: KVFerryError, session: str) -> None:
         if self._engines.get(session) != OWN:

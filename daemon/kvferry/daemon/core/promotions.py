@@ -207,8 +207,7 @@ class Promotions:
         blocks = namespace.cache.tier_access.prepare_promotion(found, message.keys)
         found = found[: blocks.size]
         prefix = namespace.count_prefix(message.keys)
-        promoted = 0 if skips else len(found)
-        reply = TiersFound(message.request_id, prefix, promoted, seconds if promoted else 0.0)
+        reply = TiersFound(message.request_id, prefix, 0 if skips else len(found))
         return [
             *self._namespaces.take_key_events(),
             *self._start_fetches(namespace, found, blocks, [tier_of[k] for k in found], seconds),

@@ -11,7 +11,7 @@ from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.cache.cache_events import CacheEvent
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind, Lookup
-from support.cached_keys import find_key, pending_keys, ready_keys
+from support.cached_keys import entries_of, find_key, pending_keys, ready_keys
 from support.letter_caches import keys, ready, reserve, store
 
 HIT, MISS, HIT_PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
@@ -85,9 +85,9 @@ def test_without_enough_room_nothing_is_reserved_and_nothing_changes(
     store(cache, "abcd")
     prepare(cache)
     cache.events.take()
-    before, counts, order = cache.usage, cache.counts.copy(), cache.entries()
+    before, counts, order = cache.usage, cache.counts.copy(), entries_of(cache)
     assert cache.prepare_store(keys("xy")) is None
-    assert cache.entries() == order
+    assert entries_of(cache) == order
     assert cache.events.take() == []
     assert cache.usage == before
     assert cache.counts - counts == {"stores_skipped": 2}
@@ -335,11 +335,11 @@ def test_a_change_of_policy_keeps_all_keys_in_their_order(touched: str) -> None:
     pending = reserve(cache, "e")
     cache.touch(keys(touched))
     cache.prepare_load([b"c"])
-    before, order = (cache.usage, cache.counts.copy()), cache.entries()
+    before, order = (cache.usage, cache.counts.copy()), entries_of(cache)
     for name in ("lru", "arc", "lru"):
         cache.configure(name, 1)
         assert ready(cache) == "abcd"
-        assert ((cache.usage, cache.counts), cache.entries()) == (before, order)
+        assert ((cache.usage, cache.counts), entries_of(cache)) == (before, order)
     cache.complete_store(pending, success=True)
     assert ready(cache) == "abcde"
 

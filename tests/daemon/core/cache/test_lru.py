@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.daemon.core.cache.cache import Cache
+from support.cached_keys import entries_of
 from support.letter_caches import evicted, keys
 from support.letter_caches import store as store_letters
 
@@ -16,7 +17,7 @@ def store(cache: Cache, letters: str) -> str:
 
 def order(cache: Cache) -> str:
     """Ready keys, least recent first."""
-    return b"".join(key for key, _ in cache.entries()).decode()
+    return b"".join(key for key, _ in entries_of(cache)).decode()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.cache.cache_events import CacheEvent
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind, Lookup
-from support.cached_keys import find_key, pending_keys, ready_keys
+from support.cached_keys import entries_of, find_key, pending_keys, ready_keys
 from support.committed_blocks import commit_all, next_table, store_blocks
 from support.letter_caches import keys, ready, reserve, store
 
@@ -114,11 +114,11 @@ def test_a_restored_cache_has_the_committed_entries(policy: str) -> None:
     old.complete_store(failed, success=False)
     reserve(old, "y")
     commit_all(old.table)
-    committed = old.entries()
+    committed = entries_of(old)
     store(old, "e")
     new = Cache(6, policy, table=next_table(old.table, 1))
     new.restore_keys(SUB_BLOCKS)
-    assert sorted(new.entries()) == sorted(committed)
+    assert sorted(entries_of(new)) == sorted(committed)
     assert new.events.take() == []
     used = {block for _, block in committed}
     assert set(reserve(new, "z").blocks) < set(range(6)) - used
@@ -134,9 +134,9 @@ def test_recency_survives_a_restart(policy: str) -> None:
 def test_the_more_recent_of_two_blocks_with_one_key_is_restored(policy: str) -> None:
     """A table that was damaged."""
     cache = restored([(b"a", 0), (b"b", 1), (b"a", 2)], policy=policy)
-    assert cache.entries() == [(b"b", 1), (b"a", 2)]
+    assert entries_of(cache) == [(b"b", 1), (b"a", 2)]
     cache.check_integrity()
-    assert restored(cache.entries(), policy=policy).entries() == cache.entries()
+    assert entries_of(restored(entries_of(cache), policy=policy)) == entries_of(cache)
     assert next_table(cache.table, 1).restore(SUB_BLOCKS)[0].tolist() == [1, 2]
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvferry.daemon.core.block_table import BlockTable
 from kvferry.daemon.core.cache.cache import Cache
+from support.cached_keys import entries_of
 from support.committed_blocks import commit_all, next_table, store_blocks
 from support.letter_caches import keys, reserve, store
 
@@ -31,7 +32,7 @@ def write(cache: Cache) -> bytes:
 def test_a_key_that_becomes_the_coldest_by_a_discard_is_written() -> None:
     cache = new_cache(8, "lru")
     assert [write(cache) for _ in range(2)] == [b"ab", b""]
-    cache.discard_blocks(np.array([cache.entries()[0][1]]))
+    cache.discard_blocks(np.array([entries_of(cache)[0][1]]))
     assert write(cache) == b"c"
 
 

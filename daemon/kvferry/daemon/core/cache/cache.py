@@ -262,12 +262,6 @@ class Cache:
 
     # Keys
 
-    def entries(self) -> list[tuple[bytes, int]]:
-        """Stored keys and their blocks, least recent first as far as the policy knows."""
-        blocks = self._blocks.policy.blocks()
-        stored = blocks[self.table.among(blocks, *WITH_CONTENTS)].tolist()
-        return list(zip(self._blocks.index.keys_of(stored), stored, strict=True))
-
     def keys_between(self, begin: int, end: int) -> tuple[list[bytes], list[bytes]]:
         """Of the keys in blocks `begin` to `end` - 1, those that are a HIT, and a HIT_PENDING."""
         hits, pending = (

@@ -289,7 +289,7 @@ class SiblingLink:
             case wire.Snapshot() | wire.KeyEvents() as message:
                 self._feed.apply(message)
                 self._update()
-            case wire.Error(request_id, info, _):
+            case wire.Error(request_id, info):
                 number = _HELLO if request_id is None else request_id
                 self._resolve(number, error_of(info))
             case wire.Goodbye(reason):
