@@ -46,6 +46,7 @@ class FakeRequest:
     kv_transfer_params: None = None
     kv_hints: None = None
     skip_reading_prefix_cache: bool = False
+    resumable: bool = False
     status: RequestStatus = RequestStatus.RUNNING
     blocks: list[KVCacheBlock] = field(default_factory=list)
 
