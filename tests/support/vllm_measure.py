@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import subprocess
 import sys
@@ -17,7 +16,8 @@ from support.time_limits import TIMEOUT
 from support.vllm_process import VLLM, make_prompts
 
 LINK = """
-import statistics, time, torch
+import statistics, sys, time, torch
+torch.cuda.set_device(int(sys.argv[1]))
 host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
 device = torch.empty_like(host, device="cuda")
 rates = []
@@ -56,9 +56,8 @@ def print_figures(what: str, **figures: Any) -> None:
 
 def measure_link(device: int = 0) -> float:
     """GB/s of one contiguous copy to a GPU, measured in a process of its own."""
-    visible = os.environ | {"CUDA_VISIBLE_DEVICES": str(device)}
-    command = [sys.executable, "-c", LINK]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=visible)
+    command = [sys.executable, "-c", LINK, str(device)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(ran.stdout)
 
 

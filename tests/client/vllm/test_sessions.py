@@ -58,5 +58,7 @@ def test_the_tokens_that_a_session_keeps_are_found(
         assert engine.scheduler.kv_cache_manager.reset_prefix_cache()
         found += engine.run(tokens)
     assert not engine.wrong
-    assert min(found[not compat.STORES_SESSIONS : 2]) >= len(kept) - 64
+    if not compat.STORES_SESSIONS:
+        del found[0]  # the first request has stored what the session did not
+    assert min(found[:-1]) >= len(kept) - 64
     engine.close()

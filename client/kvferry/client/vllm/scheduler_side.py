@@ -33,7 +33,7 @@ log = logging.getLogger("kvferry")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Seconds that a request waits for pending stores or an incomplete mirror, and stores for a reset.
+# Seconds to wait for pending stores, for an incomplete mirror, and for the answer to a reset.
 LOOKUP_TIMEOUT = 2.0
 # A request that has loaded so often computes instead: its loads may fail again and again.
 MAX_LOADS = 8
