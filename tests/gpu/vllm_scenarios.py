@@ -333,11 +333,14 @@ def tensor_parallel() -> None:
 def siblings() -> None:
     """Two daemons that are siblings, an engine beside each; one daemon is killed under load."""
     prompts, tokens = make_prompts(192, 15, TOKENS, shared=TOKENS // 2), 64
+    # The prompts take 6 GiB, and nothing of them may be evicted.
+    whole_pool = {"cpu_bytes_to_use": 2 * POOL}
     with ExitStack() as stack:
         daemons = [stack.enter_context(GpuDaemon()) for _ in range(2)]
         restart_as_siblings(*daemons)
         first, second = (
-            stack.enter_context(start_engine(daemon, max_num_seqs=16)) for daemon in daemons
+            stack.enter_context(start_engine(daemon, max_num_seqs=16, extra=whole_pool))
+            for daemon in daemons
         )
         before = first.generate(prompts, tokens)
         first.settle()
