@@ -150,7 +150,6 @@ def measure_mla(devices: Sequence[int], pool: str, reps: int) -> Record:
             tensor_parallel_size=2,
             max_model_len=TOKENS + 1024,
             kv_cache_memory_bytes=KV_BYTES,
-            enforce_eager=True,
             **FAMILIES["mla"].options,
         )
         extras = [
