@@ -13,7 +13,8 @@ chat    conversations of four rounds, each round of each at one of two engines, 
         `vllm`: vLLM's own connector, with two GPUs
 mla     two ranks of one engine with multi-head latent attention: bytes that a prompt takes in both
         pools, and time to first token of a prompt in host memory. `alone`: another engine, whose
-        daemons are no siblings; the engines are asked in turn
+        daemons are no siblings; the engines are asked in turn. A GPU hit is no lower bound: it
+        computes a block of tokens, and a host hit computes one token
 
 With `--devices 0,0` both engines are on one GPU.
 """
@@ -45,7 +46,7 @@ MANY_LAYERS = DEEPSEEK | {"num_hidden_layers": 48}
 CONVERSATIONS, ROUNDS, STEP, GENERATED = 16, 4, 2048, 32
 # Loads of each kind in `reads`: enough for a 99th percentile.
 READS = 200
-# Of each prompt in `mla`: its times are mostly those of launching kernels, which vary.
+# Of each prompt in `mla`, by each engine.
 LOADS = 10
 # Of each engine. The size is given, so that no engine measures free memory while another starts.
 KV_BYTES = 12 << 30

@@ -333,7 +333,7 @@ def tensor_parallel() -> None:
 def siblings() -> None:
     """Two daemons that are siblings, an engine beside each; one daemon is killed under load."""
     prompts, tokens = make_prompts(192, 15, TOKENS, shared=TOKENS // 2), 64
-    # The prompts take 6 GiB, and nothing of them may be evicted.
+    # The prompts take 6 GiB. The daemon must not evict any of them.
     whole_pool = {"cpu_bytes_to_use": 2 * POOL}
     with ExitStack() as stack:
         daemons = [stack.enter_context(GpuDaemon()) for _ in range(2)]
