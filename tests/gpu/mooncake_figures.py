@@ -118,8 +118,8 @@ def shared(cluster: SharingEngines, reps: int) -> list[Record]:
             "host_ms": 1e3 * host,
             "computed_ms": 1e3 * computed,
             "of_computed": from_store / computed,
-            "cached": cached,
-            "host_cached": host_cached,
+            "found": cached / TOKENS,
+            "host_found": host_cached / TOKENS,
             "promoted": after.promoted - before.promoted,
         }
         print_figures("shared", round=number, **row)

@@ -9,8 +9,8 @@ reads   time to first token of prompts in the first daemon's pool: alone, and wh
         engine loads from that pool without a pause; and plain copies to the first GPU, alone and
         beside plain copies to the second
 chat    conversations of four rounds, each round of each at one of two engines, chosen at random.
-        Before every round the GPUs' caches are emptied. `isolated`: daemons that are no siblings;
-        `vllm`: vLLM's own connector, with two GPUs
+        Before every round the GPUs' caches are emptied, without a pause. `isolated`: daemons that
+        are no siblings; `vllm`: vLLM's own connector, with two GPUs
 mla     two ranks of one engine with multi-head latent attention: bytes that a prompt takes in both
         pools, and time to first token of a prompt in host memory. `alone`: another engine, whose
         daemons are no siblings; the engines are asked in turn. A GPU hit is no lower bound: it
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.client import OffloadClient
-from support.vllm_measure import Record, measure_link, print_figures, summary
+from support.vllm_measure import Record, measure_link, print_figures, print_set, summary
 from support.vllm_models import DEEPSEEK, FAMILIES, LARGE, kv_bytes
 from support.vllm_process import VLLM, GpuDaemon, make_prompts, restart_as_siblings
 
@@ -95,6 +95,8 @@ def measure_replicas(names: set[str], devices: list[int], host_gib: int, reps: i
             summary("ttft", rows, "cold_ms", "sibling_ms", "own_ms", "ratio")
         if "chat" in names:
             record["chat"] = []
+            gib = CONVERSATIONS * kv_bytes(LARGE, ROUNDS * STEP) / 2**30
+            print_set("chat", gib, host_gib, "each daemon's host memory")
             for kind in kinds:
                 if kind == "isolated":
                     for daemon in daemons:
@@ -104,7 +106,7 @@ def measure_replicas(names: set[str], devices: list[int], host_gib: int, reps: i
                     print_figures(f"chat {kind}", round=number, **row)
                     if number >= 0:
                         record["chat"].append({"connector": kind, **row})
-            summary("chat", record["chat"], "later_s", "requests_s", "cached")
+            summary("chat", record["chat"], "later_s", "requests_s", "found")
     return record
 
 
@@ -170,7 +172,7 @@ def measure_mla(devices: Sequence[int], pool: str, reps: int) -> Record:
                 gpu = time_gpu_hit(engine, prompt)
                 engine.forget()
                 host, cached = engine.timed(prompt)
-                row: Record = {"host_ms": 1e3 * host, "gpu_ms": 1e3 * gpu, "cached": cached}
+                row: Record = {"host_ms": 1e3 * host, "gpu_ms": 1e3 * gpu, "found": cached / TOKENS}
                 if load == 0:
                     print_figures(f"mla {kind}", round=number, mib=stored[kind] >> 20, **row)
                 if number >= 0:
@@ -212,7 +214,7 @@ def measure_ttft(engines: Sequence[VLLM], daemon: GpuDaemon, number: int) -> Rec
         "own_ms": 1e3 * loaded,
         "gpu_ms": 1e3 * gpu,
         "ratio": sibling / loaded,
-        "cached": (copied, cached),
+        "found": (copied / TOKENS, cached / TOKENS),
         "loaded_gib": status.loaded_bytes / 2**30,
         "copied": status.copied,
     }
@@ -239,7 +241,7 @@ def measure_reads(engines: Sequence[VLLM], devices: Sequence[int]) -> Record:
         figures = quantiles(times[kind])
         if kind == "beside":
             figures["sibling_loads"] = reading.result()
-        print_figures(f"reads {kind}", **figures, cached=min(cached for _, cached in loads))
+        print_figures(f"reads {kind}", **figures, found=min(cached for _, cached in loads) / TOKENS)
     with ThreadPoolExecutor(2) as threads:
         links = {"alone": measure_link(devices[0])}
         links["beside"], *_ = threads.map(measure_link, devices)
@@ -294,16 +296,16 @@ def measure_chat(engines: Sequence[VLLM], number: int) -> Record:
             cached += sum(each.result()[1] for each in asked)
             seconds.append(time.perf_counter() - begun)
             for engine in engines:
-                engine.settle()
                 engine.forget()
+    for engine in engines:
+        engine.settle()
     later = sum(seconds[1:])
     tokens = CONVERSATIONS * STEP * sum(range(1, ROUNDS))
     return {
         "first_s": seconds[0],
         "later_s": later,
         "requests_s": CONVERSATIONS * (ROUNDS - 1) / later,
-        "cached": cached / tokens,
-        "gib": CONVERSATIONS * kv_bytes(LARGE, ROUNDS * STEP) / 2**30,
+        "found": cached / tokens,
     }
 
 

@@ -43,6 +43,7 @@ from support.vllm_measure import (
     choose_figures,
     measure_link,
     print_figures,
+    print_set,
     summary,
     tier_of,
     wait_written,
@@ -147,6 +148,7 @@ def start_engines(
     with ExitStack() as running:
         pool = POOL_GIB * model["num_key_value_heads"] / 8
         stored = make_prompts(ON_DISK, 1, TOKENS)
+        print_set("stored", ON_DISK * kv_bytes(model, TOKENS) / 2**30, pool)
         bench = TierEngines(root / "tier", model, {}, {}, stored, count(1000))
         for name in names:
             options: Record = tier if name == "disk" else {}
@@ -196,8 +198,8 @@ def disk(bench: TierEngines, reps: int, record: Record) -> list[Record]:
             "computed_ms": 1e3 * computed,
             "of_goal": 1e3 * from_disk / (raw_ms + 1e3 * host),
             "of_computed": from_disk / computed,
-            "cached": cached,
-            "host_cached": host_cached,
+            "found": cached / TOKENS,
+            "host_found": host_cached / TOKENS,
             "promoted": promoted,
         }
         print_figures("disk", round=number, **row)
@@ -246,7 +248,7 @@ def known_and_new(bench: TierEngines, what: str, reps: int) -> list[Record]:
         engine.forget()
         known, cached = engine.timed([stored])
         new, _ = engine.timed(make_prompts(1, next(bench.new), TOKENS))
-        return {"known_ms": 1e3 * known, "new_ms": 1e3 * new, "cached": cached}
+        return {"known_ms": 1e3 * known, "new_ms": 1e3 * new, "found": cached / TOKENS}
 
     return alternate(bench.engines, what, reps, measure)
 

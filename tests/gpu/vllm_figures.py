@@ -20,7 +20,8 @@ and daemon, which compares two versions in one run. If PegaFlow is installed bes
 link's time (support.vllm_ideal). Newer versions of vLLM's own connector keep their host tier in
 /dev/shm, and do not start if it has less than --host-gib. The lower bound of a host hit is the
 GPU-hit time of the same engine plus the bytes over the link, both of the same run: of_floor is
-relative to GPU hits in a row, of_rested to GPU hits after a rest, as host hits are.
+relative to GPU hits in a row, of_rested to GPU hits after a rest, as host hits are. found: the
+share of the prompts' tokens, in `chat` of those of earlier rounds, that were found in a cache.
 """
 
 from __future__ import annotations
@@ -35,7 +36,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.vllm_measure import Record, choose_figures, measure_link, print_figures, summary
+from support.vllm_measure import (
+    Record,
+    choose_figures,
+    measure_link,
+    print_figures,
+    print_set,
+    summary,
+)
 from support.vllm_models import LARGE, kv_bytes
 from support.vllm_process import (
     VLLM,
@@ -57,13 +65,15 @@ SMALL_PAGES = LARGE | {"num_key_value_heads": 1}
 class Figure:
     """prepare(options, record) returns a function (connector, engine, round) -> row of one round.
 
-    columns: those of a row that are summarized. tokens: of a prompt.
+    columns: those of a row that are summarized. tokens: of a prompt. at_once: prompts whose blocks
+    must be in host memory at the same time.
     """
 
     prepare: Callable[[Any, Record], Callable[[str, VLLM, int], Record]]
     columns: tuple[str, ...]
     model: Record
     tokens: int
+    at_once: int = 1
     most_reps: int = 99
 
 
@@ -111,6 +121,8 @@ def measure(chosen: Any, record: Record, wanted: list[str]) -> None:
     for together in [[name] for name in connectors] if chosen.apart else [connectors]:
         with engines(chosen, together, model, **options) as started:
             for name, figure in figures.items():
+                tokens = (chosen.tokens or figure.tokens) * figure.at_once
+                print_set(name, kv_bytes(figure.model, tokens) / 2**30, chosen.host_gib)
                 measure_round = figure.prepare(chosen, record)
                 for number in range(-2, min(chosen.reps, figure.most_reps)):
                     for connector, engine in started.items():
@@ -181,13 +193,14 @@ def host_hits(chosen: Any, record: Record, model: Record, tokens: int) -> Any:
         engine.settle()
         done = engine.forget()
         host, cached = engine.timed(prompt)
+        found = cached / tokens
         gpu, rested = gpu_hit(engine, prompt), gpu_hit(engine, prompt, REST)
         times = {"cold_ms": cold, "host_ms": host, "gpu_ms": gpu, "rested_ms": rested}
         return {
             **{name: 1e3 * seconds for name, seconds in times.items()},
             "of_floor": 1e3 * host / (1e3 * gpu + moved),
             "of_rested": 1e3 * host / (1e3 * rested + moved),
-            "cached": cached,
+            "found": found,
             "reset": done,
         }
 
@@ -228,7 +241,7 @@ def busy(chosen: Any, _: Record) -> Any:
         return {
             "host_ms": 1e3 * host["seconds"],
             "gpu_ms": 1e3 * gpu["seconds"],
-            "cached": host["cached"],
+            "found": host["cached"] / tokens,
             "streams": min(host["streams"], gpu["streams"]),
         }
 
@@ -272,7 +285,7 @@ def throughput(chosen: Any, _: Record) -> Any:
             engine.forget()
             seconds, cached = engine.timed(prompts, generated)
             row[f"{kind}_tokens_s"] = count * (tokens + generated) / seconds
-            row[f"{kind}_cached"] = cached / (count * tokens)
+            row[f"{kind}_found"] = cached / (count * tokens)
         return row
 
     return measure_round
@@ -296,7 +309,7 @@ def chat(chosen: Any, _: Record) -> Any:
             engine.forget()
         engine.settle()
         later = conversations * step * sum(range(1, rounds))
-        return {"first_s": seconds[0], "later_s": sum(seconds[1:]), "cached": cached / later}
+        return {"first_s": seconds[0], "later_s": sum(seconds[1:]), "found": cached / later}
 
     return measure_round
 
@@ -324,7 +337,7 @@ def itl(chosen: Any, _: Record) -> Any:
             engine.settle()
             engine.forget()
         loading = decode(engine, make_prompts(streams, 1100 + number, 256), known, every)
-        row: Record = {"cached": loading["cached"] / (count * tokens)}
+        row: Record = {"found": loading["cached"] / (count * tokens)}
         for kind, gaps in (("quiet", quiet), ("storing", storing), ("loading", loading)):
             row |= {f"{kind}_{name}": value for name, value in quantiles(gaps["gaps"]).items()}
         return row
@@ -341,17 +354,17 @@ def quantiles(gaps: list[float]) -> Record:
     return {"p50": cuts[49], "p99": cuts[98], "mean": statistics.fmean(gaps)}
 
 
-HITS = "cold_ms", "host_ms", "gpu_ms", "rested_ms", "of_floor", "of_rested", "cached"
+HITS = "cold_ms", "host_ms", "gpu_ms", "rested_ms", "of_floor", "of_rested", "found"
 GAPS = [f"{k}_{q}" for k in ("quiet", "storing", "loading") for q in ("p50", "p99", "mean")]
-AT_ONCE = [f"{kind}_{figure}" for kind in ("alone", "shared") for figure in ("tokens_s", "cached")]
+AT_ONCE = [f"{kind}_{figure}" for kind in ("alone", "shared") for figure in ("tokens_s", "found")]
 FIGURES: dict[str, Figure] = {
     "ttft": Figure(ttft, HITS, LARGE, 16384),
     "small": Figure(small, HITS, SMALL_PAGES, 65536, most_reps=5),
-    "busy": Figure(busy, ("host_ms", "gpu_ms", "cached", "streams"), LARGE, 16384),
-    "cold": Figure(cold, ("cold_ms", "first_ms"), LARGE, 16384),
-    "throughput": Figure(throughput, tuple(AT_ONCE), LARGE, 2048),
-    "chat": Figure(chat, ("first_s", "later_s", "cached"), LARGE, 4 * 2048),
-    "itl": Figure(itl, (*GAPS, "cached"), LARGE, 2048, most_reps=5),
+    "busy": Figure(busy, ("host_ms", "gpu_ms", "found", "streams"), LARGE, 16384),
+    "cold": Figure(cold, ("cold_ms", "first_ms"), LARGE, 16384, at_once=3),
+    "throughput": Figure(throughput, tuple(AT_ONCE), LARGE, 2048, at_once=2 * 64),
+    "chat": Figure(chat, ("first_s", "later_s", "found"), LARGE, 4 * 2048, at_once=16),
+    "itl": Figure(itl, (*GAPS, "found"), LARGE, 2048, at_once=24, most_reps=5),
 }
 
 if __name__ == "__main__":

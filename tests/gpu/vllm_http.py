@@ -8,7 +8,9 @@ chat      32 clients, each with a conversation of four rounds of 2,048 tokens; t
 timeline  when a host hit passes each step of vLLM and kvferry
 
 The servers of all connectors run at the same time and are asked in turn. `of_floor` is relative to
-a GPU hit of the same server after a rest plus the bytes over the link.
+a GPU hit of the same server after a rest plus the bytes over the link. `found`: the share of the
+tokens of earlier rounds, or of the prompt, that were found in a cache. The conversations of `chat`
+together have 32 GiB of KV: with --host-gib 24 they do not fit into host memory.
 """
 
 from __future__ import annotations
@@ -24,16 +26,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from support.vllm_measure import Record, measure_link, print_figures, summary
+from support.vllm_measure import Record, measure_link, print_figures, print_set, summary
 from support.vllm_models import LARGE, kv_bytes
 from support.vllm_process import CONNECTORS, GpuDaemon, make_prompts
-from support.vllm_server import VLLMServer
+from support.vllm_server import Answer, VLLMServer
 
 TOKENS = 24576
 CLIENTS, ROUNDS, STEP, GENERATED = 32, 4, 2048, 32
 # GPU blocks of 16 tokens: what a prompt of TOKENS needs, and a quarter of the conversations.
 GPU_BLOCKS = CLIENTS * ROUNDS * STEP // 16 // 4
 REST = 0.3
+# GPU hits of one prompt: they vary more than the other figures.
+GPU_HITS = 5
 TIMELINE = {
     "kv_connector": "TimelineConnector",
     "kv_connector_module_path": "support.vllm_timeline",
@@ -58,10 +62,12 @@ def main() -> None:
             names.append("timeline")
             path = Path(running.enter_context(tempfile.TemporaryDirectory())) / "timeline"
             os.environ["KVFERRY_TIMELINE"] = str(path)
-        servers = {name: start(running, name, chosen.host_gib) for name in names}
+        servers = {name: start(running, name, chosen.host_gib, what) for name in names}
         for name, server in servers.items():
             server.wait()
             print_figures("started", server=name)
+        if "chat" in what:
+            print_set("chat", CLIENTS * kv_bytes(LARGE, ROUNDS * STEP) / 2**30, chosen.host_gib)
         measured = {"ttft": measure_ttft, "chat": measure_chat}
         for name in what:
             if name == "timeline":
@@ -72,7 +78,7 @@ def main() -> None:
                 chosen.json.write_text(json.dumps(record, indent=1))
 
 
-def start(running: ExitStack, name: str, host_gib: int) -> VLLMServer:
+def start(running: ExitStack, name: str, host_gib: int, what: list[str]) -> VLLMServer:
     connector, _, tree = name.partition("@")
     extra: Record = {"cpu_bytes_to_use": host_gib << 30}
     if connector in {"kvferry", "timeline"}:
@@ -82,8 +88,9 @@ def start(running: ExitStack, name: str, host_gib: int) -> VLLMServer:
         "max_model_len": TOKENS + 1024,
         "gpu_memory_utilization": 0.25,  # they start at the same time
         "kv_cache_memory_bytes": 4 << 30,
-        "num_gpu_blocks_override": GPU_BLOCKS,
     }
+    if "chat" in what:
+        options["num_gpu_blocks_override"] = GPU_BLOCKS
     server = VLLMServer(connector, model=LARGE, extra=extra, tree=tree, **options)
     return running.enter_context(server)
 
@@ -103,17 +110,18 @@ def measure_ttft(servers: dict[str, VLLMServer], record: Record, reps: int) -> R
             if name == "timeline":
                 continue
             (prompt,) = make_prompts(1, 100 + number, TOKENS)
-            cold, _ = server.ask(prompt)
+            cold = server.ask(prompt).first
             settle(server)
             server.forget()
             time.sleep(REST)
-            host, _ = server.ask(prompt)
+            host = server.ask(prompt)
             gpu = []
-            for _ in range(3):
+            for _ in range(GPU_HITS):
                 time.sleep(REST)
-                gpu.append(server.ask(prompt)[0])
-            times = {"cold_ms": cold, "host_ms": host, "gpu_ms": statistics.median(gpu)}
+                gpu.append(server.ask(prompt).first)
+            times = {"cold_ms": cold, "host_ms": host.first, "gpu_ms": statistics.median(gpu)}
             row = {key: 1e3 * value for key, value in times.items()}
+            row["found"] = host.cached / TOKENS
             row["of_floor"] = row["host_ms"] / (row["gpu_ms"] + moved)
             print_figures(f"ttft {name}", round=number, **row)
             if number >= 0:
@@ -124,26 +132,26 @@ def measure_ttft(servers: dict[str, VLLMServer], record: Record, reps: int) -> R
 def measure_chat(servers: dict[str, VLLMServer], _: Record, reps: int) -> Record:
     """Each client asks its next round when the last one is answered."""
     rows: list[Record] = []
+    earlier = CLIENTS * STEP * sum(range(1, ROUNDS))
     for number in range(-1, min(reps, 3)):
         for name, server in servers.items():
             if name == "timeline":
                 continue
             prompts = make_prompts(CLIENTS, 1500 + number, ROUNDS * STEP)
 
-            def talk(ids: list[int], server: VLLMServer = server) -> list[float]:
-                return [
-                    server.ask(ids[: turn * STEP], GENERATED)[0] for turn in range(1, ROUNDS + 1)
-                ]
+            def talk(ids: list[int], server: VLLMServer = server) -> list[Answer]:
+                return [server.ask(ids[: turn * STEP], GENERATED) for turn in range(1, ROUNDS + 1)]
 
             began = time.perf_counter()
             with ThreadPoolExecutor(CLIENTS) as pool:
-                firsts = [first for each in pool.map(talk, prompts) for first in each]
+                answers = [answer for each in pool.map(talk, prompts) for answer in each]
             seconds = time.perf_counter() - began
             settle(server)
             row = {
                 "seconds": seconds,
                 "requests_s": CLIENTS * ROUNDS / seconds,
-                "ttft_ms": 1e3 * statistics.median(firsts),
+                "ttft_ms": 1e3 * statistics.median(answer.first for answer in answers),
+                "found": sum(answer.cached for answer in answers) / earlier,
             }
             print_figures(f"chat {name}", round=number, **row)
             if number >= 0:
@@ -162,7 +170,7 @@ def measure_timeline(server: VLLMServer, path: Path, reps: int) -> list[Any]:
         time.sleep(REST)
         path.write_text("")
         began = time.perf_counter()
-        first, _ = server.ask(prompt)
+        first = server.ask(prompt).first
         moments = [json.loads(line) for line in path.read_text().splitlines()]
         steps = [(round(1e3 * (at - began), 2), what) for at, what in moments]
         steps.append((round(1e3 * first, 2), "first token"))

@@ -54,6 +54,12 @@ def print_figures(what: str, **figures: Any) -> None:
     print(f"{time.strftime('%H:%M:%S')} {what:24} {text}", flush=True)
 
 
+def print_set(what: str, set_gib: float, tier_gib: float, tier: str = "host memory") -> None:
+    """Print whether the KV of a figure's prompts fits into a tier: figures depend on it."""
+    fits = "fits" if set_gib <= tier_gib else "does not fit"
+    print_figures(f"{what}: set", gib=set_gib, tier=f"{tier_gib:.1f} GiB of {tier}", it=fits)
+
+
 def measure_link(device: int = 0) -> float:
     """GB/s of one contiguous copy to a GPU, measured in a process of its own."""
     command = [sys.executable, "-c", LINK, str(device)]

@@ -10,13 +10,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from support.time_limits import TIMEOUT
 from support.vllm_process import CONNECTORS, EngineEnded, free_port, model_folder, python_path
 
 VOCABULARY = 32000
 START_SECONDS = 5 * TIMEOUT
+
+
+class Answer(NamedTuple):
+    """Seconds to the first token and to the last one; prompt tokens that were found in a cache."""
+
+    first: float
+    last: float
+    cached: int
 
 
 class VLLMServer:
@@ -40,6 +48,7 @@ class VLLMServer:
         _write_tokenizer(Path(self._model))
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self._model]
         options = {"port": self._port, "load_format": "dummy", "host": "127.0.0.1"} | options
+        options["enable_prompt_tokens_details"] = None
         transfer = CONNECTORS[connector]
         if transfer is not None:
             transfer = transfer | {"kv_role": "kv_both", "kv_connector_extra_config": extra or {}}
@@ -58,8 +67,8 @@ class VLLMServer:
                 raise EngineEnded("vllm serve did not start")
             time.sleep(0.2)
 
-    def ask(self, prompt: list[int], tokens: int = 1) -> tuple[float, float]:
-        """Seconds to the first token, and to the last one. Any thread."""
+    def ask(self, prompt: list[int], tokens: int = 1) -> Answer:
+        """Any thread."""
         body = json.dumps(
             {
                 "model": self._model,
@@ -68,21 +77,23 @@ class VLLMServer:
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
+                "stream_options": {"include_usage": True},
             }
         ).encode()
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=2 * TIMEOUT)
         began = time.perf_counter()
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         reply = connection.getresponse()
-        first = 0.0
+        first, chunk = 0.0, b""
         while (line := reply.readline()) and not line.startswith(b"data: [DONE]"):
             if line.startswith(b"data: "):
-                first = first or time.perf_counter()
+                first, chunk = first or time.perf_counter(), line[6:]
         last = time.perf_counter()
         if reply.status != http.client.OK or not first:
             raise EngineEnded(f"vllm serve answered {reply.status}")
         connection.close()
-        return first - began, last - began
+        details = json.loads(chunk)["usage"]["prompt_tokens_details"] or {}
+        return Answer(first - began, last - began, details.get("cached_tokens") or 0)
 
     def forget(self) -> None:
         """Empty the GPU's prefix cache."""
