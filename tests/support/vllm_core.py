@@ -66,7 +66,7 @@ class EngineCore:
     groups: names in vllm_runner.specs, of a layer each. blocks: of the GPU. overlaps: asynchronous
     scheduling: a step is scheduled before the output of the last one is known. drafts: tokens that
     are drafted per step. transfer: of vLLM's KVTransferConfig, instead of what `kvferry_transfer`
-    gives; and `folder`, of the model.
+    gives; `folder`, of the model; and `longest`, of a request, and `batch`, of a step, in tokens.
     """
 
     def __init__(
@@ -314,10 +314,10 @@ def kvferry_of(connector: Any) -> Any:
 
 
 @cache
-def _model(directory: str | None = None) -> ModelConfig:
+def _model(directory: str | None = None, longest: int = 4096) -> ModelConfig:
     """The configuration of a model whose weights are not loaded.
 
-    directory: for its files; processes may use one at the same time.
+    directory: for its files; processes may use one at the same time. longest: tokens of a request.
     """
     folder = Path(directory or tempfile.mkdtemp(prefix="kvferry-model-"))
     config = {
@@ -330,19 +330,24 @@ def _model(directory: str | None = None) -> ModelConfig:
         "num_key_value_heads": 1,
         "head_dim": 64,
         "vocab_size": 1000,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": longest,
         "torch_dtype": "bfloat16",
     }
     written = folder / f"{os.getpid()}.json"
     written.write_text(json.dumps(config))
     written.rename(folder / "config.json")
-    return ModelConfig(model=str(folder), skip_tokenizer_init=True, max_model_len=4096, seed=0)
+    return ModelConfig(model=str(folder), skip_tokenizer_init=True, max_model_len=longest, seed=0)
 
 
 def _config(
-    options: dict[str, Any], drafts: int = 0, folder: str | None = None, **transfer: Any
+    options: dict[str, Any],
+    drafts: int = 0,
+    folder: str | None = None,
+    longest: int = 4096,
+    batch: int = 256,
+    **transfer: Any,
 ) -> VllmConfig:
-    model = _model() if folder is None else _model(folder)
+    model = _model(folder, longest)
     return VllmConfig(
         model_config=model,
         speculative_config=SpeculativeConfig(
@@ -356,8 +361,8 @@ def _config(
         else None,
         scheduler_config=SchedulerConfig(
             max_num_seqs=8,
-            max_num_batched_tokens=256,
-            max_model_len=4096,
+            max_num_batched_tokens=batch,
+            max_model_len=longest,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             async_scheduling=False,

@@ -32,6 +32,11 @@ class KeySet(Set[OffloadKey]):
     def __iter__(self) -> Iterator[OffloadKey]:
         return chain.from_iterable(self.shards)
 
+    def missing_keys(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
+        """Those of these keys that are not in the set. A request may have thousands."""
+        shards = self.shards
+        return {key for key in keys if key not in shards[hash(key) & _MASK]}
+
     def add_keys(self, keys: Iterable[OffloadKey]) -> None:
         shards = self.shards
         for key in keys:

@@ -202,12 +202,14 @@ class OffloadingManager:
         self.flush()
         present = (HIT, HIT_PENDING)
         clients_of = self.writers.clients_of
-        absent = tuple(key for key in keys if self._find(key, clients_of(key)) not in present)
+        lacking = self.writers.not_ready(keys)
+        absent = tuple(key for key in lacking if self._find(key, clients_of(key)) not in present)
         wanted = () if self.gone else absent
         missing = set(absent)
         keep = tuple([key for key in keys if key not in missing]) if wanted else ()
         self._offered.update(wanted)
-        self._pending.forget(wanted)
+        if self._pending.since:
+            self._pending.forget({*keys}.difference(lacking).union(wanted))
         specs = (
             KeyLoadStoreSpec(own, space.generation, keep)
             for own, space in zip(self.writers.divide(wanted), self._namespaces, strict=True)

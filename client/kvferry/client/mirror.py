@@ -117,7 +117,7 @@ class Mirror:
 
     def missing_keys(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
         """The keys that are no HIT."""
-        return {key for key in keys if key not in self._ready}
+        return self._ready.missing_keys(keys)
 
     @property
     def ready_keys(self) -> Set[OffloadKey]:

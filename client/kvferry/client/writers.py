@@ -61,11 +61,24 @@ class Writers:
             return lambda _: mirrors
         return lambda key: (mirrors[writer_of(key, count)],)
 
-    def first_absent(self, keys: Sequence[OffloadKey]) -> int | None:
+    def first_absent(self, keys: tuple[OffloadKey, ...]) -> int | None:
         """The index of the first key that a daemon lacks which stores it."""
         of = self.mirrors()
-        absent = (at for at, key in enumerate(keys) if any(m.lookup(key) is MISS for m in of(key)))
-        return next(absent, None)
+        for key in self.not_ready(keys):
+            if any(mirror.lookup(key) is MISS for mirror in of(key)):
+                return keys.index(key)
+        return None
+
+    def not_ready(self, keys: tuple[OffloadKey, ...]) -> tuple[OffloadKey, ...]:
+        """Keys without most of those that are a HIT at all daemons that store them.
+
+        A prompt that a cache serves may have thousands of such keys.
+        """
+        if self.count > 1:
+            return keys
+        missing = [client.namespace.mirror.missing_keys(keys) for client in self._clients]
+        lacking = set().union(*missing)
+        return tuple(key for key in keys if key in lacking) if lacking else ()
 
     def divide(self, keys: tuple[OffloadKey, ...]) -> list[tuple[OffloadKey, ...]]:
         """For each rank, those of these keys that its daemon stores."""

@@ -11,61 +11,80 @@ scheduler's thread, before vLLM's own methods. Does not import vLLM.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 
-class BlockPrefix(NamedTuple):
-    """The contents of a GPU block: the last tokens of a prefix, in one KV cache group.
+class RequestBlocks(NamedTuple):
+    """The contents of the blocks of a request in one KV cache group, by their position.
 
-    hashes: those of the request, which grow with it. last: index of the prefix's hash.
+    hashes: those of the request, which grow with it. per_block: hashes of a block's tokens.
     """
 
     group: int
     hashes: Sequence[bytes]
-    last: int
+    per_block: int
 
-    def is_in(self, held: BlockPrefix) -> bool:
-        """Whether a block that was allocated for `held` has these contents.
+    def has(self, position: int, contents: tuple[RequestBlocks, int] | None) -> bool:
+        """Whether the block at a position has these contents: of another request's position.
 
         A block that is not full has no hash: then it must be the same position of the same request.
         """
-        if self.group != held.group:
+        if contents is None:
             return False
-        if self.hashes is held.hashes and self.last == held.last:
+        other, at = contents
+        if self.group != other.group:
+            return False
+        if self.hashes is other.hashes and position == at:
             return True
-        if self.last >= len(self.hashes) or held.last >= len(held.hashes):
+        mine, theirs = (position + 1) * self.per_block - 1, (at + 1) * other.per_block - 1
+        if mine >= len(self.hashes) or theirs >= len(other.hashes):
             return False
-        return self.hashes[self.last] == held.hashes[held.last]
+        return self.hashes[mine] == other.hashes[theirs]
 
 
 class BlockOwners:
-    """The contents of each GPU block since it was allocated last: an entry per block at most."""
+    """The contents of each GPU block since it was allocated last: an entry per block at most.
+
+    A request with a million tokens that the GPU's cache serves brings 62,500 blocks in one step,
+    and no token is computed meanwhile. So entries are made without a Python instruction for each.
+    """
 
     def __init__(self) -> None:
-        self._contents: dict[int, BlockPrefix] = {}
+        self._contents: dict[int, tuple[RequestBlocks, int]] = {}
+        # For each request of this step and group, the position of the first block that it adds.
+        self._added_from: dict[tuple[str, int], int] = {}
 
     def allocate_for_load(self, blocks: Any) -> None:
-        """blocks: vLLM's KVCacheBlocks of a request. Those without a hash hold nothing yet."""
-        for block in chain.from_iterable(blocks.blocks):
-            if not block.is_null and block.block_hash is None:
+        """blocks: vLLM's KVCacheBlocks of a request. Those without a hash hold nothing yet.
+
+        They follow those that the GPU's cache serves, of which there may be thousands.
+        """
+        for group in blocks.blocks:
+            for block in reversed(group):
+                if block.is_null:
+                    continue
+                if block.block_hash is not None:
+                    break
                 self._contents.pop(block.block_id, None)
 
     def begin_step(self, scheduler: Any, tables: Iterable[tuple[str, Any, bool]]) -> None:
         """tables: of each scheduled request its name, its block ids per group, and whether these
         are its whole table instead of the blocks that this step adds (vLLM's yield_req_data)."""
+        self._added_from.clear()
         for name, block_ids, is_full_table in tables:
             status = scheduler._req_status.get(name)  # noqa: SLF001 - vLLM has no call
             if block_ids and status is not None:
                 for config, state in _groups(scheduler, status):
                     new = block_ids[config.group_idx]
                     first = 0 if is_full_table else len(state.block_ids)
-                    prefixes = _prefixes(scheduler, status, config, first, first + len(new))
-                    self._contents.update(
-                        (block, prefix)
-                        for block, prefix in zip(new, prefixes, strict=True)
-                        if block
+                    contents = zip(
+                        repeat(_blocks_of(scheduler, status, config)),
+                        range(first, first + len(new)),
                     )
+                    self._contents.update(zip(new, contents, strict=False))
+                    self._added_from[name, config.group_idx] = first
+        self._contents.pop(0, None)  # vLLM's null block
 
     def drop_foreign_blocks(
         self, scheduler: Any, scheduled: Iterable[str], finished: Iterable[str]
@@ -73,7 +92,8 @@ class BlockOwners:
         """Set the ids of blocks that hold something else to 0, where vLLM may store from.
 
         scheduled, finished: the requests of this step. A request that runs stores from its next
-        chunk on, and one that ends may store earlier chunks, too.
+        chunk on, and one that ends may store earlier chunks, too. The blocks that a step adds to a
+        request that it schedules are the request's.
         """
         for name, ended in chain(((n, False) for n in scheduled), ((n, True) for n in finished)):
             status = scheduler._req_status.get(name)  # noqa: SLF001 - vLLM has no call
@@ -85,12 +105,11 @@ class BlockOwners:
                 first = 0 if ended else state.next_stored_chunk_idx * per_chunk
                 ids = state.block_ids
                 end = min(len(ids), tokens // config.tokens_per_block)
-                if first >= end:
-                    continue
-                prefixes = _prefixes(scheduler, status, config, first, end)
-                for position, prefix in zip(range(first, end), prefixes, strict=True):
-                    held = self._contents.get(ids[position])
-                    if ids[position] and (held is None or not prefix.is_in(held)):
+                added = self._added_from.get((name, config.group_idx), end)
+                wanted, get = _blocks_of(scheduler, status, config), self._contents.get
+                for position in range(first, end if ended else min(added, end)):
+                    block = ids[position]
+                    if block and not wanted.has(position, get(block)):
                         # All of the chunk: vLLM before 0.33 looks at its last block only.
                         begin = position - position % per_chunk
                         count = min(per_chunk, end - begin)
@@ -101,11 +120,6 @@ def _groups(scheduler: Any, status: Any) -> Iterable[tuple[Any, Any]]:
     return zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
 
 
-def _prefixes(
-    scheduler: Any, status: Any, config: Any, first: int, end: int
-) -> Iterable[BlockPrefix]:
-    """Of the blocks from `first` to `end` of a request's table."""
+def _blocks_of(scheduler: Any, status: Any, config: Any) -> RequestBlocks:
     per_block = config.hashes_per_chunk // scheduler.config.blocks_per_chunk
-    hashes = status.req.block_hashes
-    for position in range(first, end):
-        yield BlockPrefix(config.group_idx, hashes, (position + 1) * per_block - 1)
+    return RequestBlocks(config.group_idx, status.req.block_hashes, per_block)
