@@ -52,7 +52,7 @@ def run_commands() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     with (
         tempfile.TemporaryDirectory(prefix="kvferry-") as directory,
-        LocalDaemon(tier_disk=f"{directory}/tier", tier_disk_size="64MiB") as daemon,
+        LocalDaemon(tiers_disk_path=f"{directory}/tier", tiers_disk_size="64MiB") as daemon,
     ):
         for command in ("kvferryd --version", "kvferry --version", "kvferry --help"):
             _run(*command.split())

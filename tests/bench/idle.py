@@ -54,16 +54,16 @@ def main() -> None:
         options: dict[str, Any] = {}
         if "disk" in chosen.tiers:
             options |= {
-                "tier_disk": directory / "tier",
-                "tier_disk_size": "8GiB",
-                "tier_disk_write": "write_through",
+                "tiers_disk_path": directory / "tier",
+                "tiers_disk_size": "8GiB",
+                "tiers_disk_write": "write_through",
             }
         if "mooncake" in chosen.tiers:
             store = stack.enter_context(MooncakeStore())
             options |= {
-                "tier_mooncake": store.address,
-                "tier_mooncake_write": "write_through",
-                "tier_mooncake_admit_after": 1,
+                "tiers_mooncake_master": store.address,
+                "tiers_mooncake_write": "write_through",
+                "tiers_mooncake_admit_after": 1,
             }
         pool_bytes = max(64 << 20, chosen.blocks * chosen.block_bytes * 5 // 4)
         daemon = stack.enter_context(

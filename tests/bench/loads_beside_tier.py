@@ -122,9 +122,9 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="kvferry-loads-", dir=options.path))
     pool = int(options.pool * (1 << 30))
     tier: dict[str, Any] = {
-        "tier_disk": root,
-        "tier_disk_size": 4 * pool,
-        "tier_disk_write": "write_through",
+        "tiers_disk_path": root,
+        "tiers_disk_size": 4 * pool,
+        "tiers_disk_write": "write_through",
     }
     try:
         with LocalDaemon(options.device, pool_bytes=pool, **tier) as daemon, ExitStack() as stack:

@@ -186,7 +186,7 @@ def bench_mirror(count: int) -> None:
 def bench_daemon(count: int, policy: str, tier: str) -> None:
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-")))
-        disk = {"tier_disk": directory / "tier", "tier_disk_size": tier} if tier else {}
+        disk = {"tiers_disk_path": directory / "tier", "tiers_disk_size": tier} if tier else {}
         command = kvferryd_command(directory, "cpu", count * PAGE, **disk)
         log = directory / "log"
         manager = stack.enter_context(ServiceManager(command, directory / "notify", log=log))

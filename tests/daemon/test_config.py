@@ -209,8 +209,8 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         f"--limits-max-stores={10**20}",
         "--health-deadline-seconds=inf",
         "--health-every-seconds=0",
-        "--tier-disk-admit-after=0",
-        "--tier-disk-rate=fast",
+        "--tiers-disk-admit-after=0",
+        "--tiers-disk-rate=fast",
     ],
 )
 def test_an_invalid_flag_is_refused(flag: str) -> None:
@@ -236,13 +236,13 @@ def test_a_pool_or_chunk_of_zero_bytes_is_refused(flag: str) -> None:
 
 def test_a_flag_for_a_key_that_is_not_a_table_is_refused(write: Any) -> None:
     assert "is not a table [pool]" in str(read_refused(write("pool = 3"), "--pool-size=1GiB"))
-    message = str(read_refused(write("[tiers]\ndisk = 3"), "--tier-disk=/tmp/x"))
+    message = str(read_refused(write("[tiers]\ndisk = 3"), "--tiers-disk-path=/tmp/x"))
     assert "disk = 3 is not a table [disk] with path" in message
 
 
 def test_a_disk_tier_is_read_from_file_and_flags(write: Any) -> None:
     file = write('[tiers.disk]\npath = "/a"\nsize = "1GiB"\nwrite = "off"\nadmit_after = 2\n')
-    disk = read([file, "--tier-disk=/b", "--tier-disk-rate=100MiB"]).tiers.disk
+    disk = read([file, "--tiers-disk-path=/b", "--tiers-disk-rate=100MiB"]).tiers.disk
     assert (disk.path, disk.size, disk.write) == ("/b", "1GiB", "off")
     assert (disk.admit_after, disk.rate) == (2, "100MiB")
 
@@ -252,24 +252,26 @@ def test_other_tiers_are_read_from_file_and_flags(write: Any) -> None:
         '[tiers.custom]\nmodule = "a.b"\noptions = { n = 1, words = ["x"] }\n'
         '[tiers.mooncake]\nmaster = "store:50051"\nwrite = "write_through"\n'
     )
-    tiers = read([file, "--tier-mooncake=[::1]:50052", "--tier-mooncake-protocol=rdma"]).tiers
+    tiers = read(
+        [file, "--tiers-mooncake-master=[::1]:50052", "--tiers-mooncake-protocol=rdma"]
+    ).tiers
     assert (tiers.custom.module, tiers.custom.options) == ("a.b", {"n": 1, "words": ["x"]})
     assert (tiers.mooncake.master, tiers.mooncake.protocol) == ("[::1]:50052", "rdma")
     assert (tiers.mooncake.write, tiers.mooncake.admit_after) == ("write_through", 2)
-    assert read([file, "--tier-custom-options={ n = 2 }"]).tiers.custom.options == {"n": 2}
+    assert read([file, "--tiers-custom-options={ n = 2 }"]).tiers.custom.options == {"n": 2}
 
 
 @pytest.mark.parametrize(
     ("flags", "advice"),
     [
-        (["--tier-custom=a-b"], "my_package.my_tier"),
-        (["--tier-custom=a", "--tier-custom-options=n"], "TOML"),
-        (["--tier-custom-options={ n = 1 }"], "name the module"),
-        (["--tier-mooncake=host"], "10.0.0.1:50051"),
-        (["--tier-mooncake=:50051"], "10.0.0.1:50051"),
-        (["--tier-mooncake=host:0"], "10.0.0.1:50051"),
-        (["--tier-mooncake-protocol=ib"], "tcp"),
-        (["--tier-mooncake-rate=fast"], "tiers.mooncake.rate"),
+        (["--tiers-custom-module=a-b"], "my_package.my_tier"),
+        (["--tiers-custom-module=a", "--tiers-custom-options=n"], "TOML"),
+        (["--tiers-custom-options={ n = 1 }"], "name the module"),
+        (["--tiers-mooncake-master=host"], "10.0.0.1:50051"),
+        (["--tiers-mooncake-master=:50051"], "10.0.0.1:50051"),
+        (["--tiers-mooncake-master=host:0"], "10.0.0.1:50051"),
+        (["--tiers-mooncake-protocol=ib"], "tcp"),
+        (["--tiers-mooncake-rate=fast"], "tiers.mooncake.rate"),
     ],
 )
 def test_invalid_flags_of_other_tiers_are_refused(flags: list[str], advice: str) -> None:
@@ -279,10 +281,10 @@ def test_invalid_flags_of_other_tiers_are_refused(flags: list[str], advice: str)
 @pytest.mark.parametrize(
     ("flags", "advice"),
     [
-        (["--tier-disk=/a"], "--tier-disk-size"),
-        (["--tier-disk-size=1GiB"], "--tier-disk "),
-        (["--tier-disk=/a", "--tier-disk-size=1MiB"], "at least 16MiB"),
-        (["--tier-disk=/a", "--tier-disk-size=big"], "tiers.disk.size = 'big'"),
+        (["--tiers-disk-path=/a"], "--tiers-disk-size"),
+        (["--tiers-disk-size=1GiB"], "--tiers-disk-path "),
+        (["--tiers-disk-path=/a", "--tiers-disk-size=1MiB"], "at least 16MiB"),
+        (["--tiers-disk-path=/a", "--tiers-disk-size=big"], "tiers.disk.size = 'big'"),
     ],
 )
 def test_an_incomplete_disk_tier_is_refused(flags: list[str], advice: str) -> None:
@@ -319,8 +321,13 @@ def test_the_help_states_the_minimum_of_staging() -> None:
             "unknown argument --pool-sizes (did you mean --pool-size?); see kvferryd --help",
         ),
         (
-            ["--tier-dsk", "/a"],
-            "unknown argument --tier-dsk (did you mean --tier-disk?); see kvferryd --help",
+            ["--tiers-dsk-path", "/a"],
+            "unknown argument --tiers-dsk-path (did you mean --tiers-disk-path?); "
+            "see kvferryd --help",
+        ),
+        (
+            ["--pool-siz=1GiB"],
+            "unknown argument --pool-siz (did you mean --pool-size?); see kvferryd --help",
         ),
         (["--colour"], "unknown argument --colour; see kvferryd --help"),
         (["/run"], "unknown argument /run; see kvferryd --help"),
@@ -367,6 +374,12 @@ def test_every_option_is_described_and_has_its_default(key: str, hint: Any, defa
     for part in key.split("."):
         value = getattr(value, part)
     assert value == default
+
+
+def test_the_flag_of_a_key_is_the_key_with_hyphens() -> None:
+    for key, _, _ in options():
+        assert flag_of(key) == "--" + re.sub(r"[._]", "-", key)
+    assert read(["--tiers-disk-path=/a", "--tiers-disk-size=1GiB"]).tiers.disk.path == "/a"
 
 
 def test_the_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ def test_the_daemon_serves_without_priorities(tmp_path: Path, error: int) -> Non
     denied = dict.fromkeys(("setpriority", "sched_setaffinity"), error)
 
     def start() -> LocalDaemon:
-        return LocalDaemon(pool_bytes=1 << 20, tier_disk=tmp_path, tier_disk_size="16MiB")
+        return LocalDaemon(pool_bytes=1 << 20, tiers_disk_path=tmp_path, tiers_disk_size="16MiB")
 
     with (
         call_with_denied(denied, start) as daemon,

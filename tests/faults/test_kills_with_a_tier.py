@@ -58,9 +58,9 @@ def test_daemons(
         short_path,
         kept=True,
         pool_bytes=POOL_BYTES,
-        tier_disk=root,
-        tier_disk_size="256MiB",
-        tier_disk_write="write_through",
+        tiers_disk_path=root,
+        tiers_disk_size="256MiB",
+        tiers_disk_write="write_through",
         reference_stall=0.002,
     ) as daemons:
         traffic = start_traffic(daemons.directory)

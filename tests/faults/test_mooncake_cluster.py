@@ -89,9 +89,9 @@ class Cluster:
             with host.entered():
                 started = daemon(
                     pool_bytes=POOL_BYTES,
-                    tier_mooncake=self.store.address,
-                    tier_mooncake_write="write_through",
-                    tier_mooncake_admit_after=1,
+                    tiers_mooncake_master=self.store.address,
+                    tiers_mooncake_write="write_through",
+                    tiers_mooncake_admit_after=1,
                 )
             self.daemons.append(stack.enter_context(started))
             engine = TieredEngine(started, self._engines, cpu_bytes_to_use=ENGINE_BYTES)
@@ -204,8 +204,8 @@ def test_a_restarted_host_notices_a_reset_of_another_one(
     stack: ExitStack, tmp_path: Path, reset: bool
 ) -> None:
     store = stack.enter_context(MooncakeStore(segment_bytes=64 << 20))
-    options: dict[str, Any] = {"pool_bytes": POOL_BYTES, "tier_mooncake": store.address}
-    options |= {"tier_mooncake_write": "write_through", "tier_mooncake_admit_after": 1}
+    options: dict[str, Any] = {"pool_bytes": POOL_BYTES, "tiers_mooncake_master": store.address}
+    options |= {"tiers_mooncake_write": "write_through", "tiers_mooncake_admit_after": 1}
     restarting = stack.enter_context(RestartingDaemons("cpu", tmp_path, kept=True, **options))
     other = TieredEngine(stack.enter_context(LocalDaemon(**options)), stack)
     with ExitStack() as first:

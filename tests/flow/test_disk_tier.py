@@ -54,7 +54,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     with ExitStack() as running:
 
         def with_tier(disk: bool = True, **options: Any) -> LocalDaemon:
-            root: dict[str, Any] = {"tier_disk": tmp_path / "tier", "tier_disk_size": "256MiB"}
+            root: dict[str, Any] = {
+                "tiers_disk_path": tmp_path / "tier",
+                "tiers_disk_size": "256MiB",
+            }
             if not disk:
                 root.clear()
             return running.enter_context(PatientDaemon(pool_bytes=1 << 20, **root | options))
@@ -68,7 +71,7 @@ def test_blocks_are_found_after_the_daemon_and_its_pool(
 ) -> None:
     numbers = range(16)
     with ExitStack() as stack:
-        first = start(tier_disk_write="write_through")
+        first = start(tiers_disk_write="write_through")
         engine = TieredEngine(first, stack)
         assert engine.opened.tiers == ("disk",)
         engine.store(numbers)
@@ -105,7 +108,7 @@ def test_the_head_of_a_prompt_is_found_after_a_kill_amid_its_writes(start: Start
     """With the default policy, and a prompt that the pool keeps. At this rate half of it is written
     at once, and the rest after 8 s."""
     with ExitStack() as stack:
-        daemon = start(tier_disk_rate="16KiB")
+        daemon = start(tiers_disk_rate="16KiB")
         engine = TieredEngine(daemon, stack)
         engine.store(range(64))
         engine.wait_written(1)
@@ -122,7 +125,7 @@ def test_the_head_of_a_prompt_is_found_after_a_kill_amid_its_writes(start: Start
 
 def test_a_reset_namespace_is_not_found_again(start: Start) -> None:
     with ExitStack() as stack:
-        daemon = start(tier_disk_write="write_through")
+        daemon = start(tiers_disk_write="write_through")
         engine = TieredEngine(daemon, stack)
         engine.store(range(8))
         engine.wait_written(8)
@@ -139,7 +142,7 @@ def test_a_reset_namespace_is_not_found_again(start: Start) -> None:
 
 def test_blocks_that_are_computed_faster_are_not_promoted(start: Start) -> None:
     with ExitStack() as stack:
-        daemon = start(tier_disk_write="write_through")
+        daemon = start(tiers_disk_write="write_through")
         engine = TieredEngine(daemon, stack)
         engine.store(range(4))
         engine.wait_written(4)
@@ -159,7 +162,7 @@ def test_blocks_that_are_computed_faster_are_not_promoted(start: Start) -> None:
 
 def test_a_tier_process_that_dies_is_replaced(start: Start, enter: Enter) -> None:
     """Requests are misses meanwhile. Afterwards the written blocks are found again."""
-    daemon = start(tier_disk_write="write_through")
+    daemon = start(tiers_disk_write="write_through")
     engine = enter(daemon, cpu_bytes_to_use=32 * PAGE)
     engine.store(range(16))
     engine.wait_written(16)
@@ -172,7 +175,7 @@ def test_a_tier_process_that_dies_is_replaced(start: Start, enter: Enter) -> Non
 
 
 def test_a_root_that_cannot_be_used_costs_only_the_tier(start: Start, enter: Enter) -> None:
-    engine = enter(start(tier_disk="/proc/none"))
+    engine = enter(start(tiers_disk_path="/proc/none"))
     engine.store(range(4))
     assert engine.find(range(6)).prefix == 4
     engine.promote(range(4))  # waits until the mirror has them
@@ -195,7 +198,7 @@ def test_a_tier_process_ends_with_a_killed_daemon(start: Start) -> None:
 
 
 def test_a_subscriber_receives_which_blocks_are_on_disk(start: Start, enter: Enter) -> None:
-    daemon = start(tier_disk_write="write_through")
+    daemon = start(tiers_disk_write="write_through")
     engine = enter(daemon, cpu_bytes_to_use=32 * PAGE)
     with zmq.Context() as context, context.socket(zmq.SUB) as listener:
         listener.setsockopt(zmq.RCVTIMEO, int(TIMEOUT * 1000))
@@ -217,10 +220,10 @@ def test_a_subscriber_receives_which_blocks_are_on_disk(start: Start, enter: Ent
 def test_a_second_tier_has_what_the_first_has_not(start: Start, enter: Enter) -> None:
     engine = enter(
         start(
-            tier_disk_write="off",
-            tier_custom="kvferry.testing.memory_tier",
-            tier_custom_options="{ size = 16777216 }",
-            tier_custom_write="write_through",
+            tiers_disk_write="off",
+            tiers_custom_module="kvferry.testing.memory_tier",
+            tiers_custom_options="{ size = 16777216 }",
+            tiers_custom_write="write_through",
         ),
         cpu_bytes_to_use=32 * PAGE,
     )
@@ -242,9 +245,9 @@ def test_keys_that_the_tier_has_evicted_are_written_again(start: Start, enter: E
     """If they are used in the pool."""
     daemon = start(
         disk=False,
-        tier_custom="kvferry.testing.memory_tier",
-        tier_custom_options=f"{{ size = {16 * PAGE} }}",
-        tier_custom_write="write_through",
+        tiers_custom_module="kvferry.testing.memory_tier",
+        tiers_custom_options=f"{{ size = {16 * PAGE} }}",
+        tiers_custom_write="write_through",
     )
     engine = enter(daemon)
     engine.store(range(16))

@@ -92,7 +92,7 @@ def test_a_prompt_of_a_million_tokens(
     start_kvferryd: StartKvferryd, tmp_path: Path, tensor: torch.Tensor
 ) -> None:
     """By key, two GPU blocks in a host block."""
-    daemon = start_kvferryd(pool_bytes=32 << 20, tier_disk=tmp_path, tier_disk_size="64MiB")
+    daemon = start_kvferryd(pool_bytes=32 << 20, tiers_disk_path=tmp_path, tiers_disk_size="64MiB")
     with join(daemon, tensor) as client:
         manager = OffloadingManager(client)
         search = manager.prefetch(KEYS)

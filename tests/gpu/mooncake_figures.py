@@ -76,9 +76,9 @@ def start_engines(kv_heads: int) -> Iterator[SharingEngines]:
         for name in "A", "B":
             daemon = GpuDaemon(
                 pool=f"{part * POOL_GIB}GiB",
-                tier_mooncake=store.address,
-                tier_mooncake_write="write_through",
-                tier_mooncake_admit_after=1,
+                tiers_mooncake_master=store.address,
+                tiers_mooncake_write="write_through",
+                tiers_mooncake_admit_after=1,
             )
             cluster.daemons.append(running.enter_context(daemon))
             host = int(part * POOL_GIB * 2**30)

@@ -141,9 +141,9 @@ def start_engines(
 ) -> Iterator[TierEngines]:
     """Start both daemons and engines, and write the prompts of `stored` to disk."""
     tier = {
-        "tier_disk": root / "tier",
-        "tier_disk_size": f"{DISK_GIB}GiB",
-        "tier_disk_write": write,
+        "tiers_disk_path": root / "tier",
+        "tiers_disk_size": f"{DISK_GIB}GiB",
+        "tiers_disk_write": write,
     }
     with ExitStack() as running:
         pool = POOL_GIB * model["num_key_value_heads"] / 8
@@ -229,7 +229,9 @@ def dead(bench: TierEngines, reps: int, _: Record) -> list[Record]:
 
 def slow(bench: TierEngines, reps: int, _: Record) -> list[Record]:
     tier = f'{{ path = "{bench.root}", size = {DISK_GIB << 30}, rate = {SLOW_RATE} }}'
-    bench.daemons["disk"].restart(tier_custom="support.slow_tier", tier_custom_options=tier)
+    bench.daemons["disk"].restart(
+        tiers_custom_module="support.slow_tier", tiers_custom_options=tier
+    )
     deadline = time.monotonic() + WRITE_SECONDS
     while bench.tier().state != "on" and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -369,9 +369,12 @@ def siblings() -> None:
 def mooncake() -> None:
     """Two daemons and a Mooncake Store: the second engine hits the blocks of the first one."""
     prompts = make_prompts(4, 11, TOKENS)
-    tier: dict[str, Any] = {"tier_mooncake_write": "write_through", "tier_mooncake_admit_after": 1}
+    tier: dict[str, Any] = {
+        "tiers_mooncake_write": "write_through",
+        "tiers_mooncake_admit_after": 1,
+    }
     with MooncakeStore(segment_bytes=POOL) as store:
-        tier["tier_mooncake"] = store.address
+        tier["tiers_mooncake_master"] = store.address
         with GpuDaemon(**tier) as daemon, GpuDaemon(**tier) as other:
             with start_engine(daemon) as first:
                 before = first.generate(prompts)

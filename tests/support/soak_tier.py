@@ -128,8 +128,8 @@ class SoakDisk(SoakTier):
     """A disk tier. root: its directory, which a thread measures until `close`."""
 
     def __init__(self, root: Path, nbytes: int, rng: random.Random) -> None:
-        options = {"tier_disk_size": nbytes, "tier_disk_write": "write_through"}
-        super().__init__(nbytes, rng, tier_disk=root, **options)
+        options = {"tiers_disk_size": nbytes, "tiers_disk_write": "write_through"}
+        super().__init__(nbytes, rng, tiers_disk_path=root, **options)
         self.root = root
         self._largest = 0
         self._closing = threading.Event()
@@ -165,9 +165,9 @@ class SoakMooncake(SoakTier):
         super().__init__(
             nbytes,
             rng,
-            tier_mooncake=self._store.address,
-            tier_mooncake_write="write_through",
-            tier_mooncake_admit_after=1,
+            tiers_mooncake_master=self._store.address,
+            tiers_mooncake_write="write_through",
+            tiers_mooncake_admit_after=1,
         )
 
     def kill_process(self, daemons: RestartingDaemons) -> None:

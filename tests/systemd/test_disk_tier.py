@@ -75,7 +75,7 @@ def drop_in() -> str:
         r"(?m)^    \[Service\]\n    ExecStart=\n    ExecStart=.*--tier.*$", section
     )
     text = re.sub(r"(?m)^    ", "", str(found)).replace("200GiB", "64MiB")
-    return f"{text} --tier-disk-write write_through\n"
+    return f"{text} --tiers-disk-write write_through\n"
 
 
 def until(condition: Callable[[], bool]) -> None:

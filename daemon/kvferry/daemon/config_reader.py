@@ -38,12 +38,6 @@ SIZES = (
 )
 # The form of a device: "cpu", an index or a UUID.
 DEVICE = r"cpu|[0-9]+|[A-Z]+-.+"
-# Flags that are shorter than their keys.
-SHORT_FLAGS = {
-    "tiers.disk.path": "--tier-disk",
-    "tiers.custom.module": "--tier-custom",
-    "tiers.mooncake.master": "--tier-mooncake",
-}
 
 
 def read(arguments: Sequence[str] | None = None) -> Config:
@@ -126,13 +120,13 @@ def _table(key: str, text: str) -> Any:
 def _check_disk_tier(disk: DiskTierConfig) -> None:
     if disk.path and not disk.size:
         problem = (
-            'is set without tiers.disk.size; set the size, for example --tier-disk-size "200GiB"'
+            'is set without tiers.disk.size; set the size, for example --tiers-disk-size "200GiB"'
         )
         raise _wrong_value("tiers.disk.path", disk.path, problem)
     if disk.size and not disk.path:
         problem = (
             "is set without tiers.disk.path; name a directory, for example "
-            "--tier-disk /var/lib/kvferry"
+            "--tiers-disk-path /var/lib/kvferry"
         )
         raise _wrong_value("tiers.disk.size", disk.size, problem)
     if disk.size and parse_bytes(disk.size, "tiers.disk.size") < MIN_DISK_BYTES:
@@ -200,19 +194,19 @@ def _suggestion(word: str, words: Sequence[str]) -> str:
 
 
 def flag_of(key: str) -> str:
-    """The flag of a key: --pool-size for pool.size, --tier-disk-size for tiers.disk.size."""
-    flag = key.replace("tiers.", "tier.").replace(".", "-").replace("_", "-")
-    return SHORT_FLAGS.get(key, f"--{flag}")
+    """The flag of a key: --tiers-disk-path for tiers.disk.path."""
+    return "--" + key.replace(".", "-").replace("_", "-")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvferryd",
+        allow_abbrev=False,  # a key that is added could make an abbreviation ambiguous
         usage="kvferryd [--config FILE] [--FLAG VALUE]...",
         description="Moves KV-cache blocks between one device and host memory for LLM engines.",
-        epilog="Each flag is a key of the TOML file: --pool-size is size in [pool]. Sizes: 64GiB "
-        "or 64Gi is 64 x 1024^3 bytes, 64GB or 64G is 64 x 1000^3; also k, M and T; 6.4e10 is a "
-        "number of bytes.",
+        epilog="Each flag is a key of the TOML file: --tiers-disk-path is path in [tiers.disk]. "
+        "Sizes: 64GiB or 64Gi is 64 x 1024^3 bytes, 64GB or 64G is 64 x 1000^3; also k, M and T; "
+        "6.4e10 is a number of bytes.",
     )
     version = f"kvferryd {kvferry_version()}"
     parser.add_argument("--version", action="version", version=version, help="print the version")

@@ -49,7 +49,7 @@ def test_a_tier_that_does_not_write(
 
 
 def test_a_directory_that_cannot_be_used(start_kvferryd: StartKvferryd) -> None:
-    daemon = start_kvferryd(tier_disk="/proc/none", tier_disk_size="16MiB")
+    daemon = start_kvferryd(tiers_disk_path="/proc/none", tiers_disk_size="16MiB")
     with OffloadClient(daemon.directory) as client:
         until(lambda: bool(client.status().tiers[0].failure))
     (finding,) = [each for each in run_checks(daemon.directory) if each.check == "tier disk"]

@@ -35,7 +35,7 @@ def start() -> Iterator[Start]:
     with ExitStack() as running:
 
         def with_tier(folder: Path, **options: Any) -> LocalDaemon:
-            given = {"tier_disk": folder / "tier", "tier_disk_size": "64MiB", **options}
+            given = {"tiers_disk_path": folder / "tier", "tiers_disk_size": "64MiB", **options}
             return running.enter_context(PatientDaemon(pool_bytes=16 << 20, **given))
 
         yield with_tier
@@ -53,7 +53,7 @@ def test_prompts_are_found_on_disk(
 
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     monkeypatch.setattr(session, "SEARCH_TIMEOUT", TIMEOUT)
-    daemon = start(tmp_path, tier_disk_write="write_through")
+    daemon = start(tmp_path, tiers_disk_write="write_through")
     first = core.EngineCore(daemon.directory, groups)
     first.run(*PROMPTS)
     first.settle()

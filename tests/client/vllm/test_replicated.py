@@ -133,10 +133,10 @@ def test_blocks_on_the_disks_of_their_writers_are_loaded_by_all_ranks(
     def start_both(running: ExitStack) -> list[LocalDaemon]:
         directories = ":".join(map(str, folders))
         options = {"siblings_enabled": "true", "siblings_directories": directories}
-        disk = {"tier_disk_size": "64MiB", "tier_disk_write": "write_through"}
+        disk = {"tiers_disk_size": "64MiB", "tiers_disk_write": "write_through"}
         return [
-            *start(running, folders[:1], tier_disk=short_path / "disk0", **options, **disk),
-            *start(running, folders[1:], tier_disk=short_path / "disk1", **options, **disk),
+            *start(running, folders[:1], tiers_disk_path=short_path / "disk0", **options, **disk),
+            *start(running, folders[1:], tiers_disk_path=short_path / "disk1", **options, **disk),
         ]
 
     with ExitStack() as running:

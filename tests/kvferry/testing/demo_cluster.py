@@ -141,9 +141,9 @@ def start_engine(name: str, master: str, blocks: int) -> Iterator[ClusterEngine]
     with (
         LocalDaemon(
             pool_bytes=pool,
-            tier_mooncake=master,
-            tier_mooncake_write="write_through",
-            tier_mooncake_admit_after=1,
+            tiers_mooncake_master=master,
+            tiers_mooncake_write="write_through",
+            tiers_mooncake_admit_after=1,
         ) as daemon,
         OffloadClient(daemon.directory, engine=name, timeout=TIMEOUT) as client,
     ):

@@ -96,9 +96,9 @@ class DiskDemo:
             LocalDaemon(
                 device=self._device,
                 pool_bytes=self._pool_bytes,
-                tier_disk=root,
-                tier_disk_size=TIER_BYTES,
-                tier_disk_write="write_through",
+                tiers_disk_path=root,
+                tiers_disk_size=TIER_BYTES,
+                tiers_disk_write="write_through",
             ) as daemon,
             OffloadClient(daemon.directory, engine="demo", timeout=TIMEOUT) as client,
         ):

@@ -1,7 +1,7 @@
 """A Mooncake Store on this machine, for tests and the demo: a master and a store process.
 
     with MooncakeStore(segment_bytes=256 << 20) as store:
-        LocalDaemon(tier_mooncake=store.address, ...)
+        LocalDaemon(tiers_mooncake_master=store.address, ...)
         store.kill_master()
         store.start_master()
 
