@@ -109,9 +109,8 @@ def report(daemon: int, seconds: float) -> None:
 
 
 def name_of(pid: int) -> str:
-    arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    modules = [word for word in arguments if word.startswith(b"kvferry.")]
-    return f"{(modules or arguments)[0].decode().rpartition('.')[2]} {pid}"
+    title = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode()
+    return f"{title} {pid}"
 
 
 def usage(pid: int) -> tuple[float, int]:

@@ -94,7 +94,7 @@ def tier_process(pid: int) -> int:
     (found,) = [
         int(child)
         for child in children
-        if "tier_worker" in Path(f"/proc/{child}/cmdline").read_text()
+        if "siblings tier" in Path(f"/proc/{child}/cmdline").read_text()
     ]
     return found
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -241,6 +242,15 @@ async def test_an_error_of_a_hook_ends_the_run(worker: EchoWorker, hook: str) ->
     assert worker.process.pid is None
 
 
+# The title
+
+
+async def test_a_process_shows_its_title_and_no_arguments(worker: EchoWorker) -> None:
+    folder = Path(f"/proc/{worker.pid}")
+    assert (folder / "cmdline").read_bytes() == b"kvferryd: echo\0"
+    assert (folder / "comm").read_text() == "kvferryd: echo\n"
+
+
 # The end
 
 
@@ -287,5 +297,5 @@ def test_a_worker_that_is_stopped_at_its_start_ends_with_the_daemon() -> None:
 
 def test_a_worker_whose_daemon_died_while_it_started_ends() -> None:
     """The kernel ends it only with a daemon that dies later."""
-    command = [sys.executable, "-P", "-m", "support.echo_worker", "0", "1", "stay"]
+    command = [sys.executable, "-P", "-m", "support.echo_worker", "echo", "0", "1"]
     assert subprocess.run(command, timeout=TIMEOUT).returncode == 2

@@ -79,7 +79,7 @@ def test_an_interrupted_demo_leaves_no_process(number: signal.Signals) -> None:
     """The store of such a process has open ports, and its daemons have large pools."""
     command = [sys.executable, "-m", "kvferry.testing.demo_cluster"]
     with subprocess.Popen(command, start_new_session=True) as demo:
-        until(lambda: any("tier_worker" in each for each in processes_of(demo.pid)))
+        until(lambda: any("mooncake tier" in each for each in processes_of(demo.pid)))
         demo.send_signal(number)
         assert demo.wait(TIMEOUT) == 130
         until(lambda: not processes_of(demo.pid))

@@ -205,7 +205,7 @@ def test_a_subscriber_receives_which_blocks_are_on_disk(start: Start, enter: Ent
         listener.setsockopt(zmq.SUBSCRIBE, b"")
         listener.connect(f"ipc://{daemon.directory}/events.sock")
         # From then on events are queued for it.
-        until(lambda: bool(children_of(daemon.pid, b"kv_events_process")))
+        until(lambda: bool(children_of(daemon.pid, b"KV events")))
         engine.store(range(4))
         on_disk = set[int]()
         while len(on_disk) < 4:

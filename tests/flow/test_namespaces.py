@@ -244,7 +244,7 @@ def test_kv_events_are_published(kvferryd: LocalDaemon, start_tenant: StartTenan
         subscriber.setsockopt_string(zmq.SUBSCRIBE, topic)
         subscriber.connect(f"ipc://{kvferryd.directory}/events.sock")
         # From then on events are queued for it.
-        until(lambda: bool(children_of(kvferryd.pid, b"kv_events_process")))
+        until(lambda: bool(children_of(kvferryd.pid, b"KV events")))
         tenant.store(1, 2)
         tenant.store(3)
         tenant.client.reset()

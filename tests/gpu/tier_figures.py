@@ -279,7 +279,7 @@ def stopped_tier(daemon: int) -> Iterator[None]:
 
 
 def tier_processes(daemon: int) -> list[int]:
-    return children_of(daemon, b"kvferry.daemon.tiers")
+    return children_of(daemon, b" tier\0")
 
 
 FIGURES: dict[str, Callable[[TierEngines, int, Record], list[Record]]] = {

@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
 
 def publishers_of(pid: int) -> list[int]:
     """The processes that publish KV events for a daemon."""
-    return children_of(pid, b"kv_events_process")
+    return children_of(pid, b"KV events")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import struct
 import sys
 from contextlib import suppress
 
+from kvferry.daemon.process_title import set_process_title
+
 # Bytes of a datagram: they fit the default buffer of a socket.
 MAX_DATAGRAM = 192 << 10
 NUMBER = struct.Struct("=q")
@@ -52,10 +54,11 @@ def connect_to_daemon(nice_increment: int) -> tuple[DaemonConnection, list[str]]
     Called first by the main function of a worker process. It exits if the daemon died before it
     could arrange that this process dies with it. nice_increment: see `lower_priority`.
     """
+    title, descriptor, daemon, *arguments = sys.argv[1:]
+    set_process_title(title)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the daemon handles them
         signal.signal(number, signal.SIG_IGN)
     lower_priority(nice_increment)
-    descriptor, daemon, *arguments = sys.argv[1:]
     if os.getppid() != int(daemon):
         os._exit(2)
     return DaemonConnection(socket.socket(fileno=int(descriptor))), arguments

@@ -45,7 +45,7 @@ class ProcessDied(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The program of a worker process. name: for the log.
+    """The program of a worker process. name: for the log, and its title in ps.
 
     module: its `main` calls `connect_to_daemon`, which returns `arguments`. descriptors: those that
     the process inherits, under the same numbers.
@@ -85,11 +85,11 @@ def _seconds_from_now(seconds: float) -> Callable[[], float]:
 def _spawn(program: Program, descriptor: int) -> subprocess.Popen[bytes]:
     """Start a process that inherits this socket, and ends with the daemon. Raises OSError."""
     read_end, write_end = os.pipe()
-    command = [sys.executable, "-P", "-m", program.module, str(descriptor), str(os.getpid())]
+    command = [sys.executable, "-P", "-m", program.module, program.name]
     with os.fdopen(read_end, "rb", 0):
         try:
             process = subprocess.Popen(
-                [*command, *program.arguments],
+                [*command, str(descriptor), str(os.getpid()), *program.arguments],
                 stdin=read_end,
                 pass_fds=(descriptor, *program.descriptors),
             )

@@ -82,7 +82,7 @@ def subscriber(address: str) -> Iterator[EventSubscriber]:
 
 
 def publisher_processes() -> set[int]:
-    return set(children_of(os.getpid(), b"kv_events_process"))
+    return set(children_of(os.getpid(), b"KV events"))
 
 
 async def wait_for_process(publisher: KVEventPublisher) -> int:

@@ -32,7 +32,7 @@ BACKLOG = 64
 RESTART_SECONDS = 1.0
 # The first sequence number of each process is a multiple of this, above all earlier numbers.
 NUMBERS_PER_PROCESS = 1 << 32
-PROCESS = "kvferry.daemon.observability.kv_events_process"
+PROCESS, TITLE = "kvferry.daemon.observability.kv_events_process", "KV events"
 
 log = structlog.get_logger()
 
@@ -189,6 +189,7 @@ class KVEventPublisher(asyncio.Protocol):
             "-P",
             "-m",
             PROCESS,
+            TITLE,
             *map(str, passed),
             address,
             str(first),

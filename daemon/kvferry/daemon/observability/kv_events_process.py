@@ -1,6 +1,6 @@
 """The process that publishes KV events on a ZeroMQ XPUB socket.
 
-    python -m kvferry.daemon.observability.kv_events_process CHANNEL LISTENER ADDRESS FIRST_NUMBER
+    python -m kvferry.daemon.observability.kv_events_process TITLE CHANNEL LISTENER ADDRESS FIRST
 
 libzmq stores the topics of all subscribers in a tree that takes about 50 bytes per byte of a topic,
 and it reads everything that a connection sends before it returns. No option limits the tree, and
@@ -27,6 +27,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from kvferry.daemon.process_title import set_process_title
 from kvferry.proto.events import Place, batches_of
 from kvferry.proto.messages import KeyEvents
 
@@ -174,9 +175,10 @@ def limit_memory(budget: int) -> None:
 
 
 def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
+    title, channel, listener, address, first = arguments
+    set_process_title(title)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the daemon ends this process
         signal.signal(number, signal.SIG_IGN)
-    channel, listener, address, first = arguments
     xpub = zmq.Context().socket(zmq.XPUB)
     xpub.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
     xpub.setsockopt(zmq.LINGER, 0)

@@ -102,7 +102,7 @@ class ChecksumClient:
         self.window = REQUESTS_PER_THREAD * threads
         arguments = [str(number) for number in (threads, chunk_bytes, *descriptors)]
         module = "kvferry.daemon.persistence.checksum_worker"
-        program = Program("checksum", module, arguments, descriptors)
+        program = Program("checksums", module, arguments, descriptors)
         self._process = ChildProcess(program, times, lost=self._count_death)
         self._reply_timeout = reply_timeout
         self._queue = _ReadQueue()

@@ -1,6 +1,6 @@
 """The checksum process: computes XXH3 checksums of host blocks for the daemon.
 
-    python -m kvferry.daemon.persistence.checksum_worker SOCKET DAEMON THREADS CHUNK DESCRIPTOR...
+    python -m kvferry.daemon.persistence.checksum_worker TITLE SOCKET DAEMON THREADS CHUNK FD...
 
 It maps the chunks of the host pool, of CHUNK bytes each, read-only, so it cannot change a block.
 Its threads do not share the daemon's GIL. Each request is a ChecksumRequest; a reply has the

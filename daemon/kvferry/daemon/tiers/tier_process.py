@@ -48,4 +48,4 @@ def tier_program(tier: TierConfig, pool: PoolFiles) -> Program:
     arguments = TierArguments(chunks, pool.chunk_bytes, pool.nbytes, tier.module, tier.options)
     inherited = (*chunks, tier.keys) if isinstance(tier, SiblingsTierConfig) else chunks
     given = [msgspec.json.encode(arguments).decode()]
-    return Program(f"tier {tier.name}", WORKER, given, inherited)
+    return Program(f"{tier.name} tier", WORKER, given, inherited)
