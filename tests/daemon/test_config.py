@@ -364,6 +364,35 @@ def test_an_unknown_key_is_refused_with_a_similar_one(
     assert ("did you mean" in message) == bool(suggestion)
 
 
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("[pool]\nsize = 64GiB", 'write text and sizes in quotes: size = "64GiB"'),
+        ("[pool]\n\nsize = 64 GiB  # half", 'write text and sizes in quotes: size = "64 GiB"'),
+        ("device = cpu", 'write text and sizes in quotes: device = "cpu"'),
+        ("[pool]\nkeep = yes", "set keep to true or false"),
+        ("[pool]\nsize = '1GiB", "correct it"),
+        ("[pool]\nsize =", "correct it"),
+    ],
+)
+def test_a_value_without_quotes_is_refused_with_the_line_to_write(
+    write: Any, text: str, remedy: str
+) -> None:
+    assert str(read_refused(write(text))).endswith(f"; {remedy}")
+
+
+@pytest.mark.parametrize("value", ["no", "on", "2"])
+def test_a_wrong_switch_is_refused_with_its_values(write: Any, value: str) -> None:
+    for argument in (f"--pool-keep={value}", write(f"[pool]\nkeep = '{value}'")):
+        message = str(read_refused(argument))
+        assert "pool.keep" in message
+        assert "true or false" in message
+
+
+def test_a_size_that_is_too_large_is_refused_with_the_limit() -> None:
+    assert "is more than 128 TiB" in str(read_refused("--pool-size=200TiB"))
+
+
 # Every option
 
 

@@ -53,10 +53,10 @@ def read(arguments: Sequence[str] | None = None) -> Config:
     flags = vars(known)
     path = flags.pop("config")
     tree: dict[str, Any] = {}
-    tables = {key for key, hint, _ in options() if get_origin(get_args(hint)[0]) is dict}
+    tables = {key for key, kind in _kinds().items() if get_origin(kind) is dict}
     try:
         if path is not None:
-            tree = msgspec.toml.decode(_contents(path))
+            tree = _tree(path)
         for key, value in flags.items():
             if value is not None:
                 *sections, name = key.split(".")
@@ -175,6 +175,36 @@ def _contents(path: str) -> bytes:
     return data
 
 
+def _tree(path: str) -> dict[str, Any]:
+    """The tables of a file. Raises OSError and Refused (BAD_CONFIG)."""
+    data = _contents(path)
+    try:
+        tree: dict[str, Any] = msgspec.toml.decode(data)
+    except msgspec.DecodeError as error:
+        place = re.search(r"at line ([0-9]+)", str(error))
+        remedy = _syntax_remedy(data.decode().split("\n")[: int(place[1])]) if place else ""
+        message = f"invalid configuration ({path}): {error}; {remedy or 'correct it'}"
+        raise Refused(Code.BAD_CONFIG, message, path) from error
+    return tree
+
+
+def _syntax_remedy(lines: Sequence[str]) -> str:
+    """What to change in the last of some lines, if its value has no quotes; empty if not that."""
+    bare = re.fullmatch(r"""\s*([\w.-]+)\s*=\s*([^\s"'[{#][^"'#]*?)\s*(#.*)?""", lines[-1])
+    if not bare:
+        return ""
+    headers = (re.match(r"\s*\[([\w.]+)\]", line) for line in reversed(lines))
+    section = next((f"{header[1]}." for header in headers if header), "")
+    if _kinds().get(section + bare[1]) is bool:
+        return f"set {bare[1]} to true or false"
+    return f'write text and sizes in quotes: {bare[1]} = "{bare[2]}"'
+
+
+def _kinds() -> dict[str, Any]:
+    """The type of each key."""
+    return {key: get_args(hint)[0] for key, hint, _ in options()}
+
+
 def _with_description(error: str) -> str:
     """Add the description of the key that msgspec's error is about, or a similar key."""
     if unknown := re.search(r"unknown field `(.+?)`(?: - at `\$\.([a-z_.]+)`)?", error):
@@ -184,7 +214,10 @@ def _with_description(error: str) -> str:
         return error + _suggestion(key_given, [*keys, *tables])
     key = re.search(r"`\$\.([a-z_.]+)", error)
     hints = {name: hint for name, hint, _ in options()}
-    return f"{error} ({description(hints[key[1]])})" if key and key[1] in hints else error
+    if key is None or key[1] not in hints:
+        return error
+    words = "true or false: " if _kinds()[key[1]] is bool else ""
+    return f"{error} ({words}{description(hints[key[1]])})"
 
 
 def _suggestion(word: str, words: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The parser of sizes: the daemon's configuration, vLLM's, and options of the command line.
+"""Sizes as text: parsed from the daemon's configuration, vLLM's and the command line, and printed.
 
 The grammar is that of Kubernetes' quantities up to T: a number, which may have decimals and an
 exponent, and a unit. k, M, G and T are powers of 1000; Ki, Mi, Gi and Ti are powers of 1024. A "B"
@@ -18,6 +18,7 @@ MAX_SIZE = 1 << 47
 _DECIMAL = {name: 1000**power for power, name in enumerate(("", "k", "M", "G", "T"))}
 _BINARY = {name: 1024**power for power, name in enumerate(("Ki", "Mi", "Gi", "Ti"), 1)}
 _UNITS = _DECIMAL | _BINARY
+_UNIT_NAMES = ("B", "KiB", "MiB", "GiB", "TiB")
 # Two digits of an exponent are enough, and bound the result.
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2})?)\s*(k|M|G|T|Ki|Mi|Gi|Ti|)B?\s*")
 
@@ -33,6 +34,15 @@ def parse_bytes(text: str, what: str = "size") -> int:
         raise Refused(Code.BAD_CONFIG, message, text)
     nbytes = Decimal(match[1]) * _UNITS[match[2]]
     if nbytes > MAX_SIZE:
-        message = f"{what} = {text!r} is more than {MAX_SIZE} bytes; set a smaller size"
+        message = f"{what} = {text!r} is more than {format_size(MAX_SIZE)}; set a smaller size"
         raise Refused(Code.BAD_CONFIG, message, text)
     return int(nbytes)
+
+
+def format_size(nbytes: float) -> str:
+    """4096 -> "4 KiB", 1600 -> "1.56 KiB"."""
+    power = 0
+    while nbytes >= 1024 and power < len(_UNIT_NAMES) - 1:
+        nbytes, power = nbytes / 1024, power + 1
+    digits = 0 if nbytes == int(nbytes) else 1 if nbytes >= 100 else 2
+    return f"{nbytes:.{digits}f} {_UNIT_NAMES[power]}"

@@ -28,6 +28,7 @@ def test_a_pool_larger_than_memory_is_refused() -> None:
     with pytest.raises(Refused, match=r"reduce pool\.size") as refused:
         check_fits(1 << 50)
     assert refused.value.code == Code.POOL_TOO_LARGE
+    assert "a host pool of 1024 TiB does not fit" in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_namespaces_that_are_not_in_use_have_one_share_together(disk: KillableDi
 def test_a_tier_that_is_smaller_than_a_block_says_so(pool: PoolMemory, tmp_path: Path) -> None:
     disk = KillableDisk(pool, tmp_path / "tier", 64 << 10)
     assert disk.put([1]) == [Result.FULL]
-    assert "tiers.disk.size 65536 is below the" in disk.usage().read_only
+    assert "tiers.disk.size 64 KiB is below the" in disk.usage().read_only
     disk.close()
 
 

@@ -32,6 +32,7 @@ from kvferry.daemon.memory.shared_memory import IOV_MAX, PAGE, MappedFile, copy_
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.memory import Allocation, FdAllocation, Location
 from kvferry.proto.process import SPARE_ADDRESS_SPACE, address_space_left
+from kvferry.proto.sizes import format_size
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import DeviceInfo, GroupCopying
 from kvferry.shm.memfd import sealed_memfd
@@ -245,15 +246,16 @@ def _check_fit(nbytes: int) -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * PAGE
     if nbytes > memory:
         message = (
-            f"the tensors take {nbytes} bytes, more than the {memory} of this machine's memory; "
-            "register fewer blocks"
+            f"the tensors take {format_size(nbytes)}, more than the {format_size(memory)} of "
+            "this machine's memory; register fewer blocks"
         )
         raise Refused(Code.BAD_LAYOUT, message, nbytes)
     left = address_space_left() - SPARE_ADDRESS_SPACE
     if nbytes > left:
         message = (
-            f"the tensors take {nbytes} bytes, but the daemon has only {max(0, left)} bytes of "
-            "address space left for tensors; raise its LimitAS, or stop other engines"
+            f"the tensors take {format_size(nbytes)}, but the daemon has only "
+            f"{format_size(max(0, left))} of address space left for tensors; raise its LimitAS, "
+            "or stop other engines"
         )
         raise Failed(Code.MAP_FAILED, message, nbytes)
 

@@ -24,6 +24,7 @@ from kvferry.daemon.memory.numa import bind_to_node
 from kvferry.daemon.memory.shared_memory import PAGE, MappedFiles, free_file
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.process import SPARE_ADDRESS_SPACE, check_address_space
+from kvferry.proto.sizes import format_size
 
 # Threads that touch chunks.
 TOUCH_THREADS = min(16, os.cpu_count() or 1)
@@ -123,8 +124,8 @@ class HostPool:
             failed(error)
         except OSError as error:
             message = (
-                f"memory for the host pool ran out at byte {self.ready_bytes} ({error}); "
-                "reduce pool.size"
+                f"memory for the host pool of {format_size(self.nbytes)} ran out after "
+                f"{format_size(self.ready_bytes)} ({error}); reduce pool.size"
             )
             failed(Failed(Code.POOL_TOO_LARGE, message, self.nbytes))
 
@@ -170,8 +171,8 @@ def check_fits(nbytes: int, *, spare: int = 0) -> None:
     if nbytes > available:
         raise Refused(
             Code.POOL_TOO_LARGE,
-            f"the host pool does not fit into the {available} bytes that {limit} allows; "
-            "reduce pool.size, or allow more memory",
+            f"a host pool of {format_size(nbytes)} does not fit into the "
+            f"{format_size(available)} that {limit} allows; reduce pool.size, or allow more memory",
             nbytes,
         )
 

@@ -19,6 +19,7 @@ import numpy as np
 from kvferry.daemon.memory.fd_closer import close_later
 from kvferry.proto.errors import Code, Failed, Refused
 from kvferry.proto.layout import Int64s
+from kvferry.proto.sizes import format_size
 from kvferry.shm.memfd import check_sealed, sealed_memfd
 from kvferry.shm.timeline_page import TIMELINE_REVOKED_AT, TIMELINE_VALUE_AT
 
@@ -216,8 +217,8 @@ def _check_kept(kept: Sequence[int], sizes: Sequence[int]) -> None:
     if found != list(sizes):
         raise Refused(
             Code.BAD_LAYOUT,
-            f"the kept pool has {len(found)} chunks of up to {max(found, default=0)} bytes, but "
-            f"{len(sizes)} of {sizes[0]} bytes are configured",
+            f"the kept pool has {len(found)} chunks of up to {format_size(max(found, default=0))}, "
+            f"but {len(sizes)} of {format_size(sizes[0])} are configured",
             f"{len(found)} of {max(found, default=0)}",
         )
     for descriptor in kept:

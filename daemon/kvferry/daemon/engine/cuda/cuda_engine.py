@@ -38,6 +38,7 @@ from kvferry.daemon.engine.cuda.staging import Staging
 from kvferry.daemon.memory.numa import node_of
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
+from kvferry.proto.sizes import format_size
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
 
@@ -79,7 +80,8 @@ class CudaEngine:
             installed = f"CUDA {version // 1000}.{version % 1000 // 10}"
             raise Refused(Code.NO_DEVICE, TOO_OLD, installed)
         if options.staging_bytes < (least := options.min_staging_bytes):
-            message = f"copy.staging is {options.staging_bytes} bytes; set at least {least}"
+            given = format_size(options.staging_bytes)
+            message = f"copy.staging is {given}; set at least {format_size(least)}"
             raise Refused(Code.BAD_CONFIG, message, options.staging_bytes)
         self._ordinal = ordinal = _find_device(self._driver, device)
         self._memory = VirtualMemory(self._driver, ordinal)
@@ -120,7 +122,8 @@ class CudaEngine:
         except Failed as error:
             raise Failed(
                 Code.POOL_TOO_LARGE,
-                f"{nbytes} bytes of host memory cannot be pinned ({error.value}); reduce pool.size",
+                f"{format_size(nbytes)} of host memory cannot be pinned ({error.value}); "
+                "reduce pool.size",
                 nbytes,
             ) from error
 

@@ -39,6 +39,7 @@ from kvferry.daemon.tiers.disk.shares import Shares
 from kvferry.daemon.tiers.disk.slab import slot_bytes_of
 from kvferry.daemon.tiers.durable_files import sync_directory, write_file
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.sizes import format_size
 
 # A slab has this part of the tier's size or of the free space, but at most MAX_SLAB_BYTES, and at
 # least one slot. Each takes a descriptor, so there are at most MAX_SLABS of this kind.
@@ -219,7 +220,8 @@ class DiskTier:
             if time.monotonic() < self._refused_until:
                 return None
             if least > self._size:
-                reason = f"tiers.disk.size {self._size} is below the {least} bytes for one block"
+                size, needed = format_size(self._size), format_size(least)
+                reason = f"tiers.disk.size {size} is below the {needed} for one block"
                 self._refuse(reason, blocks.namespace, RETRY_NAMESPACE)
                 return None
             if not self._make_room(SMALL_FILES, blocks.namespace):
@@ -296,8 +298,8 @@ class DiskTier:
         if nbytes <= (room := _room_in(self._root)):
             return ""
         return (
-            f"the file system of {self._root} has room for {room} bytes more, but {nbytes} are "
-            "needed; free disk space"
+            f"the file system of {self._root} has room for {format_size(room)} more, but "
+            f"{format_size(nbytes)} are needed; free disk space"
         )
 
     def _shrink(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvferry.daemon.tiers.base import HostMemory
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.sizes import format_size
 from kvferry.proto.version import installed_version
 
 OLDEST = "0.3.13"
@@ -96,7 +97,7 @@ class StoreClient:
         """Register memory that blocks are moved from and to. Raises StoreError."""
         code = self._store.register_buffer(address, nbytes)
         if code:
-            message = f"{nbytes} bytes cannot be registered with the store: error {code}"
+            message = f"{format_size(nbytes)} cannot be registered with the store: error {code}"
             raise StoreError(f"{message}; with RDMA, raise the limit of locked memory")
 
     def exist(self, names: Sequence[str]) -> list[bool]:

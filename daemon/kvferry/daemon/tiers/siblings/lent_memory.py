@@ -32,6 +32,7 @@ from kvferry.daemon.memory.pool import HostPool, HostRegistrar
 from kvferry.daemon.memory.shared_memory import ReadOnlyFiles
 from kvferry.daemon.tiers.messages import FileOf, LentFiles
 from kvferry.proto.errors import Code, KVFerryError, Refused
+from kvferry.proto.sizes import format_size
 from kvferry.proto.status import SiblingStatus
 from kvferry.shm.memfd import check_sealed
 
@@ -198,7 +199,8 @@ class MappedWindows:
         """Raises KVFerryError or OSError."""
         chunk_bytes = self._pool.chunk_bytes
         if files.chunk_bytes != chunk_bytes:
-            text = f"its pool.chunk is {files.chunk_bytes} bytes, and here {chunk_bytes}"
+            its, own = format_size(files.chunk_bytes), format_size(chunk_bytes)
+            text = f"its pool.chunk is {its}, and here {own}"
             raise Refused(Code.BAD_CONFIG, f"{text}; make them equal", files.chunk_bytes)
         with ExitStack() as opened, ExitStack() as undo:
             chunks = [_open_file(chunk, pid) for chunk in files.chunks]
