@@ -5,19 +5,20 @@ PYTHON ?= python3
 READY := $(VENV)/.ready
 CUDA := daemon/kvferry/daemon/engine/cuda
 
-.PHONY: help demo demo-cluster demo-siblings test lowest trials check coverage format faults fuzz soak load bench gpu kernels clean \
+.PHONY: help demo demo-cluster demo-siblings test lowest trials static check coverage format faults fuzz soak load bench gpu kernels clean \
 	vllm vllm-tests
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: $(READY)  ## store a small model's KV cache by another process, and load it again
-	$(BIN)/python -m kvferry.testing.demo
+# The demos need no tools of developers and no torch.
+demo: $(VENV)/.ready-daemon  ## store a small model's KV cache by another process, and load it again
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m kvferry.testing.demo
 
-demo-cluster: $(READY)  ## share a cache between two daemons and one Mooncake Store, on this machine
+demo-cluster: $(VENV)/.ready-mooncake  ## share a cache between two daemons and one Mooncake Store, on this machine
 	$(BIN)/python -m kvferry.testing.demo_cluster
 
-demo-siblings: $(READY)  ## share a cache between two daemons of this machine, without a store
+demo-siblings: $(VENV)/.ready-daemon  ## share a cache between two daemons of this machine, without a store
 	$(BIN)/python -m kvferry.testing.demo_siblings
 
 test: $(READY)  ## all tests that need no GPU, inject no faults and boot no container
@@ -37,11 +38,14 @@ trials: $(READY)  ## short forms of the tests with faults, hostile frames, soak 
 	$(BIN)/python -m pytest -q -m "not gpu" tests/faults
 	$(BIN)/python -m pytest -q -m "not gpu and systemd"
 
-check: $(READY)  ## format, lint, types, import contracts, test, trials
+static: $(READY)  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+check:  ## static, test, trials
+	$(MAKE) static
 	$(MAKE) test
 	$(MAKE) trials
 
@@ -105,7 +109,13 @@ format: $(READY)  ## format the sources, and fix what ruff can fix
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .vllm .lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
+# The daemon and the command line, with or without Mooncake's client.
+$(VENV)/.ready-%: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*,cli]'
+	touch $@
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $(READY)
+	touch $(READY) $(VENV)/.ready-daemon $(VENV)/.ready-mooncake

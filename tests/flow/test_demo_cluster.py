@@ -54,7 +54,7 @@ def test_the_demo_detects_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engine A stores other bytes than engine B expects."""
 
     def fill(engine: demo_cluster.ClusterEngine) -> None:
-        engine._pages.fill_(7)
+        engine._pages[...] = 7
 
     monkeypatch.setattr(demo_cluster.ClusterEngine, "fill", fill)
     with Progress(disable=True) as progress:

@@ -91,7 +91,7 @@ import os, signal, sys
 from kvferry.testing import demo
 
 demo.undisturbed = lambda engine: os.kill(os.getpid(), signal.SIGINT)
-sys.exit(demo.main(["--device", "cpu", "--prompt-tokens", "256", "--steps", "32"]))
+sys.exit(demo.main(["--prompt-tokens", "256", "--steps", "32"]))
 """
 
 

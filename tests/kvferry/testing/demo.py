@@ -25,12 +25,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
 
-import torch
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
-from torch import Tensor
 
 from kvferry.client import (
     CPULoadStoreSpec,
@@ -42,10 +41,8 @@ from kvferry.client import (
 )
 from kvferry.client.tensors import shared_empty
 from kvferry.testing.demo_disk import DiskDemo
-from kvferry.testing.llama import LlamaConfig, PagedLlama
+from kvferry.testing.llama import Array, BlockTable, LlamaConfig, PagedLlama
 
-SMALL = LlamaConfig()
-LARGE = LlamaConfig(16, 1024, 16, 8, 128, 2816, dtype=torch.bfloat16)
 FACTOR = 4
 PREFILL_CHUNK = 512
 PROBES = 50
@@ -62,14 +59,14 @@ class DemoEngine:
         self.all_blocks = -(-(len(prompt) + steps) // size)
         self._cached = self.full_blocks * size
 
-    def prefill(self, title: str, table: Tensor, caches: Sequence[Tensor]) -> None:
+    def prefill(self, title: str, table: BlockTable, caches: Sequence[Array]) -> None:
         """Compute the full blocks of the prompt."""
         chunks = range(0, self._cached, PREFILL_CHUNK)
         for start in self._progress.track(chunks, description=title):
             chunk = self.prompt[start : min(start + PREFILL_CHUNK, self._cached)]
             self.model.forward(chunk, start, table, caches)
 
-    def generate(self, table: Tensor, caches: Sequence[Tensor]) -> list[int]:
+    def generate(self, table: BlockTable, caches: Sequence[Array]) -> list[int]:
         """Compute the tail of the prompt, which is never offloaded, and generate tokens."""
         tail = self.prompt[self._cached :]
         return self.model.generate(tail, self._cached, self.steps, table, caches)
@@ -88,12 +85,12 @@ class DemoMover:
     """Stores the blocks of one request to its host blocks and loads them, in several jobs."""
 
     def __init__(
-        self, client: OffloadClient, timeline: Timeline, host_blocks: Tensor, progress: Progress
+        self, client: OffloadClient, timeline: Timeline, host_blocks: BlockTable, progress: Progress
     ) -> None:
         self._client, self._timeline, self._progress = client, timeline, progress
         self._host_blocks, self._job_ids = host_blocks, count(1)
 
-    def move(self, what: str, table: Tensor) -> DemoMoved:
+    def move(self, what: str, table: BlockTable) -> DemoMoved:
         """Run a "store" or "load" after the kernels queued so far. Returns when all jobs are done.
 
         Raises the error of a failed job.
@@ -108,7 +105,7 @@ class DemoMover:
         nbytes, device_seconds = self._finished()
         return DemoMoved(what, len(jobs), nbytes, device_seconds, time.perf_counter() - begin)
 
-    def round_trip(self, table: Tensor, index: int) -> float:
+    def round_trip(self, table: BlockTable, index: int) -> float:
         """Seconds from submitting a load of one block until its result is received."""
         begin = time.perf_counter()
         job = self._submit("load", table[index : index + 1], index, 0)
@@ -116,10 +113,10 @@ class DemoMover:
         self._finished()
         return time.perf_counter() - begin
 
-    def _submit(self, what: str, blocks: Tensor, first: int, wait_for: int) -> int:
+    def _submit(self, what: str, blocks: BlockTable, first: int, wait_for: int) -> int:
         job, end = next(self._job_ids), first + len(blocks)
-        gpu = GPULoadStoreSpec(blocks.numpy(), (len(blocks),), (first,))
-        host = CPULoadStoreSpec(self._host_blocks[first // FACTOR : -(-end // FACTOR)].numpy())
+        gpu = GPULoadStoreSpec(blocks, (len(blocks),), (first,))
+        host = CPULoadStoreSpec(self._host_blocks[first // FACTOR : -(-end // FACTOR)])
         spec = (gpu, host) if what == "store" else (host, gpu)
         self._client.transfer_async(job, spec, wait_for=wait_for)
         return job
@@ -146,18 +143,20 @@ class Report:
         return next((i for i, (token, expected) in enumerate(pairs) if token != expected), None)
 
 
-def kv_tensors(model: PagedLlama, num_blocks: int) -> dict[str, Tensor]:
-    shape, dtype = model.kv_cache_shape(num_blocks), model.config.dtype
-    return {
-        f"layer{i}": shared_empty(shape, dtype, model.device) for i in range(model.config.layers)
-    }
+def kv_tensors(model: PagedLlama, num_blocks: int) -> dict[str, Array]:
+    shape = model.kv_cache_shape(num_blocks)
+    return {f"layer{i}": shared_empty(shape, np.float32) for i in range(model.config.layers)}
+
+
+def overwrite(pages: Array, generator: np.random.Generator) -> None:
+    """Fill pages with noise."""
+    pages[...] = generator.standard_normal(pages.shape, dtype=np.float32)
 
 
 def undisturbed(engine: DemoEngine) -> list[int]:
     """Generate tokens with KV tensors that no daemon maps."""
-    model, table = engine.model, torch.arange(engine.all_blocks)
-    shape, dtype = model.kv_cache_shape(len(table)), model.config.dtype
-    caches = [torch.empty(shape, dtype=dtype, device=model.device) for _ in model.layers]
+    model, table = engine.model, np.arange(engine.all_blocks)
+    caches = [np.empty(model.kv_cache_shape(len(table)), np.float32) for _ in model.layers]
     engine.prefill("prefill, undisturbed", table, caches)
     return engine.generate(table, caches)
 
@@ -167,25 +166,26 @@ def disturbed(
 ) -> None:
     """Store, overwrite, load into other blocks, generate; load again, tamper, generate."""
     full, num_blocks = engine.full_blocks, 3 * engine.all_blocks
-    first, second, third = torch.randperm(num_blocks).view(3, -1)
+    generator = np.random.default_rng(0)
+    first, second, third = generator.permutation(num_blocks).reshape(3, -1)
     tensors = kv_tensors(engine.model, num_blocks)
     caches = list(tensors.values())
-    timeline = Timeline.create(engine.model.device.type)
+    timeline = Timeline.create("cpu")
     region = client.register_kv_caches(
         tensors, num_blocks=num_blocks, block_size_factor=FACTOR, timeline=timeline
     )
-    mover = DemoMover(client, timeline, torch.randperm(region.num_blocks), progress)
+    mover = DemoMover(client, timeline, generator.permutation(region.num_blocks), progress)
 
     engine.prefill("prefill, shared", first, caches)
     report.moved.append(mover.move("store", first[:full]))
     for cache in caches:
-        cache.normal_()
+        overwrite(cache, generator)
     report.moved.append(mover.move("load", second[:full]))
     report.tokens["round trip"] = engine.generate(second, caches)
 
     report.moved.append(mover.move("load", third[:full]))
     if tamper:
-        caches[0][third[full // 2]].normal_()
+        overwrite(caches[0][third[full // 2]], generator)
     report.tokens["tampered"] = engine.generate(third, caches)
 
     report.latencies += [mover.round_trip(first, i % full) for i in range(PROBES)]
@@ -234,7 +234,6 @@ def prompt_of(size: int) -> bytes:
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
     about, _, _ = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser("python -m kvferry.testing.demo", description=about)
-    parser.add_argument("--device", default="auto", help="auto, cpu, or a CUDA device's number")
     parser.add_argument("--prompt-tokens", type=int, default=3000, metavar="N", help="256 or more")
     parser.add_argument("--steps", type=int, default=64, metavar="N", help="tokens, 32 or more")
     parser.add_argument(
@@ -243,39 +242,27 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     chosen = parser.parse_args(argv)
     if chosen.prompt_tokens < 256 or chosen.steps < 32:
         parser.error("give --prompt-tokens 256 or more, and --steps 32 or more")
-    if chosen.device == "auto":
-        chosen.device = "0" if torch.cuda.is_available() else "cpu"
-    if chosen.device not in {"cpu", *map(str, range(torch.cuda.device_count()))}:
-        parser.error(f"torch has no device {chosen.device} on this machine")
     return chosen
 
 
 def play(chosen: argparse.Namespace, console: Console) -> Report:
-    torch.manual_seed(0)
-    cpu = chosen.device == "cpu"
-    config, device = (SMALL, "cpu") if cpu else (LARGE, f"cuda:{chosen.device}")
-    if cpu:
-        # The threads of a parallel operation spin for each other. Where other processes keep the
-        # cores busy, the demo would take ten times as long.
-        torch.set_num_threads(1)
-    else:
-        torch.cuda.set_device(device)
-    model, report, prompt = PagedLlama(config, device), Report(), prompt_of(chosen.prompt_tokens)
-    pool_bytes = 2 * len(prompt) // config.block_size * config.block_bytes
+    model, report, prompt = PagedLlama(LlamaConfig()), Report(), prompt_of(chosen.prompt_tokens)
+    pool_bytes = 2 * len(prompt) // model.config.block_size * model.config.block_bytes
     with (
-        LocalDaemon(device=chosen.device, pool_bytes=pool_bytes) as daemon,
+        LocalDaemon(pool_bytes=pool_bytes) as daemon,
         OffloadClient(daemon.directory, engine="demo", timeout=TIMEOUT) as client,
         Progress(console=console, disable=not console.is_terminal) as progress,
     ):
         console.print(
             f"kvferryd is another process (pid {daemon.pid}, sockets in {daemon.directory}); the "
-            f"host pool is its memory, {pool_bytes / 2**20:.0f} MiB; KV tensors on {device}",
+            f"host pool is its memory, {pool_bytes / 2**20:.0f} MiB; KV tensors are in shared "
+            "memory instead of a GPU's",
             soft_wrap=True,
         )
         engine = DemoEngine(model, prompt, chosen.steps, progress)
         report.tokens["undisturbed"] = undisturbed(engine)
         disturbed(engine, client, progress, not chosen.no_tamper, report)
-        disk = DiskDemo(model, prompt, 3 * pool_bytes, chosen.device, progress)
+        disk = DiskDemo(model, prompt, 3 * pool_bytes, progress)
         prefill = partial(engine.prefill, "prefill, for the disk")
         report.tokens["over a disk"], report.promotion_seconds = disk.run(
             prefill, engine.generate, engine.all_blocks

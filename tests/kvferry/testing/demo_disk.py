@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 from rich.progress import Progress
 
 from kvferry.client import (
@@ -29,7 +29,7 @@ from kvferry.client import (
     offload_key,
 )
 from kvferry.client.tensors import shared_empty
-from kvferry.testing.llama import PagedLlama
+from kvferry.testing.llama import Array, BlockTable, PagedLlama
 
 TIMEOUT = 60.0
 TIER_BYTES = 1 << 30
@@ -42,10 +42,10 @@ class DiskDemo:
     """
 
     def __init__(
-        self, model: PagedLlama, prompt: bytes, pool_bytes: int, device: str, progress: Progress
+        self, model: PagedLlama, prompt: bytes, pool_bytes: int, progress: Progress
     ) -> None:
         self._model, self._progress = model, progress
-        self._device, self._pool_bytes = device, pool_bytes
+        self._pool_bytes, self._generator = pool_bytes, np.random.default_rng(1)
         size = model.config.block_size
         self._blocks = (len(prompt) - 1) // size
         ends = range(size, self._blocks * size + 1, size)
@@ -53,8 +53,8 @@ class DiskDemo:
 
     def run(
         self,
-        prefill: Callable[[torch.Tensor, Sequence[torch.Tensor]], None],
-        generate: Callable[[torch.Tensor, Sequence[torch.Tensor]], list[int]],
+        prefill: Callable[[BlockTable, Sequence[Array]], None],
+        generate: Callable[[BlockTable, Sequence[Array]], list[int]],
         total_blocks: int,
     ) -> tuple[list[int], float]:
         """Generated tokens, and seconds from the search in the tier until all keys were loadable.
@@ -65,7 +65,7 @@ class DiskDemo:
         with tempfile.TemporaryDirectory(prefix="kvferry-demo-") as folder:
             root = Path(folder, "tier")
             with self._engine(root) as (client, manager, caches):
-                table = torch.randperm(total_blocks)
+                table = self._generator.permutation(total_blocks)
                 prefill(table, caches)
                 output = manager.prepare_store(self._keys)
                 assert output is not None
@@ -73,7 +73,7 @@ class DiskDemo:
                 manager.complete_store(self._keys)
                 self._wait("blocks written to disk", client, len(self._keys))
             with self._engine(root) as (client, manager, caches):
-                table = torch.randperm(total_blocks)
+                table = self._generator.permutation(total_blocks)
                 begin = time.monotonic()
                 self._promote(manager)
                 seconds = time.monotonic() - begin
@@ -82,19 +82,14 @@ class DiskDemo:
                 return generate(table, caches), seconds
 
     @contextmanager
-    def _engine(
-        self, root: Path
-    ) -> Iterator[tuple[OffloadClient, OffloadingManager, list[torch.Tensor]]]:
+    def _engine(self, root: Path) -> Iterator[tuple[OffloadClient, OffloadingManager, list[Array]]]:
         """A daemon with a disk tier at `root`, and an engine in a namespace of it."""
         config, num_blocks = self._model.config, 2 * self._blocks
-        shape, device = self._model.kv_cache_shape(num_blocks), self._model.device
-        tensors = {
-            f"layer{i}": shared_empty(shape, config.dtype, device) for i in range(config.layers)
-        }
+        shape = self._model.kv_cache_shape(num_blocks)
+        tensors = {f"layer{i}": shared_empty(shape, np.float32) for i in range(config.layers)}
         fingerprint = Fingerprint("demo", config.block_bytes, block_size=config.block_size)
         with (
             LocalDaemon(
-                device=self._device,
                 pool_bytes=self._pool_bytes,
                 tiers_disk_path=root,
                 tiers_disk_size=TIER_BYTES,
@@ -108,8 +103,8 @@ class DiskDemo:
             with OffloadingManager(client) as manager:
                 yield client, manager, list(tensors.values())
 
-    def _gpu(self, table: torch.Tensor) -> GPULoadStoreSpec:
-        return GPULoadStoreSpec(table[: self._blocks].numpy())
+    def _gpu(self, table: BlockTable) -> GPULoadStoreSpec:
+        return GPULoadStoreSpec(table[: self._blocks])
 
     def _transfer(self, client: OffloadClient, job_id: int, src: Any, dst: Any) -> None:
         assert isinstance(src, KeyLoadStoreSpec) or isinstance(dst, KeyLoadStoreSpec)

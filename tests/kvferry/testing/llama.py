@@ -21,13 +21,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-import torch
-from torch import Tensor
-from torch.nn import functional
+import numpy as np
 
 VOCAB = 256
+Array: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
+# The blocks of a request, in the order of its positions.
+BlockTable: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -40,36 +41,34 @@ class LlamaConfig:
     ffn: int = 512
     block_size: int = 16
     rope_theta: float = 500_000.0
-    dtype: torch.dtype = torch.float32
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers together."""
         page = 2 * self.block_size * self.kv_heads * self.head_dim
-        return self.layers * page * self.dtype.itemsize
+        return self.layers * page * np.dtype(np.float32).itemsize
 
 
 class Layer(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    gate: Array
+    up: Array
+    down: Array
 
 
 class PagedLlama:
-    """A model with weights from `seed`: the same ones each time on the same kind of device."""
+    """A model with weights from `seed`, in numpy."""
 
-    def __init__(self, config: LlamaConfig, device: str | torch.device, seed: int = 0) -> None:
+    def __init__(self, config: LlamaConfig, seed: int = 0) -> None:
         self.config = config
-        self.device = torch.device(device)
-        generator = torch.Generator(self.device).manual_seed(seed)
+        generator = np.random.default_rng(seed)
 
-        def weight(rows: int, columns: int, gain: float = 1.0) -> Tensor:
-            values = torch.randn(rows, columns, generator=generator, device=self.device)
-            return (values * (gain / math.sqrt(rows))).to(config.dtype)
+        def weight(rows: int, columns: int, gain: float = 1.0) -> Array:
+            values = generator.standard_normal((rows, columns), dtype=np.float32)
+            return values * np.float32(gain / math.sqrt(rows))
 
         self.embedding = weight(VOCAB, config.hidden, math.sqrt(VOCAB))
         self.layers = [_layer(config, weight) for _ in range(config.layers)]
@@ -80,35 +79,33 @@ class PagedLlama:
         config = self.config
         return num_blocks, 2, config.block_size, config.kv_heads, config.head_dim
 
-    @torch.inference_mode()
     def forward(
         self,
-        tokens: Sequence[int] | Tensor,
+        tokens: Sequence[int],
         start: int,
-        block_table: Sequence[int] | Tensor,
-        kv_caches: Sequence[Tensor],
-    ) -> Tensor:
-        """Logits, (VOCAB,) float32, after the last of `tokens`, which begin at position `start`.
+        block_table: Sequence[int] | BlockTable,
+        kv_caches: Sequence[Array],
+    ) -> Array:
+        """Logits, (VOCAB,), after the last of `tokens`, which begin at position `start`.
 
         Prefills a chunk, or decodes one token. Writes the pages of these positions and reads those
         of all positions before. `block_table` covers both.
         """
-        ids = torch.as_tensor(tokens, dtype=torch.long, device=self.device)
-        positions = torch.arange(start, start + len(ids), device=self.device)
-        table = torch.as_tensor(block_table, dtype=torch.long, device=self.device)
-        x = self.embedding[ids]
+        positions, table = np.arange(start, start + len(tokens)), np.asarray(block_table)
+        x = self.embedding[np.asarray(tokens)]
         for layer, cache in zip(self.layers, kv_caches, strict=True):
-            x = x + self._attend(layer, _norm(x), positions, start + len(ids), table, cache)
+            x = x + self._attend(layer, _norm(x), positions, table, cache)
             x = x + _swiglu(layer, _norm(x))
-        return (_norm(x[-1]) @ self.head).float()
+        logits: Array = _norm(x[-1]) @ self.head
+        return logits
 
     def generate(
         self,
         prompt_tail: Sequence[int],
         start: int,
         steps: int,
-        block_table: Sequence[int] | Tensor,
-        kv_caches: Sequence[Tensor],
+        block_table: Sequence[int] | BlockTable,
+        kv_caches: Sequence[Array],
     ) -> list[int]:
         """`steps` greedy tokens after a prompt whose first `start` positions are in the pages."""
         chunk, generated = list(prompt_tail), list[int]()
@@ -120,27 +117,30 @@ class PagedLlama:
         return generated
 
     def _attend(
-        self, layer: Layer, x: Tensor, positions: Tensor, end: int, table: Tensor, cache: Tensor
-    ) -> Tensor:
-        config = self.config
+        self, layer: Layer, x: Array, positions: BlockTable, table: BlockTable, cache: Array
+    ) -> Array:
+        config, end = self.config, int(positions[-1]) + 1
         query, key, value = (
-            (x @ weight).view(len(x), -1, config.head_dim) for weight in (layer.q, layer.k, layer.v)
+            (x @ weight).reshape(len(x), -1, config.head_dim)
+            for weight in (layer.q, layer.k, layer.v)
         )
         blocks, offsets = table[positions // config.block_size], positions % config.block_size
         cache[blocks, 0, offsets], cache[blocks, 1, offsets] = key, value
-        pages = cache[table[: -(-end // config.block_size)]]
-        keys, values = pages.transpose(0, 1).flatten(1, 2)[:, :end]
-        every = torch.arange(end, device=self.device)
+        pages = cache[table[: -(-end // config.block_size)]].swapaxes(0, 1)
+        keys, values = pages.reshape(2, -1, config.kv_heads, config.head_dim)[:, :end]
+        every = np.arange(end)
         keys = _rotate(keys, every, config.rope_theta)
         query = _rotate(query, positions, config.rope_theta)
-        query = query.view(len(x), config.kv_heads, -1, config.head_dim)
-        scores = torch.einsum("tkgd,skd->kgts", query, keys).float() * config.head_dim**-0.5
-        future = every > positions[:, None]
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1).to(values.dtype)
-        return torch.einsum("kgts,skd->tkgd", weights, values).flatten(1) @ layer.out
+        # (KV heads, queries per KV head, tokens, head_dim) x (KV heads, 1, head_dim, positions)
+        query = query.reshape(len(x), config.kv_heads, -1, config.head_dim).transpose(1, 2, 0, 3)
+        scores = query @ keys.transpose(1, 2, 0)[:, None] * np.float32(config.head_dim**-0.5)
+        weights = _softmax(np.where(every > positions[:, None], np.float32(-np.inf), scores))
+        attention = weights @ values.swapaxes(0, 1)[:, None]
+        output: Array = attention.transpose(2, 0, 1, 3).reshape(len(x), -1) @ layer.out
+        return output
 
 
-def _layer(config: LlamaConfig, weight: Callable[..., Tensor]) -> Layer:
+def _layer(config: LlamaConfig, weight: Callable[..., Array]) -> Layer:
     wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
     return Layer(
         q=weight(config.hidden, wide, 9.0),
@@ -153,19 +153,29 @@ def _layer(config: LlamaConfig, weight: Callable[..., Tensor]) -> Layer:
     )
 
 
-def _norm(x: Tensor) -> Tensor:
-    return functional.rms_norm(x, x.shape[-1:], eps=1e-5)
+def _norm(x: Array) -> Array:
+    normed: Array = x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(1e-5))
+    return normed
 
 
-def _swiglu(layer: Layer, x: Tensor) -> Tensor:
-    return (functional.silu(x @ layer.gate) * (x @ layer.up)) @ layer.down
+def _softmax(scores: Array) -> Array:
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return weights
 
 
-def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+def _swiglu(layer: Layer, x: Array) -> Array:
+    gate = x @ layer.gate
+    with np.errstate(over="ignore"):  # a large negative value becomes zero
+        silu = gate / (1 + np.exp(-gate))
+    output: Array = (silu * (x @ layer.up)) @ layer.down
+    return output
+
+
+def _rotate(x: Array, positions: BlockTable, theta: float) -> Array:
     """Rotary embedding of (tokens, heads, head_dim). Element i is paired with i + head_dim / 2."""
     half = x.shape[-1] // 2
-    frequencies = theta ** (-torch.arange(half, device=x.device) / half)
-    angles = (positions[:, None] * frequencies)[:, None]
-    cos, sin = angles.cos(), angles.sin()
-    first, second = x.float().chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+    angles = (positions[:, None] * theta ** (-np.arange(half) / half))[:, None]
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    first, second = x[..., :half], x[..., half:]
+    return np.concatenate((first * cos - second * sin, second * cos + first * sin), -1)
