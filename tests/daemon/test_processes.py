@@ -247,7 +247,7 @@ async def test_an_error_of_a_hook_ends_the_run(worker: EchoWorker, hook: str) ->
 
 async def test_a_process_shows_its_title_and_no_arguments(worker: EchoWorker) -> None:
     folder = Path(f"/proc/{worker.pid}")
-    assert (folder / "cmdline").read_bytes() == b"kvferryd: echo\0"
+    assert (folder / "cmdline").read_bytes().rstrip(b"\0") == b"kvferryd: echo"
     assert (folder / "comm").read_text() == "kvferryd: echo\n"
 
 

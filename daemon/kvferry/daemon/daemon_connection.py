@@ -14,7 +14,7 @@ import struct
 import sys
 from contextlib import suppress
 
-from kvferry.daemon.process_title import set_process_title
+from setproctitle import setproctitle
 
 # Bytes of a datagram: they fit the default buffer of a socket.
 MAX_DATAGRAM = 192 << 10
@@ -55,7 +55,7 @@ def connect_to_daemon(nice_increment: int) -> tuple[DaemonConnection, list[str]]
     could arrange that this process dies with it. nice_increment: see `lower_priority`.
     """
     title, descriptor, daemon, *arguments = sys.argv[1:]
-    set_process_title(title)
+    setproctitle(f"kvferryd: {title}")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the daemon handles them
         signal.signal(number, signal.SIG_IGN)
     lower_priority(nice_increment)

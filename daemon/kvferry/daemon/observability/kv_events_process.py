@@ -26,8 +26,8 @@ from pathlib import Path
 
 import msgspec
 import zmq
+from setproctitle import setproctitle
 
-from kvferry.daemon.process_title import set_process_title
 from kvferry.proto.events import Place, batches_of
 from kvferry.proto.messages import KeyEvents
 
@@ -176,7 +176,7 @@ def limit_memory(budget: int) -> None:
 
 def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
     title, channel, listener, address, first = arguments
-    set_process_title(title)
+    setproctitle(f"kvferryd: {title}")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the daemon ends this process
         signal.signal(number, signal.SIG_IGN)
     xpub = zmq.Context().socket(zmq.XPUB)
