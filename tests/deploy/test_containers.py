@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,19 @@ from kvferry.proto.sizes import parse_bytes
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CONTAINERS = DEPLOY / "containers"
-MANIFESTS = [*yaml.safe_load_all((CONTAINERS / "kubernetes.yml").read_text())]
+PAGE = (DEPLOY / "containers.md").read_text()
+# The placeholders of the manifests, as the page's commands replace them.
+PLACEHOLDERS = {"REGISTRY": "registry.example.com/team", "GPU_INDEX": "0"}
+
+
+def manifests(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text().partition("\napiVersion")[2]
+    for name, value in PLACEHOLDERS.items():
+        text = text.replace(name, value)
+    return [*yaml.safe_load_all("apiVersion" + text)]
+
+
+MANIFESTS = [each for path in sorted(CONTAINERS.glob("*.yml")) for each in manifests(path)]
 PODS = {
     each["metadata"]["name"]: each["spec"]["template"]["spec"]
     for each in MANIFESTS
@@ -25,6 +38,7 @@ PODS = {
 # https://kubernetes.io/docs/concepts/security/pod-security-standards, level baseline
 BASELINE_CAPABILITIES = {"CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID", "KILL"}
 USER = "64240"
+UNIT = "kvferryd@.container"
 
 
 def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
@@ -36,8 +50,8 @@ def test_a_manifest_fits_the_schemas_of_kubernetes(manifest: dict[str, Any]) -> 
     if manifest["kind"] == "PodMonitor":  # of the Prometheus operator
         assert manifest["apiVersion"] == "monitoring.coreos.com/v1"
         return
-    for version in ("1.30", "1.35"):
-        kubernetes_validate.validate(manifest, version, strict=True)
+    for release in ("1.30", "1.35"):
+        kubernetes_validate.validate(manifest, release, strict=True)
 
 
 @pytest.mark.parametrize("name", PODS)
@@ -55,26 +69,27 @@ def test_the_only_exception_from_baseline_is_the_runtime_directory(name: str) ->
 
 
 def test_the_daemon_accepts_its_arguments_and_its_port_is_probed() -> None:
-    pod = PODS["kvferryd"]
+    pod = PODS["kvferryd-0"]
     (container,) = pod["containers"]
     config = config_reader.read([*entry_point(), *container["args"]])
     assert config.access.group == USER
     (port,) = container["ports"]
-    assert config.metrics.listen == f"0.0.0.0:{port['containerPort']}"
+    assert config.device == PLACEHOLDERS["GPU_INDEX"]
+    assert config.metrics.listen == f":{port['containerPort']}"
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"] == {"path": "/health", "port": port["name"]}
 
 
 def test_user_and_group_are_the_same_everywhere() -> None:
-    daemon, engine = PODS["kvferryd"], PODS["vllm"]
+    daemon, engine = PODS["kvferryd-0"], PODS["vllm"]
     text = (CONTAINERS / "Containerfile").read_text()
     assert f"\nUSER {USER}:{USER}\n" in text
     context = daemon["securityContext"]
     assert str(context["runAsUser"]) == str(context["runAsGroup"]) == USER
     assert USER in [str(group) for group in engine["securityContext"]["supplementalGroups"]]
-    unit = (CONTAINERS / "kvferryd@.container").read_text()
+    unit = (CONTAINERS / UNIT).read_text()
     assert f"-o {USER} -g {USER} /run/kvferry" in unit
-    assert f"--group-add {USER}" in (DEPLOY / "containers.md").read_text()
+    assert f"--group-add {USER}" in PAGE
 
 
 def test_the_engine_uses_the_connector() -> None:
@@ -85,9 +100,45 @@ def test_the_engine_uses_the_connector() -> None:
     assert config["kv_connector"] == "KVFerryConnector"
     extra = config["kv_connector_extra_config"]
     assert extra.keys() == {"cpu_bytes_to_use"}
-    (daemon,) = PODS["kvferryd"]["containers"]
+    (daemon,) = PODS["kvferryd-0"]["containers"]
     pool = config_reader.read(daemon["args"]).pool.size
     assert parse_bytes(extra["cpu_bytes_to_use"]) <= parse_bytes(pool)
+
+
+def test_a_pod_selector_matches_only_the_pods_of_one_gpu() -> None:
+    (daemon,) = (each for each in MANIFESTS if each["kind"] == "DaemonSet")
+    labels = daemon["spec"]["template"]["metadata"]["labels"]
+    assert daemon["spec"]["selector"]["matchLabels"] == labels
+    assert labels["gpu"] == PLACEHOLDERS["GPU_INDEX"]
+    (monitor,) = (each for each in MANIFESTS if each["kind"] == "PodMonitor")
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_every_image_that_is_used_is_built_by_a_command_of_the_page() -> None:
+    builds = re.findall(r"podman build -t (\S+) -f (\S+) \.", PAGE)
+    assert all((DEPLOY.parent / file).exists() for _, file in builds)
+    built = {name.replace("$REGISTRY", PLACEHOLDERS["REGISTRY"]) for name, _ in builds}
+    assert re.findall(r"podman push (\S+)", PAGE) == ["$REGISTRY/kvferry:0.1.0"]
+    used = {each["image"] for pod in PODS.values() for each in containers(pod)}
+    used |= set(re.findall(r"(?m)^Image=localhost/(.*)$", (CONTAINERS / UNIT).read_text()))
+    used |= set(
+        re.findall(r"(?m)^ARG KVFERRY=(.*)$", (CONTAINERS / "Containerfile.vllm").read_text())
+    )
+    assert {image for image in used if "kvferry" in image} <= built
+    assert all(f":{version('kvferry')}" in name for name in built)
+
+
+def test_the_commands_of_the_page_use_files_that_exist() -> None:
+    for file in re.findall(r"deploy/containers/[\w.-]+", PAGE):
+        assert (DEPLOY.parent / file).exists(), file
+
+
+def test_the_page_starts_vllm_with_the_connector() -> None:
+    (command,) = re.findall(
+        r"(?s)podman run [^\n]*--name vllm .*?--kv-transfer-config '(.*?)'", PAGE
+    )
+    (option,) = [each for each in PODS["vllm"]["containers"][0]["args"] if "kv-transfer" in each]
+    assert json.loads(command) == json.loads(option.partition("=")[2])
 
 
 def entry_point() -> list[str]:

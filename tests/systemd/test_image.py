@@ -79,11 +79,12 @@ def test_the_image_serves_and_reports_its_health() -> None:
         images.run(
             *("bud", "--isolation", "chroot", "--build-arg", "BASE=localhost/base"),
             *("--volume", f"{foundation.wheels}:/{WHEELS}:ro"),
-            *("--volume", f"{pip.name}:/etc/pip.conf:ro", "--tag", "kvferry"),
+            *("--volume", f"{pip.name}:/etc/pip.conf:ro", "--tag", "kvferry:0.1.0"),
             *("--file", "deploy/containers/Containerfile", str(CHECKOUT)),
         )
-        container = images.run("from", "localhost/kvferry")
-        config = images.config("kvferry")
+        check_engine_image(images)
+        container = images.run("from", "localhost/kvferry:0.1.0")
+        config = images.config("kvferry:0.1.0")
         assert config["User"] == "64240:64240"
         command = [*config["Entrypoint"], "--device", "cpu", "--pool-size", "1MiB"]
         with images.start(container, *command) as daemon:
@@ -96,3 +97,18 @@ def test_the_image_serves_and_reports_its_health() -> None:
                     time.sleep(0.5)
             finally:
                 daemon.terminate()
+
+
+def check_engine_image(images: Builder) -> None:
+    """Build the image of an engine, from one that has the client's dependencies; import it."""
+    images.run(
+        *("bud", "--build-arg", "BASE=localhost/kvferry:0.1.0", "--tag", "kvferry-vllm:0.1.0"),
+        *("--file", "deploy/containers/Containerfile.vllm", str(CHECKOUT)),
+    )
+    assert images.config("kvferry-vllm:0.1.0")["Entrypoint"] == ["vllm", "serve"]
+    container = images.run("from", "localhost/kvferry-vllm:0.1.0")
+    python = ["python3", "-c", "import kvferry.client as client; print(client.__file__)"]
+    found = images.run("run", "--isolation", "chroot", container, "--", *python)
+    assert found == "/opt/kvferry/client/kvferry/client/__init__.py"
+    version = ["python3", "-m", "kvferry.client.cli", "--version"]
+    assert "0.1.0" in images.run("run", "--isolation", "chroot", container, "--", *version)
