@@ -39,7 +39,7 @@ from support.key_requests import (
     request_of_key,
 )
 from support.mirror_model import MirrorModel
-from support.namespaces_model import CELL, NamespaceModel
+from support.namespaces_model import CELL, REGION, NamespaceModel
 
 OUTCOMES = [Outcome.DONE, Outcome.DONE, Outcome.FAILED, Outcome.CANCELLED]
 POLICIES = ["lru", "arc"]
@@ -110,11 +110,14 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
 
     def connect_session(self) -> None:
         session = self.connect(self.draw_from("abc"))
-        self.open_namespace(session, self.draw_from(LAYOUTS), self.draw_from(POLICIES))
+        self.open_drawn_namespace(session)
 
     def open_other_namespace(self) -> None:
-        session = self.draw_from(self.idle_sessions())
-        self.open_namespace(session, self.draw_from(LAYOUTS), self.draw_from(POLICIES))
+        self.open_drawn_namespace(self.draw_from(self.idle_sessions()))
+
+    def open_drawn_namespace(self, session: str) -> None:
+        policy, quota = self.draw_from(POLICIES), self.draw_from([REGION, REGION, None])
+        self.open_namespace(session, self.draw_from(LAYOUTS), policy, quota)
 
     def disconnect_session(self) -> None:
         self.disconnect(self.draw_from(self.sessions))
@@ -128,7 +131,8 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
                 self.unmap_tensors(registration, self.draw_from(OUTCOMES))
         if len(self.sessions) < MAX_SESSIONS:
             successor = self.connect("successor")
-            self.open_namespace(successor, namespace.fingerprint, self.draw_from(POLICIES))
+            policy, quota = self.draw_from(POLICIES), self.draw_from([REGION, None])
+            self.open_namespace(successor, namespace.fingerprint, policy, quota)
             if self.namespace_of(successor):
                 self.register(successor, self.draw_from([PLAIN, HYBRID, SHORT]))
 
@@ -339,7 +343,7 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
             assert (usage.pending, usage.orphaned, usage.pinned) == (0, 0, 0)
             session = self.connect("successor")
             layout = namespace.layout or LAYOUTS[namespace.fingerprint]
-            self.open_namespace(session, namespace.fingerprint, "lru")
+            self.open_namespace(session, namespace.fingerprint, "lru", None)
             self.register(session, layout)
             (registration,) = namespace.registrations
             self.map_tensors(registration)

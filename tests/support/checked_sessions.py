@@ -102,9 +102,13 @@ class CheckedSessions:
     def cache(self, namespace: NamespaceModel) -> Cache:
         return self.core._namespaces._by_name[namespace.name].cache
 
+    def bytes_not_in_use(self) -> int:
+        """They are contiguous: the pool has room for two regions."""
+        used = sum(n.nbytes for n in self.namespaces.values() if n.in_use)
+        return POOL - used - (REGION if self.newcomer is not None else 0)
+
     def pool_is_full(self) -> bool:
-        used = [n for n in self.namespaces.values() if n.in_use]
-        return len(used) + (self.newcomer is not None) == POOL // REGION
+        return self.bytes_not_in_use() < REGION
 
     # Answers of the core
 
@@ -167,21 +171,42 @@ class CheckedSessions:
         self.sessions[session] = engine
         return session
 
-    def open_namespace(self, session: str, fingerprint: Fingerprint, policy: str) -> None:
-        self._request(session, wire.OpenNamespace(next(self.numbers), fingerprint, REGION, policy))
+    def open_namespace(
+        self, session: str, fingerprint: Fingerprint, policy: str, quota: int | None = REGION
+    ) -> None:
+        self._request(session, wire.OpenNamespace(next(self.numbers), fingerprint, quota, policy))
 
     def register(self, session: str, layout: KVLayout) -> None:
         self._request(session, wire.AllocateKVCaches(next(self.numbers), layout))
 
     def _request(self, session: str, message: NamespaceRequest) -> None:
         assert session not in self.waiting
-        waits = self.closing() and self._refusal(session, message) in MAY_WAIT
+        waits = self.closing() and self._may_wait(session, message)
+        expected = self._expected_bytes(message)
         actions = self.send(session, message)
         if waits:
             assert actions == []
             self.waiting[session] = message
         else:
-            self._check_answer(session, message, *actions)
+            self._check_answer(session, message, expected, *actions)
+
+    def _may_wait(self, session: str, message: NamespaceRequest) -> bool:
+        """Whether a request waits while a registration closes."""
+        wants_all_free = (
+            isinstance(message, wire.OpenNamespace)
+            and message.quota_bytes is None
+            and message.fingerprint.name not in self.namespaces
+        )
+        return wants_all_free or self._refusal(session, message) in MAY_WAIT
+
+    def _expected_bytes(self, message: NamespaceRequest) -> int:
+        """The size of the region of a namespace that is opened now."""
+        if not isinstance(message, wire.OpenNamespace):
+            return 0
+        namespace = self.namespaces.get(message.fingerprint.name)
+        if namespace is not None and (namespace.in_use or message.quota_bytes is None):
+            return namespace.nbytes
+        return message.quota_bytes or self.bytes_not_in_use()
 
     def _refusal(self, session: str, message: NamespaceRequest) -> Code | None:
         """The code with which a request is refused now, if any."""
@@ -201,16 +226,21 @@ class CheckedSessions:
         differs = namespace.layout_is_fixed and namespace.layout != message.layout
         return Code.NAMESPACE_MISMATCH if too_large or differs else None
 
-    def _check_answer(self, session: str, message: NamespaceRequest, action: Any) -> None:
+    def _check_answer(
+        self, session: str, message: NamespaceRequest, expected: int, action: Any
+    ) -> None:
+        """expected: bytes of the region."""
         refusal = self._refusal(session, message)
         if refusal is not None:
             self.check_refused([action], session, refusal)
         elif isinstance(message, wire.OpenNamespace):
-            self._check_opened(session, message, action)
+            self._check_opened(session, message, expected, action)
         else:
             self._check_registered(session, message, action)
 
-    def _check_opened(self, session: str, message: wire.OpenNamespace, action: Any) -> None:
+    def _check_opened(
+        self, session: str, message: wire.OpenNamespace, expected: int, action: Any
+    ) -> None:
         assert isinstance(action, SendMessage)
         opened = action.message
         assert isinstance(opened, wire.Opened)
@@ -218,8 +248,11 @@ class CheckedSessions:
         assert opened.reattached == (fingerprint.name in self.namespaces)
         region = self.core._namespaces._by_name[fingerprint.name].region
         namespace = self.namespaces.setdefault(
-            fingerprint.name, NamespaceModel(fingerprint, region.start)
+            fingerprint.name, NamespaceModel(fingerprint, region.start, region.nbytes)
         )
+        assert (region.start, region.nbytes) == (namespace.start, expected)
+        falls_short = expected < (message.quota_bytes or POOL)
+        assert bool(opened.shortfall) == falls_short
         namespace.sessions[session] = self.sessions[session]
         namespace.pins.setdefault(session, {})
         reply = opened.name, opened.num_blocks, opened.generation
@@ -282,10 +315,11 @@ class CheckedSessions:
 
     def _answer_waiting(self, actions: list[Any]) -> None:
         for action in actions:
-            self._check_answer(action.session, self.waiting.pop(action.session), action)
+            message = self.waiting.pop(action.session)
+            self._check_answer(action.session, message, self._expected_bytes(message), action)
         for session, message in self.waiting.items():
             assert self.closing()
-            assert self._refusal(session, message) in MAY_WAIT
+            assert self._may_wait(session, message)
 
     def end_transfer(self, transfer: KeyedTransfer, outcome: Outcome) -> None:
         raise NotImplementedError

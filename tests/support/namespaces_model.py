@@ -22,7 +22,7 @@ from support.key_requests import KeyRequest
 from support.mirror_model import MirrorModel
 
 CELL = 128
-# Bytes of each region. The pool has two.
+# Bytes of most regions. The pool has two, or one of a namespace without a quota.
 REGION = 4096
 POOL = 2 * REGION
 
@@ -86,8 +86,9 @@ class KeyedTransfer:
 @dataclass(eq=False)
 class NamespaceModel:
     fingerprint: Fingerprint
-    # Where its region starts in the pool.
+    # Where its region starts in the pool, and its size.
     start: int
+    nbytes: int
     # The layout of the engine that registered last.
     layout: KVLayout | None = None
     generation: int = 1
@@ -110,7 +111,7 @@ class NamespaceModel:
 
     @property
     def capacity(self) -> int:
-        return REGION // self.fingerprint.host_block_bytes
+        return self.nbytes // self.fingerprint.host_block_bytes
 
     @property
     def in_use(self) -> bool:

@@ -48,6 +48,17 @@ class ClientNamespace:
         return self._mirror
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of the host pool in its blocks; 0 before the first reply."""
+        return self.opened.num_blocks * self.opened.block_bytes
+
+    @property
+    def shortfall(self) -> str:
+        """Why the daemon gave fewer bytes than were asked for (without `cpu_bytes_to_use`: than the
+        whole pool), and what to change. Empty if it did not."""
+        return self.opened.shortfall
+
+    @property
     def generation(self) -> int:
         """How often the namespace was created or reset, as far as the client knows."""
         known = 0 if self._mirror is None else self._mirror.generation

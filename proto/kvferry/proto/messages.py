@@ -97,7 +97,7 @@ class Hello(Message):
 class RegisterKVCaches(Message):
     """Share the KV tensors that the engine has allocated. locations[i] is of layout.tensors[i].
 
-    host_bytes: requested bytes of the host pool; None: all that is free.
+    host_bytes: requested bytes of the host pool; None: as in OpenNamespace.
     timeline: handle of the page that `wait_for` values are compared with, if any.
     If the session has opened a namespace, the engine registers in it: it names host blocks by key,
     and has no region of its own (host_bytes is None).
@@ -163,9 +163,9 @@ class Wait(Message):
 class OpenNamespace(Message):
     """Open the namespace of a fingerprint, and create it if there is none.
 
-    quota_bytes: its size in the host pool; None: all that is free. quota_bytes, policy and
-    store_threshold apply if the namespace is created, or if no other session has it open. Opened
-    has the values in effect.
+    quota_bytes: its size in the host pool; None: its size of before, or all that nobody uses, in one
+    piece. quota_bytes, policy and store_threshold apply if the namespace is created, or if no other
+    session has it open. Opened has the values in effect.
     """
 
     request_id: Id
@@ -283,6 +283,7 @@ class Opened(Message):
     unlike: other namespaces of the same model, with the fields that differ; shortened.
     reattached: the namespace existed before, with its keys. name: a hash of the fingerprint.
     generation: grows with each reset. stores_once: whether a store leaves out what siblings have.
+    shortfall: why it has less host memory than its quota (without one: than the pool), or empty.
     """
 
     request_id: Id
@@ -297,6 +298,7 @@ class Opened(Message):
     # Names of the tiers below the host pool, fastest first. Without one FindInTiers promotes none.
     tiers: tuple[str, ...] = ()
     stores_once: bool = False
+    shortfall: str = ""
 
 
 class Done(Message):

@@ -100,6 +100,7 @@ class NamespaceStatus(Part):
 
     unverified: stored for an earlier daemon, and not yet compared with its checksum.
     orphaned: without a key since a reset or a checksum error, but in use by a job or pinned.
+    shortfall: why it has less host memory than its engines asked for; empty if it does not.
     """
 
     metrics_prefix: ClassVar[str] = "namespace_"
@@ -131,6 +132,12 @@ class NamespaceStatus(Part):
         counter("Blocks offered and not stored: no room, or store_threshold was not reached."),
     ] = 0
     evictions: Annotated[int, counter("Blocks that were evicted.", text="{} evicted", top=True)] = 0
+    shortfall: str = ""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all its blocks."""
+        return self.blocks * self.block_bytes
 
     @property
     def model(self) -> Annotated[str, MetricLabel("model")]:

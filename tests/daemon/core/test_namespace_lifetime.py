@@ -110,6 +110,23 @@ def test_an_unused_namespace_is_freed_if_its_room_is_needed(as_namespace: bool) 
     assert fixture.loadable("b") == b""
 
 
+@pytest.mark.parametrize("as_namespace", [True, False])
+def test_a_request_for_all_that_is_free_waits_until_a_disconnected_engine_is_unmapped(
+    as_namespace: bool,
+) -> None:
+    fixture = NamespacesFixture("a", pool_bytes=4 * REGION_BYTES)
+    fixture.open_sessions("n", "b")
+    fixture.core.close_session("a")
+    request: wire.ClientMessage = wire.AllocateKVCaches(1, LAYOUT)
+    if as_namespace:
+        request = wire.OpenNamespace(1, OTHER)
+    assert fixture.send("n", request) == []
+    assert fixture.open_namespace("b", quota=None).reattached  # its own is not in question
+    fixture.close_sessions("b")
+    fixture.report(TensorsUnmapped(1))
+    assert fixture.core.reserved_bytes == 4 * REGION_BYTES
+
+
 @pytest.mark.parametrize("fingerprint", [OTHER, FINGERPRINT])
 def test_a_freed_namespace_publishes_cleared(
     fingerprint: Fingerprint,

@@ -13,6 +13,7 @@ from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code
+from kvferry.proto.fingerprint import Fingerprint
 from support.namespaces_fixture import (
     FINGERPRINT,
     OTHER,
@@ -41,6 +42,30 @@ def test_a_namespace_without_a_quota_gets_all_free_bytes() -> None:
     fixture = NamespacesFixture()
     fixture.open_sessions("a")
     assert fixture.open_namespace("a", quota=None).num_blocks == POOL // PAGE
+
+
+def test_a_namespace_without_a_quota_gets_the_memory_of_deserted_ones() -> None:
+    fixture = NamespacesFixture("a", quota=15 * REGION_BYTES)
+    fixture.stored("a", b"abc")
+    fixture.open_sessions("n", "m")
+    beside = fixture.open_namespace("n", OTHER, quota=None)
+    assert beside.num_blocks == REGION_BYTES // PAGE
+    in_use = f"in use: namespace {FINGERPRINT.name} of 'llama' (60 KiB)"
+    assert beside.shortfall.endswith(in_use)
+    assert fixture.open_namespace("m", OTHER, quota=None).shortfall == beside.shortfall
+    fixture.close_sessions("a", "m", "n")
+    fixture.open_sessions("n")
+    again = fixture.open_namespace("n", OTHER, quota=None)
+    assert (again.reattached, again.num_blocks) == (True, REGION_BYTES // PAGE)
+    assert f"kvferry release {OTHER.name}" in again.shortfall
+    fixture.open_sessions("w")
+    third = Fingerprint("third", PAGE, key_bytes=1)
+    whole = fixture.open_namespace("w", third, quota=None)
+    assert (whole.num_blocks, whole.shortfall.split(";")[0]) == (
+        15 * REGION_BYTES // PAGE,
+        "it is the largest part of the host pool of 64 KiB that is not in use",
+    )
+    assert {one.name for one in fixture.namespaces()} == {OTHER.name, third.name}
 
 
 def test_an_engine_with_an_equal_fingerprint_shares_the_namespace() -> None:
@@ -230,8 +255,16 @@ def test_opening_a_used_namespace_with_other_settings_keeps_its_settings() -> No
     fixture.stored("a", b"ab")
     fixture.open_sessions("b")
     opened = fixture.open_namespace("b", quota=2 * REGION_BYTES, policy="arc", threshold=3)
-    assert opened == wire.Opened(7, FINGERPRINT.name, 4, PAGE, True, "lru", 1, ())
+    reason = (
+        "8 KiB were asked for, but the namespace is in use with 4 KiB; another size applies when "
+        "all of its engines have stopped"
+    )
+    reply = wire.Opened(7, FINGERPRINT.name, 4, PAGE, True, "lru", 1, shortfall=reason)
+    assert opened == reply
+    assert fixture.usage("host_bytes", "shortfall") == (4 * PAGE, reason)
     assert fixture.loadable("a") == b"ab"
+    fixture.close_sessions("a", "b")
+    assert fixture.usage("shortfall") == ("",)
 
 
 def test_opening_while_an_engine_is_being_unmapped_keeps_the_settings() -> None:

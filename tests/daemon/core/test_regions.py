@@ -67,11 +67,95 @@ def test_without_a_size_an_engine_gets_the_largest_gap() -> None:
     assert engines(regions)["c"] == (3, 7)
 
 
-def test_the_first_gap_that_is_large_enough_is_used() -> None:
-    """Large gaps stay free for large regions."""
+def test_without_a_size_an_engine_gets_all_that_no_present_engine_has() -> None:
+    """Deserted regions count as free, whether they lie beside each other or not."""
+    regions = new_regions(16, a=15)
+    regions.mark_deserted(engine_owner("a"))
+    assert assign(regions, "b", None) == 0
+    assert engines(regions) == {"b": (0, 16)}
+    regions = new_regions(16, a=2, b=5, c=3, d=2)
+    for name in "bd":
+        regions.mark_deserted(engine_owner(name))
+    assert assign(regions, "e", None) == 10
+    assert engines(regions) == {"a": (0, 2), "b": (2, 5), "c": (7, 3), "e": (10, 6)}
+
+
+def test_a_region_lies_in_the_smallest_range_that_is_large_enough() -> None:
+    """Large ranges stay free for large regions."""
+    regions = new_regions(12, a=4, b=1, c=2, d=1)
+    for name in "ac":
+        regions.free_region(engine_owner(name))
+    assert assign(regions, "e", 2) == 5
+    assert assign(regions, "f", 4) == 0
+
+
+def test_an_engine_gets_its_own_region_back_although_a_larger_one_is_possible() -> None:
+    regions = new_regions(16, a=12, b=4)
+    for name in "ab":
+        regions.mark_deserted(engine_owner(name))
+    assert regions.assign_region(engine_owner("b"), PAGE, None)[1]
+    assert engines(regions) == {"a": (0, 12), "b": (12, 4)}
+
+
+# Texts for users
+
+
+def test_a_refusal_names_the_region_between_two_free_parts() -> None:
+    regions = new_regions(64, a=16, b=16, c=16, d=16)
+    for name in "ac":
+        regions.mark_deserted(engine_owner(name))
+    with pytest.raises(Refused) as caught:
+        assign(regions, "e", 24)
+    assert caught.value.message == (
+        "the host pool of 256 KiB has no 98304 contiguous bytes (96 KiB) that are not in use; the "
+        "largest part has 64 KiB, one host block 4 KiB. engine 'b' (64 KiB) lies between two free "
+        "parts: stop its engines, start this one, and then start them again; or request less host "
+        "memory, or raise pool.size of the daemon"
+    )
+    regions.mark_deserted(engine_owner("b"))
+    assert assign(regions, "e", 24) == 0
+    assert assign(regions, "b", 16) == 24
+
+
+def test_a_refusal_lists_the_largest_regions_in_use() -> None:
+    regions = new_regions(16, a=1, b=2, c=3, d=4, e=5, f=1)
+    with pytest.raises(Refused) as caught:
+        assign(regions, "g", 1)
+    listed = "'e' (20 KiB), engine 'd' (16 KiB), engine 'c' (12 KiB), engine 'b' (8 KiB), and 2 more"
+    assert f". In use: engine {listed}. Stop an engine, request" in caught.value.message
+    with pytest.raises(Refused, match="one host block 4 KiB; request less host memory, or raise"):
+        assign(regions, "g", 17)
+
+
+def test_an_engine_learns_why_it_has_less_than_the_pool() -> None:
+    regions = new_regions(16, a=15)
+    assign(regions, "b", None)
+    a, b = (regions.get(engine_owner(name)) for name in "ab")
+    assert a is not None
+    assert b is not None
+    assert regions.shortfall(b) == (
+        "it is the largest part of the host pool of 64 KiB that is not in use; in use: engine 'a' "
+        "(60 KiB)"
+    )
+    regions.mark_deserted(a.owner)
+    assert regions.shortfall(b) == (
+        "it is the region that engine 'b' (4 KiB) had before, with its blocks; 64 KiB are not in "
+        "use: set cpu_bytes_to_use, or free the region while no engine uses it (kvferry release b)"
+    )
+    regions.mark_deserted(b.owner)
+    assign(regions, "c", None)
+    whole = regions.get(engine_owner("c"))
+    assert whole is not None
+    assert regions.shortfall(whole) == ""
+
+
+# Deserted regions
+
+
+def test_a_region_of_another_size_replaces_that_of_its_owner() -> None:
     regions = new_regions(8, a=2, b=1)
     regions.mark_deserted(engine_owner("a"))
-    assert assign(regions, "a", 1) == 0  # its region has 2 pages, so it gets a new one
+    assert assign(regions, "a", 1) == 0
     assert assign(regions, "c", 5) == 3
 
 
@@ -126,7 +210,7 @@ def test_a_full_pool_is_refused_and_nothing_changes(pages: int | None) -> None:
     regions.mark_deserted(engine_owner("a"))
     before = deepcopy(list(regions))
     shape = layout(2 * ALIGNMENT)
-    with pytest.raises(Refused, match=f"one host block: {2 * ALIGNMENT}") as caught:
+    with pytest.raises(Refused, match="one host block 8 KiB") as caught:
         regions.assign_region(
             engine_owner("d"), shape, None if pages is None else pages * ALIGNMENT
         )
@@ -235,16 +319,21 @@ def test_regions_never_overlap_and_regions_in_use_stay(
             too_small = nbytes is not None and nbytes < block
             assert too_small or largest_gap(pool, in_use) < (nbytes or block)
             continue
+        others = [r for r in in_use if r.owner.name != name]
         old = before.get(name)
         same = old is not None and old.contents == shape and nbytes in (None, old.nbytes)
         assert reattached == same
         assert not same or (old is not None and old.start == region.start)
         assert region.num_blocks >= 1
-        assert nbytes in (None, region.nbytes)
+        wanted = largest_gap(pool, others) if nbytes is None and not same else nbytes
+        assert wanted in (None, region.nbytes)
         after = {r.owner.name: r for r in regions}
         assert all(after[r.owner.name] == r for r in in_use)
         freed = [before[name] for name in set(before) - set(after)]
         assert all(r.start < region.end and region.start < r.end for r in freed)
+        kept = [r for r in before.values() if r.owner.name != name]
+        if nbytes is not None and largest_gap(pool, kept) >= nbytes:
+            assert freed == []
         placed = sorted(regions, key=lambda r: r.start)
         assert all(a.end <= b.start for a, b in pairwise(placed))
         assert placed[-1].end <= pool

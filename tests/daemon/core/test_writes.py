@@ -295,13 +295,16 @@ def test_the_end_of_a_write_from_before_a_reset_marks_no_key() -> None:
     assert write_all(fixture) == b"a"
 
 
-def test_a_request_for_a_region_that_is_being_written_waits_for_the_end_of_the_write() -> None:
+@pytest.mark.parametrize("quota", [POOL, None])
+def test_a_request_for_a_region_that_is_being_written_waits_for_the_end_of_the_write(
+    quota: int | None,
+) -> None:
     """A store of many blocks would keep a new engine out as long as it is written."""
     fixture = new_fixture(b"abcd")
     fixture.close_sessions("a")
     jobs = [take_writes(fixture, limit=1)[0] for _ in range(2)]
     fixture.open_sessions("b")
-    assert fixture.send("b", wire.OpenNamespace(7, OTHER, POOL, "lru", 1)) == []
+    assert fixture.send("b", wire.OpenNamespace(7, OTHER, quota, "lru", 1)) == []
     assert take_writes(fixture) == []
     end_write(fixture, jobs[0], [True])
     assert take_writes(fixture) == []

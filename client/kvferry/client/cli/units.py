@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator
 
 from rich.text import Text
 
+from kvferry.proto.sizes import format_size
 from kvferry.proto.specs import Part
 from kvferry.proto.status_numbers import Number, declared_numbers
 
-_SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+size = format_size
 _DURATION_UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 # Columns of the label at the start of a row.
 LABEL_WIDTH = 9
@@ -58,15 +59,6 @@ def format_number(number: Number, value: float) -> str:
 def printable(name: str) -> str:
     """A name without control characters, which a terminal would interpret."""
     return name if name.isprintable() else repr(name)[1:-1]
-
-
-def size(nbytes: float) -> str:
-    """4096 -> "4 KiB", 1600 -> "1.56 KiB"."""
-    power = 0
-    while nbytes >= 1024 and power < len(_SIZE_UNITS) - 1:
-        nbytes, power = nbytes / 1024, power + 1
-    digits = 0 if nbytes == int(nbytes) else 1 if nbytes >= 100 else 2
-    return f"{nbytes:.{digits}f} {_SIZE_UNITS[power]}"
 
 
 def duration(seconds: float) -> str:

@@ -337,12 +337,16 @@ class Core:
 
     def _grant_region(self, session: str, engine: str, message: RegionRequest) -> list[Action]:
         """Grant a request, or keep it waiting if what it needs may soon be free: held by a closing
-        registration, or by tiers in a namespace that nobody uses."""
+        registration, or by tiers in a namespace that nobody uses. A new region that is all that is
+        free always waits for them."""
         self._check_running()
         if session in self._waiting_requests:
             waiting = type(self._waiting_requests[session]).__name__
             error = f"{waiting} of engine {engine!r} has no reply yet; wait for it, then try again"
             raise Refused(Code.BUSY, error, waiting)
+        held = self._namespaces.any_held_by_tiers or self._registrations.is_closing
+        if held and self._registrations.wants_all_free(session, engine, message):
+            return self._keep_waiting(session, message)
         try:
             if not isinstance(message, wire.OpenNamespace):
                 return self._registrations.register_tensors(session, engine, message)
@@ -353,9 +357,12 @@ class Core:
             closing = refused.code in _RETRYABLE and self._registrations.is_closing
             if not (held or closing):
                 raise
-            self._waiting_requests[session] = message
-            self._namespaces.region_wanted = True
-            return []
+            return self._keep_waiting(session, message)
+
+    def _keep_waiting(self, session: str, message: RegionRequest) -> list[Action]:
+        self._waiting_requests[session] = message
+        self._namespaces.region_wanted = True
+        return []
 
     def _retry_requests(self) -> list[Action]:
         """Something was freed: try the waiting requests again, in order."""

@@ -94,6 +94,8 @@ class Namespace:
         self.sequence = 0
         self.generation = 1
         self.policy, self.threshold = policy, threshold
+        # Why its engines have less host memory than they asked for.
+        self.shortfall = ""
         min_uses = [tier.min_uses for tier in tiers]
         self.cache = Cache(region.num_blocks, policy, threshold, min_uses, region.table)
         self.cache.events.on_event = partial(changed, self)
@@ -283,6 +285,7 @@ class Namespace:
             unverified=usage.unverified,
             orphaned=usage.orphaned,
             pinned=usage.pinned,
+            shortfall=self.shortfall if self.has_users else "",
             **self.cache.counts,
         )
 

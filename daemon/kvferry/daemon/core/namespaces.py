@@ -41,12 +41,15 @@ from kvferry.proto.messages import (
     Touch,
     Unpin,
 )
+from kvferry.proto.sizes import format_size
 from kvferry.proto.status import NamespaceStatus
 
 # Encoded. The status of all namespaces must fit into one message.
 MAX_FINGERPRINT_BYTES = 4096
 # How many similar namespaces an Opened reply lists, and how many characters of each.
 MOST_UNLIKE, UNLIKE_CHARACTERS = 16, 512
+# How many characters of a reason for less host memory the status has.
+SHORTFALL_CHARACTERS = 1024
 
 
 class Namespaces:
@@ -97,8 +100,11 @@ class Namespaces:
                 nbytes,
             )
         self._check_fingerprint(session, engine, message)
+        in_use = self._in_use(message)
         region, reattached = self._regions.assign_region(
-            namespace_owner(fingerprint.name), fingerprint, self._quota_of(message)
+            namespace_owner(fingerprint.name),
+            fingerprint,
+            message.quota_bytes if in_use is None else in_use.region.nbytes,
         )
         namespace = next((one for one in self if one.region is region), None)
         if namespace is None:
@@ -110,6 +116,7 @@ class Namespaces:
         elif not namespace.has_users:
             namespace.configure(message.policy, message.store_threshold)
             self._regions.record_updated(namespace.record)
+        namespace.shortfall = self._shortfall(namespace, message.quota_bytes, in_use is not None)
         namespace.sessions[session] = engine
         self._by_session[session] = namespace
         self._session_pins.setdefault(session, SessionPins(namespace.cache))
@@ -125,6 +132,7 @@ class Namespaces:
             namespace.generation,
             tuple(tier.name for tier in self._tiers),
             any(tier.find_held for tier in self._tiers),
+            namespace.shortfall,
         )
         return [SendMessage(session, reply)]
 
@@ -282,12 +290,23 @@ class Namespaces:
                     differences,
                 )
 
-    def _quota_of(self, message: OpenNamespace) -> int | None:
-        """The requested quota; the current one if the namespace is in use."""
+    def _in_use(self, message: OpenNamespace) -> Namespace | None:
+        """The namespace that is opened, if it is in use."""
         namespace = self._by_name.get(message.fingerprint.name)
-        if namespace is not None and namespace.in_use:
-            return namespace.region.nbytes
-        return message.quota_bytes
+        return namespace if namespace is not None and namespace.in_use else None
+
+    def _shortfall(self, namespace: Namespace, quota: int | None, in_use: bool) -> str:
+        """Why a namespace has less host memory than its quota, or than the pool without one."""
+        if quota is None:
+            known = namespace.shortfall if in_use else ""
+            return (known or self._regions.shortfall(namespace.region))[:SHORTFALL_CHARACTERS]
+        if quota // namespace.region.block_bytes <= namespace.region.num_blocks:
+            return ""
+        asked, had = format_size(quota), format_size(namespace.region.nbytes)
+        return (
+            f"{asked} were asked for, but the namespace is in use with {had}; another size applies "
+            "when all of its engines have stopped"
+        )
 
     def _similar_namespaces(self, namespace: Namespace) -> tuple[str, ...]:
         mine = namespace.fingerprint

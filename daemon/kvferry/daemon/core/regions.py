@@ -2,9 +2,15 @@
 
 A region belongs to the name of an engine or to a namespace, not to a process. When all of its
 sessions have ended it is deserted and keeps its bytes; an owner with the same name, contents
-(layout or fingerprint) and user gets it back. If the pool has no room for a new region, deserted
-ones are freed, the longest deserted first. The daemon's own blocks at the front of the pool are
-in no region. Called by the core, on the event loop.
+(layout or fingerprint) and user gets it back. A deserted region takes no space from others:
+
+    a new region of a given size      frees the longest deserted regions, as few as possible, and
+                                      lies in the smallest free range that is large enough
+    one that wants all that is free   is the largest range between present regions, and frees the
+                                      deserted ones in it
+
+A region is contiguous. The daemon's own blocks at the front of the pool are in no region. Called by
+the core, on the event loop.
 """
 
 from __future__ import annotations
@@ -15,12 +21,12 @@ from collections.abc import Iterator
 from kvferry.daemon.core.actions import RegionChange, RegionCreated, RegionFreed, RegionUpdated
 from kvferry.daemon.core.block_lines import UseClock
 from kvferry.daemon.core.block_states import BlockStates
+from kvferry.daemon.core.pool_ranges import ALIGNMENT, PoolRanges
 from kvferry.daemon.core.records import Contents, RecoveredRegion, RegionOwner, RegionRecord
 from kvferry.daemon.core.region import Region
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 
-ALIGNMENT = 4096
 MAX_HOST_BLOCKS = 1 << 28
 # Maximum of host blocks with fewer than SMALL_BLOCK_BYTES bytes. The block table takes 32 bytes and
 # a key per block, which must be a small part of a large region.
@@ -44,6 +50,7 @@ class Regions:
         self.freed_count = 0
         self._changes: list[RegionChange] = []
         self._clock = UseClock()
+        self._ranges = PoolRanges(own_bytes, pool_bytes)
 
     def __iter__(self) -> Iterator[Region]:
         return iter(self._regions.values())
@@ -59,14 +66,19 @@ class Regions:
         """Whether a region still belongs to its owner."""
         return self._regions.get(region.owner) is region
 
+    def shortfall(self, region: Region) -> str:
+        """Why an owner that wanted all that is free has less than the pool; empty if it has all."""
+        others = [other for other in self if other.present and other is not region]
+        return self._ranges.shortfall(region, others)
+
     def assign_region(
         self, owner: RegionOwner, contents: Contents, nbytes: int | None, uid: int | None = None
     ) -> tuple[Region, bool]:
         """Give `owner` a region; return it, and whether it is the one that the owner had before.
 
-        nbytes: its size; None for the largest free part of the pool. A region that another user
-        left under the same name is not given back. Raises Refused (POOL_FULL, BAD_LAYOUT); then
-        nothing has changed.
+        nbytes: its size; None for all that no present region has, in one piece, or the region that
+        the owner had before. A region that another user left under the same name is not given back.
+        Raises Refused (POOL_FULL, BAD_LAYOUT); then nothing has changed.
         """
         block = contents.host_block_bytes
         if nbytes is not None and nbytes < block:
@@ -80,7 +92,7 @@ class Regions:
         if old is not None and same and nbytes in (None, old.nbytes):
             old.present = True
             return old, True
-        start, size = self._find_free_range(owner, block, nbytes)
+        start, size = self._find_range(owner, block, nbytes)
         most = MAX_HOST_BLOCKS if block >= SMALL_BLOCK_BYTES else MAX_SMALL_BLOCKS
         if size // block > most:
             raise Refused(
@@ -184,40 +196,26 @@ class Regions:
             if region.owner == owner or (region.start < end and start < region.end)
         ]
 
-    def _find_free_range(
-        self, owner: RegionOwner, block: int, nbytes: int | None
-    ) -> tuple[int, int]:
-        """(start, size) of free memory, freeing as few deserted regions as possible."""
+    def _find_range(self, owner: RegionOwner, block: int, nbytes: int | None) -> tuple[int, int]:
+        """(start, size) of a new region. Raises Refused (POOL_FULL)."""
         kept = [region for region in self._regions.values() if region.owner != owner]
+        present = [region for region in kept if region.present]
+        if nbytes is None:
+            start, size = self._ranges.largest(present)
+            if size < block:
+                raise self._ranges.refusal(present, block, block)
+            return start, size
         deserted = [region.owner for region in kept if not region.present]
-        least = block if nbytes is None else nbytes
 
         def fitting_ranges(freed: int) -> list[tuple[int, int]]:
             freed_owners = set(deserted[:freed])
             left = [region for region in kept if region.owner not in freed_owners]
-            gaps = self._free_ranges(left)
-            return [(start, size) for start, size in gaps if size >= least]
+            return [free for free in self._ranges.free(left) if free[1] >= nbytes]
 
         # Binary search: freeing more regions never leaves less free memory.
-        gaps = fitting_ranges(
+        ranges = fitting_ranges(
             bisect_left(range(len(deserted)), True, key=lambda count: bool(fitting_ranges(count)))
         )
-        if gaps:
-            return max(gaps, key=lambda gap: gap[1]) if nbytes is None else (gaps[0][0], nbytes)
-        size = max(
-            size for _, size in self._free_ranges([region for region in kept if region.present])
-        )
-        raise Refused(
-            Code.POOL_FULL,
-            f"no {least} contiguous bytes are free in the host pool of {self.pool_bytes} bytes "
-            f"(largest free part: {size}, one host block: {block}); request less host memory, or "
-            "raise pool.size of the daemon",
-            least,
-        )
-
-    def _free_ranges(self, kept: list[Region]) -> list[tuple[int, int]]:
-        gaps, at = [], -(-self.own_bytes // ALIGNMENT) * ALIGNMENT
-        for region in sorted(kept, key=lambda region: region.start):
-            gaps.append((at, region.start - at))
-            at = -(-region.end // ALIGNMENT) * ALIGNMENT
-        return [*gaps, (at, self.pool_bytes - at)]
+        if not ranges:
+            raise self._ranges.refusal(present, nbytes, block)
+        return min(ranges, key=lambda free: free[1])[0], nbytes

@@ -29,7 +29,12 @@ from kvferry.daemon.core.hazards import HazardTracker
 from kvferry.daemon.core.kept_tensors import KeptTensorsTable
 from kvferry.daemon.core.layout import BlockLayout
 from kvferry.daemon.core.namespaces import Namespaces
-from kvferry.daemon.core.records import KeptTensorsRecord, RegionRecord, engine_owner
+from kvferry.daemon.core.records import (
+    KeptTensorsRecord,
+    RegionRecord,
+    engine_owner,
+    namespace_owner,
+)
 from kvferry.daemon.core.region import Region
 from kvferry.daemon.core.regions import Regions
 from kvferry.daemon.core.registration import (
@@ -47,6 +52,7 @@ from kvferry.proto.messages import (
     AllocateKVCaches,
     DaemonMessage,
     Error,
+    OpenNamespace,
     Registered,
     RegisterKVCaches,
     Released,
@@ -117,6 +123,18 @@ class Registrations:
 
     def is_open(self, registration: Registration) -> bool:
         return registration.number in self._open
+
+    def wants_all_free(
+        self, session: str, engine: str, request: RegistrationRequest | OpenNamespace
+    ) -> bool:
+        """Whether a request creates a region without a size."""
+        if isinstance(request, OpenNamespace):
+            owner, nbytes = namespace_owner(request.fingerprint.name), request.quota_bytes
+        elif engine != OWN and self._namespaces.namespace_of(session) is None:
+            owner, nbytes = engine_owner(engine), request.host_bytes
+        else:
+            return False
+        return nbytes is None and self._regions.get(owner) is None
 
     def register_tensors(
         self, session: str, engine: str, request: RegistrationRequest
