@@ -155,7 +155,7 @@ def test_the_command_line_shows_and_releases_kept_tensors(
         client.allocate_kv_caches(LAYOUT, host_bytes=1 << 20, keep=True)
     for arguments, exit_status, expected in (
         (["status", *option], 0, "128 KiB"),
-        (["release", "llama", *option], 0, "released 128 KiB kept for llama"),
+        (["release", "llama", *option], 0, "released 1.12 MiB kept for llama"),
         (["release", "llama", *option], 1, "not_registered"),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -149,6 +149,7 @@ NAMESPACE = proto_status.NamespaceStatus(
     stored=8,
     stores_skipped=9,
     evictions=10,
+    shortfall="in use",
 )
 KEY_EVENTS = wire.KeyEvents(
     7,
@@ -170,6 +171,7 @@ MESSAGES: dict[str, Any] = {
     "client/allocate-bounded": wire.AllocateKVCaches(4, TWO_GROUPS, 1 << 40, 0),
     "client/allocate-kept": wire.AllocateKVCaches(5, ONE_TENSOR, 1 << 30, 3, True),
     "client/release": wire.ReleaseKVCaches(11, "model-a"),
+    "client/release-host_memory": wire.ReleaseKVCaches(11, "model-a", True),
     "client/submit-store-int32": wire.Submit(
         17, GPULoadStoreSpec(INT32), CPULoadStoreSpec(INT32[:1])
     ),
@@ -283,6 +285,9 @@ MESSAGES: dict[str, Any] = {
     ),
     "daemon/opened-stores_once": wire.Opened(
         7, "0123456789abcdef", 1000, 32768, True, "arc", 2, (), 3, ("siblings",), True
+    ),
+    "daemon/opened-shortfall": wire.Opened(
+        7, "0123456789abcdef", 1000, 32768, True, "arc", 2, shortfall="in use"
     ),
     "daemon/done": wire.Done(9),
     "daemon/tiers_found": wire.TiersFound(10, 2, 1),

@@ -225,18 +225,28 @@ async def allocate_kv_caches(
 
 
 async def release_kv_caches(
-    self: NonBlockingClient, /, engine: str | None = None, timeout: float | None = None
+    self: NonBlockingClient,
+    /,
+    engine: str | None = None,
+    timeout: float | None = None,
+    *,
+    host_memory: bool = False,
 ) -> int:
-    """Have the daemon stop keeping an engine's tensors; returns their size in bytes.
+    """Have the daemon stop keeping an engine's tensors; returns the bytes that are freed.
 
-    engine: its name; None for this engine. If it is connected, the tensors are freed when it
-    disconnects. Raises Refused (NOT_REGISTERED) if none are kept for this name.
+    engine: its name; None for this engine. If it is connected, they are freed when it disconnects.
+    host_memory: free its host blocks, too. `engine` may then also be the name of a namespace that
+        no engine has open. Without this they stay until another engine needs the memory.
+
+    Raises Refused: NOT_REGISTERED if nothing is kept for this name, ALREADY_REGISTERED if the
+    namespace is in use.
     """
     session, call = self._session, self._begin_call(timeout)
     engine = session.engine if engine is None else engine
     check_fields(ReleaseKVCaches, engine=engine)
     await call.connected()
-    nbytes: int = (await call.ask(ReleaseKVCaches(session.next_request_id(), engine))).nbytes
+    request = ReleaseKVCaches(session.next_request_id(), engine, host_memory)
+    nbytes: int = (await call.ask(request)).nbytes
     return nbytes
 
 

@@ -67,8 +67,6 @@ PROTOCOL = 1
 Token: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64)]
 MAX_JOB_IDS = 65536
 JobIds: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_JOB_IDS)]
-# Parts of messages
-
 
 class KeyEvent(Part):
     """The new state of some keys."""
@@ -131,6 +129,8 @@ class ReleaseKVCaches(Message):
 
     request_id: Id
     engine: Annotated[str, Meta(min_length=1, max_length=256)]
+    # Also free its region of the pool. Then `engine` may name a namespace that nobody uses.
+    host_memory: bool = False
 
 
 class Submit(Message):
@@ -263,7 +263,7 @@ class Allocated(Message):
 
 
 class Released(Message):
-    """The reply to ReleaseKVCaches. nbytes: bytes of the tensors that are no longer kept."""
+    """The reply to ReleaseKVCaches. nbytes: bytes that are no longer kept."""
 
     request_id: Id
     nbytes: Count
@@ -283,6 +283,7 @@ class Opened(Message):
     unlike: other namespaces of the same model, with the fields that differ; shortened.
     reattached: the namespace existed before, with its keys. name: a hash of the fingerprint.
     generation: grows with each reset. stores_once: whether a store leaves out what siblings have.
+    tiers: names, fastest first; without one FindInTiers promotes none.
     shortfall: why it has less host memory than its quota (without one: than the pool), or empty.
     """
 
@@ -295,7 +296,6 @@ class Opened(Message):
     store_threshold: int
     unlike: tuple[str, ...] = ()
     generation: Count = 1
-    # Names of the tiers below the host pool, fastest first. Without one FindInTiers promotes none.
     tiers: tuple[str, ...] = ()
     stores_once: bool = False
     shortfall: str = ""

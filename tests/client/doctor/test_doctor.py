@@ -46,13 +46,12 @@ def test_all_checks_of_a_healthy_daemon(
     assert "round trip" in capsys.readouterr().out
 
 
-def test_the_doctor_leaves_no_session(kvferryd: LocalDaemon) -> None:
+def test_the_doctor_leaves_no_session_and_no_region(kvferryd: LocalDaemon) -> None:
     assert run_checks(kvferryd.directory, math.inf)[-1].verdict is Verdict.OK
     with OffloadClient(kvferryd.directory) as client:
         until(lambda: client.status().sessions == 1)
-        until(lambda: not any(engine.present for engine in client.status().engines))
-        (left,) = client.status().engines
-        assert (left.name, left.present, left.host_blocks) == ("kvferry-doctor", False, 1)
+        until(lambda: client.status().engines == ())
+        assert client.status().pool.reserved_bytes == 0
 
 
 def test_findings_for_programs(kvferryd: LocalDaemon, capsys: pytest.CaptureFixture[str]) -> None:

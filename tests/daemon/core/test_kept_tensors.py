@@ -293,6 +293,55 @@ def test_released_tensors_of_a_connected_engine_are_freed_when_it_disconnects(
     assert fixture.allocate("a/2")[1].reuse is None
 
 
+def test_host_memory_is_released_with_the_tensors(fixture: KeptTensorsFixture) -> None:
+    fixture.allocate("a/1")
+    host_bytes = fixture.core.reserved_bytes
+    fixture.disconnect("a/1")
+    fixture.open_sessions("b/1")
+    actions = fixture.send("b/1", wire.ReleaseKVCaches(5, "a", True))
+    reply = SendMessage("b/1", wire.Released(5, SIZE + host_bytes))
+    assert actions == [ReleaseTensors(1), reply]
+    assert fixture.core.reserved_bytes == 0
+    (refused,) = fixture.send("b/1", wire.ReleaseKVCaches(6, "a", True))
+    assert isinstance(refused, SendMessage)
+    assert isinstance(refused.message, wire.Error)
+    assert refused.message.error.code == Code.NOT_REGISTERED
+
+
+def test_released_host_memory_of_a_connected_engine_is_freed_when_it_disconnects(
+    fixture: KeptTensorsFixture,
+) -> None:
+    fixture.allocate("a/1", keep=False)
+    host_bytes = fixture.core.reserved_bytes
+    (reply,) = fixture.send("a/1", wire.ReleaseKVCaches(5, "a", True))
+    assert reply == SendMessage("a/1", wire.Released(5, host_bytes))
+    assert fixture.core.reserved_bytes == host_bytes
+    fixture.disconnect("a/1")
+    assert fixture.core.reserved_bytes == 0
+
+
+def test_a_namespace_is_released_with_the_tensors_in_it_unless_it_is_in_use(
+    fixture: KeptTensorsFixture,
+) -> None:
+    fingerprint = Fingerprint("model", 2048)
+    release = wire.ReleaseKVCaches(5, fingerprint.name, True)
+    fixture.open_sessions("a/1")
+    fixture.open_sessions("b/1")
+    fixture.send("a/1", wire.OpenNamespace(1, fingerprint, 8192))
+    (*_, mapping) = fixture.send("a/1", wire.AllocateKVCaches(2, layout(), keep=True))
+    assert isinstance(mapping, MapTensors)
+    fixture.report_mapped(mapping)
+    (refused,) = fixture.send("b/1", release)
+    assert isinstance(refused, SendMessage)
+    assert isinstance(refused.message, wire.Error)
+    assert refused.message.error.code == Code.ALREADY_REGISTERED
+    fixture.disconnect("a/1")
+    actions = fixture.send("b/1", release)
+    assert ReleaseTensors(mapping.registration) in actions
+    assert SendMessage("b/1", wire.Released(5, 8192)) in actions
+    assert (fixture.core.namespaces(), fixture.core.reserved_bytes) == ((), 0)
+
+
 def test_releasing_without_kept_tensors_is_refused(fixture: KeptTensorsFixture) -> None:
     fixture.allocate("a/1", keep=False)
     (refused,) = fixture.send("a/1", wire.ReleaseKVCaches(5, "a"))

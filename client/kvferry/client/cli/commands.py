@@ -145,15 +145,17 @@ def status(
 
 @app.command(cls=DirectoryCommand)
 def release(
-    engine: Annotated[str, typer.Argument(help="The engine's name.", metavar="ENGINE")],
+    name: Annotated[
+        str, typer.Argument(help="The name of an engine or a namespace.", metavar="NAME")
+    ],
     directory: Directory = None,
 ) -> None:
-    """Stop keeping an engine's KV tensors.
+    """Free what the daemon keeps for an engine or a namespace: KV tensors and host memory.
 
-    They are freed now, or when the engine disconnects.
+    That of a connected engine is freed when it disconnects. Blocks in a tier stay.
     """
-    nbytes = status_command.release_kept_tensors(directory, engine)
-    print(f"released {units.size(nbytes)} kept for {engine}")
+    nbytes = status_command.release_memory(directory, name)
+    print(f"released {units.size(nbytes)} kept for {name}")
 
 
 @app.command(cls=DirectoryCommand)

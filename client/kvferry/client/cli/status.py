@@ -74,13 +74,14 @@ def fetch_status(
         raise Gone(Code.TIMEOUT, message, str(where)) from gone
 
 
-def release_kept_tensors(directory: Path | None, engine: str) -> int:
-    """Have the daemon stop keeping an engine's tensors; returns their size in bytes."""
+def release_memory(directory: Path | None, name: str) -> int:
+    """Free what the daemon keeps for an engine or a namespace: tensors and host memory. Returns
+    the bytes."""
     where = locate_daemon(directory)
     with OffloadClient(
         where, engine="kvferry-cli", client="kvferry release", timeout=TIMEOUT
     ) as client:
-        return client.release_kv_caches(engine)
+        return client.release_kv_caches(name, host_memory=True)
 
 
 def as_json(value: Any) -> Any:

@@ -295,7 +295,8 @@ def pool(context: CheckContext) -> Iterator[Finding]:
 
 
 def round_trip(context: CheckContext) -> Iterator[Finding]:
-    """Store and load one page of a tensor that the daemon allocates; uses one page of its pool."""
+    """Store and load one page of a tensor that the daemon allocates; uses one page of its pool,
+    which is freed when the client disconnects."""
     if context.client is None or context.status is None:
         return
     if context.status.pool.size_bytes - context.status.pool.reserved_bytes < PAGE:
@@ -310,6 +311,7 @@ def round_trip(context: CheckContext) -> Iterator[Finding]:
     layout = KVLayout((TensorLayout(2, PAGE, PAGE),), ((TensorRef(0, PAGE),),))
     try:
         tensor: Any = context.client.allocate_kv_caches(layout, host_bytes=PAGE).tensors[0]
+        context.client.release_kv_caches(host_memory=True)  # when this client disconnects
         sent = np.arange(PAGE).astype(np.int8)
         tensor[0], tensor[1] = sent if torch is None else torch.from_numpy(sent), 0
         if on_gpu and torch is not None:

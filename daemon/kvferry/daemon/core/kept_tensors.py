@@ -111,23 +111,15 @@ class KeptTensorsTable:
         return number
 
     def release_engine(self, engine: str, current: Registration | None) -> tuple[list[Action], int]:
-        """Stop keeping an engine's tensors; return the actions and the bytes.
+        """Stop keeping an engine's tensors; return the actions and the bytes, 0 if none are kept.
 
-        current: its registration, whose tensors are not kept when it ends. Raises Refused
-        (NOT_REGISTERED) if none are kept.
+        current: its registration, whose tensors are not kept when it ends.
         """
         nbytes = self._by_engine[engine].nbytes if engine in self._by_engine else 0
         actions = self._release(engine)
         if current is not None and current.kept_bytes:
             actions.append(ReleaseTensors(current.number))
             nbytes, current.kept_bytes = nbytes + current.kept_bytes, 0
-        if not actions:
-            raise Refused(
-                Code.NOT_REGISTERED,
-                f"no tensors are kept for engine {engine!r}; see kvferry status for the engines "
-                "that have some",
-                engine,
-            )
         return actions, nbytes
 
     def release_orphaned(self) -> list[Action]:

@@ -61,6 +61,8 @@ class Registration:
     uid: int | None = None
     # Bytes of its tensors that are kept when it ends.
     kept_bytes: int = 0
+    # Whether its region is freed when it ends.
+    frees_region: bool = False
 
     @property
     def has_timeline(self) -> bool:

@@ -196,10 +196,24 @@ class Registrations:
         return self._kept_tensors.restore_tensors(record, self._numbers)
 
     def release_kept_tensors(self, session: str, message: ReleaseKVCaches) -> list[Action]:
-        """Stop keeping an engine's tensors. Raises Refused (NOT_REGISTERED) if none are kept."""
-        current = self._by_engine.get(message.engine)
-        actions, nbytes = self._kept_tensors.release_engine(message.engine, current)
-        return [*actions, SendMessage(session, Released(message.request_id, nbytes))]
+        """Stop keeping an engine's tensors, and its region or that of a namespace if requested.
+
+        Raises Refused: NOT_REGISTERED if nothing is kept, ALREADY_REGISTERED if it is in use.
+        """
+        name, host_bytes = message.engine, 0
+        current = self._by_engine.get(name)
+        if message.host_memory:
+            host_bytes = self._release_region(name, current)
+        actions, nbytes = self._kept_tensors.release_engine(name, current)
+        if not nbytes + host_bytes:
+            what = "nothing is kept for engine or namespace" if message.host_memory else ""
+            text = (
+                f"{what or 'no tensors are kept for engine'} {name!r}; see kvferry status for "
+                "those that have some"
+            )
+            raise Refused(Code.NOT_REGISTERED, text, name)
+        reply = SendMessage(session, Released(message.request_id, nbytes + host_bytes))
+        return [*actions, *self.release_orphaned(), reply]
 
     def release_orphaned(self) -> list[Action]:
         """Release kept tensors whose host blocks now belong to another owner."""
@@ -262,6 +276,22 @@ class Registrations:
             )
         return region, reattached
 
+    def _release_region(self, name: str, current: Registration | None) -> int:
+        """Free the region of an engine or a namespace, now or when the engine disconnects; return
+        its bytes. current: the engine's registration. Raises Refused (ALREADY_REGISTERED)."""
+        owner = engine_owner(name)
+        region = self._regions.get(owner) or self._regions.get(namespace_owner(name))
+        if region is None:
+            return 0
+        if current is not None and region.owner == owner:
+            current.frees_region = True
+        elif region.present:
+            text = f"{region.owner.kind} {name!r} is in use; stop its engines, then try again"
+            raise Refused(Code.ALREADY_REGISTERED, text, name)
+        else:
+            self._regions.free_region(region.owner)
+        return region.nbytes
+
     def _free_name(self, registration: Registration) -> None:
         """Free the engine's name. Its region stays if the bytes in it are the engine's."""
         del self._by_engine[registration.engine]
@@ -269,7 +299,9 @@ class Registrations:
             return
         if registration.namespace is not None:
             self._namespaces.remove_registration(registration.namespace, registration.number)
-        elif registration.was_open or registration.host.reattached:
+        elif not registration.frees_region and (
+            registration.was_open or registration.host.reattached
+        ):
             self._regions.mark_deserted(engine_owner(registration.engine))
         else:
             self._regions.free_region(engine_owner(registration.engine))
