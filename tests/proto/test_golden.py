@@ -249,6 +249,12 @@ MESSAGES: dict[str, Any] = {
             engines=(proto_status.EngineStatus("model-a", False, 1, 4096, 0, (), 1 << 34),),
         ),
     ),
+    "daemon/status-starting": wire.StatusReport(
+        6,
+        msgspec.structs.replace(
+            NEW_STATUS, health=proto_status.HealthStatus(False, ("registering",), starting=True)
+        ),
+    ),
     "daemon/status-health": wire.StatusReport(6, msgspec.structs.replace(STATUS, health=UNHEALTHY)),
     "daemon/status-healthy": wire.StatusReport(
         6, msgspec.structs.replace(NEW_STATUS, health=proto_status.HealthStatus(True))

@@ -140,7 +140,7 @@ class ChildProcess:
         # None once it is reaped; its socket is None once it is lost.
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._is_ready = self._is_ending = False
+        self._is_ready = self._is_ending = self._was_ready = False
         self._restart_in = times.first_restart
         # An error of `notice` or of a `receive`, for `run`.
         self._error: Exception | None = None
@@ -173,7 +173,7 @@ class ChildProcess:
             self._pidfd = os.pidfd_open(process.pid)
             undo.pop_all()
         ours.setblocking(False)
-        self._process, self._socket = process, ours
+        self._process, self._socket, self._was_ready = process, ours, False
         self._loop.add_reader(ours.fileno(), self._receive)
         self._loop.add_reader(self._pidfd, self._reap)
 
@@ -328,7 +328,7 @@ class ChildProcess:
             return 0
         (number,), payload = NUMBER.unpack_from(data), data[NUMBER.size :]
         if number == READY:
-            self._is_ready = True
+            self._is_ready = self._was_ready = True
             self._call(self._notice, payload)
             self._flush()
             self._note_change()
@@ -390,7 +390,8 @@ class ChildProcess:
         self.kill("it has ended")
         status, self._process = self._process.wait(), None
         if not self._is_ending:
-            log.warning("process ended", process=self._program.name, status=status)
+            level = log.warning if self._was_ready or status < 0 else log.debug  # see `lost`
+            level("process ended", process=self._program.name, status=status)
         doomed, self._doomed = self._doomed, set()
         for future in doomed:
             if not future.done():

@@ -187,6 +187,8 @@ _job_age = partial(gauge, metric="oldest_job_seconds", if_none=0.0, top=True)
 class HealthStatus(Part):
     """Whether the daemon is healthy, and the reasons if it is not. All times are in seconds.
 
+    starting: it is not healthy yet, because no probe has ended, and nothing else is wrong.
+
     A probe copies a small block to the device and back, and compares it. Its values are None before
     the first one, and the ages of jobs if there is no such job.
     """
@@ -230,6 +232,7 @@ class HealthStatus(Part):
             text="device worker {} late",
         ),
     ] = 0.0
+    starting: bool = False
 
 
 class VerificationStatus(Part):

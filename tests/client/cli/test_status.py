@@ -12,10 +12,11 @@ import pytest
 from rich.console import Console
 
 from kvferry.client import Fingerprint, LocalDaemon, OffloadClient, shared_empty
-from kvferry.client.cli.status import fetch_status, print_status
+from kvferry.client.cli.status import fetch_status, print_status, summarize_health
 from kvferry.proto.status import (
     DeviceInfo,
     EngineStatus,
+    HealthStatus,
     NamespaceStatus,
     PoolStatus,
     TierStatus,
@@ -83,7 +84,7 @@ def test_status_shows_namespaces(daemon: LocalDaemon, capsys: Captured) -> None:
     replace = msgspec.structs.replace
     ranked = replace(FINGERPRINT, rank=1, world_size=8)
     without_engine = replace(
-        NAMESPACE, fingerprint=ranked, policy="arc", engines=(), hits=0, misses=0
+        NAMESPACE, fingerprint=ranked, policy="arc", engines=(), hits=0, misses=0, shortfall="why"
     )
     print_status(report, (NAMESPACE, without_engine), Console(width=80, highlight=False))
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
@@ -92,14 +93,14 @@ def test_status_shows_namespaces(daemon: LocalDaemon, capsys: Captured) -> None:
         "1,000 free, 4 pending, 261,140 ready, 12 pinned, 300,001 stored, 2 stores skipped, "
         "38,861 evicted"
     )
-    blocks = "262,144 blocks of 2 MiB"
+    blocks = "512 GiB: 262,144 blocks of 2 MiB"
     assert " ".join(first).partition(" model ")[0].strip() == (
         f"model    {FINGERPRINT.model} namespace {NAMESPACE.name}, lru, llama-0, llama-1 "
         f"{blocks}, 93% hits, {counts}"
     )
     assert " ".join(second) == (
         f"model    {FINGERPRINT.model}, rank 1 of 8 namespace {NAMESPACE.name}, arc, no engine "
-        f"{blocks}, {counts}"
+        f"{blocks}, {counts} less than asked for: why"
     )
 
 
@@ -138,6 +139,48 @@ def test_status_shows_how_much_of_the_pool_is_registered(
     print_status(msgspec.structs.replace(report, pool=pool), (), console)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "reserved" in line)
     assert line.endswith(f", {part}")
+
+
+DISK = TierStatus("disk", "off", failure="/x is in use; give each daemon a path of its own")
+
+
+@pytest.mark.parametrize(
+    ("health", "tiers", "row", "line"),
+    [
+        (HealthStatus(True), (), "healthy", "healthy"),
+        (
+            HealthStatus(False, ("the host pool is being registered",), starting=True),
+            (DISK,),
+            "starting: the host pool is being registered (25% of 8 MiB are registered)",
+            "starting: the host pool is being registered (25% of 8 MiB are registered)",
+        ),
+        (HealthStatus(False, ("late",)), (), "unhealthy: late", "late"),
+        (
+            HealthStatus(True),
+            (DISK,),
+            f"unhealthy: tier disk: {DISK.failure}",
+            f"tier disk: {DISK.failure}",
+        ),
+        (None, (DISK,), "", f"tier disk: {DISK.failure}"),
+        (None, (), "", "it replies, without a health report"),
+    ],
+)
+def test_health_in_one_line(
+    health: HealthStatus | None,
+    tiers: tuple[TierStatus, ...],
+    row: str,
+    line: str,
+    daemon: LocalDaemon,
+    capsys: Captured,
+) -> None:
+    report, _ = fetch_status(daemon.directory)
+    pool = PoolStatus(8 << 20, 2 << 20, 0)
+    report = msgspec.structs.replace(report, health=health, tiers=tiers, pool=pool)
+    is_healthy = line.startswith(("healthy", "it replies"))
+    assert summarize_health(report) == (is_healthy, line)
+    print_status(report, (), Console(width=120, highlight=False))
+    lines = capsys.readouterr().out.splitlines()
+    assert [each for each in lines if each.startswith("health ")] == ([f"health   {row}"] * bool(row))
 
 
 def test_status_needs_no_torch(daemon: LocalDaemon) -> None:

@@ -43,6 +43,14 @@ def test_top_shows_a_tier_in_one_line() -> None:
     assert tier_row(TIER).plain == "disk     on · 50 GiB of 200 GiB · hits 93% · queue 250.0 ms"
 
 
+def test_the_siblings_tier_shows_how_many_were_found() -> None:
+    siblings = TierStatus("siblings", "on")
+    for found, expected in ((), "none found"), ((SiblingStatus("/a", "on"),), "1 found"):
+        head, *_ = (line.plain for line in tier_lines((siblings,), 80, found))
+        assert head == f"siblings on, {expected}"
+        assert tier_row(siblings, found).plain == f"siblings on · {expected}"
+
+
 def test_an_unknown_usage_is_not_shown_as_zero() -> None:
     shared = TierStatus("mooncake", "on", promoted=1, read_bytes=GIB)
     assert lines(shared) == [

@@ -13,6 +13,7 @@ from kvferry.client.doctor.tiers import siblings, tiers
 from kvferry.proto.status import DaemonStatus, SiblingStatus, TierStatus
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
+from support.command_line import kvferry
 
 
 @pytest.fixture
@@ -55,6 +56,8 @@ def test_a_directory_that_cannot_be_used(start_kvferryd: StartKvferryd) -> None:
     (finding,) = [each for each in run_checks(daemon.directory) if each.check == "tier disk"]
     assert finding.verdict is Verdict.WARN
     assert "/proc/none" in finding.found
+    assert kvferry("status", "--check", "-d", daemon.directory) == 1
+    assert daemon.log().count("/proc/none") == 1
 
 
 @pytest.mark.parametrize(

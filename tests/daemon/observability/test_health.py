@@ -67,8 +67,11 @@ async def test_ready_is_reported_once_after_the_first_successful_probe(
     fixture.start()
     await asyncio.sleep(0.05)
     assert "pool is being registered" in fixture.reasons()
+    status = fixture.health.status()
+    assert (status.healthy, status.starting) == (False, True)
     fixture.health.pool_grew()
     await eventually(lambda: "failed" in fixture.reasons())
+    assert not fixture.health.status().starting
     assert manager.ready_count == 0
     assert "no" in manager.unhealthy_reports[0]
     fake_core.error = None
@@ -93,7 +96,9 @@ async def test_a_first_probe_in_progress_is_not_unhealthy_before_its_deadline(
     fixture.start()
     fixture.health.pool_grew()
     await eventually(lambda: "no probe" in fixture.reasons() and len(manager.keep_alives) >= 5)
+    assert fixture.health.status().starting
     await eventually(lambda: any("running for" in why for why in manager.unhealthy_reports))
+    assert not fixture.health.status().starting
     await fixture.stop()
 
 

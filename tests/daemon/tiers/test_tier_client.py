@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from kvferry.daemon.core.tier_actions import MAX_TIER_KEYS
 from kvferry.daemon.tier_config import CustomTierConfig, DiskTierConfig
@@ -306,15 +307,33 @@ def test_bytes_that_do_not_match_their_checksum_are_dropped(rude: Rude) -> None:
 
 def test_a_root_in_use_turns_it_off_until_it_is_free(disk: ProcessSubject, start: Start) -> None:
     disk.put([1])
-    second = start(disk.client.config, SOON_KILLED, wait=False)
-    second.wait_until(lambda: second.client.counts["deaths"] == 2)
+    with capture_logs() as logs:
+        second = start(disk.client.config, SOON_KILLED, wait=False)
+        second.wait_until(lambda: second.client.counts["deaths"] == 3)
     assert not second.client.is_on
     assert "in use by another process" in second.client.failure
+    (once,) = [line for line in logs if line["log_level"] != "debug"]
+    assert (once["event"], once["tier"]) == ("tier cannot be opened", "disk")
+    assert "give each daemon a path of its own" in once["reason"]
     assert disk.fetch([1]) == [OK]
     disk.close()
     second.wait_until(lambda: second.client.is_on)
     assert not second.client.failure
     assert second.fetch([1]) == [OK]
+
+
+def test_another_reason_why_a_tier_cannot_be_opened_is_logged(
+    disk: ProcessSubject, start: Start
+) -> None:
+    with capture_logs() as logs:
+        second = start(disk.client.config, SOON_KILLED, wait=False)
+        second.wait_until(lambda: second.client.counts["deaths"] == 2)
+        os.chmod(disk.client.config.options["path"], 0o777)
+        second.wait_until(lambda: "mode 0777" in second.client.failure)
+        deaths = second.client.counts["deaths"]
+        second.wait_until(lambda: second.client.counts["deaths"] == deaths + 2)
+    reasons = [line["reason"] for line in logs if line["event"] == "tier cannot be opened"]
+    assert ["in use" in reasons[0], "mode 0777" in reasons[1], len(reasons)] == [True, True, 2]
 
 
 def test_a_process_that_cannot_be_started_is_tried_again(

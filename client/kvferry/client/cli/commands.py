@@ -125,7 +125,11 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Print one line: healthy or not. Exit status 1 if not."),
+        typer.Option(
+            "--check",
+            help="Print one line: healthy or not. Exit status 1 if it is not, if it is still "
+            "starting, or if a tier cannot be used.",
+        ),
     ] = False,
     timeout: Annotated[
         float, typer.Option(help="Seconds to wait for the reply.", min=0.1, metavar="SECONDS")
@@ -134,7 +138,7 @@ def status(
     """Show a daemon's health, pool, engines, namespaces and totals."""
     report, namespaces = fetch_status(directory, timeout)
     if check:
-        healthy, line = status_command.summarize_health(report.health)
+        healthy, line = status_command.summarize_health(report)
         print(f"kvferryd {report.pid} on {report.device.name}: {line}")
         raise typer.Exit(0 if healthy else 1)
     if json:
@@ -150,9 +154,10 @@ def release(
     ],
     directory: Directory = None,
 ) -> None:
-    """Free what the daemon keeps for an engine or a namespace: KV tensors and host memory.
+    """Free the memory that is kept for an engine or a namespace.
 
-    That of a connected engine is freed when it disconnects. Blocks in a tier stay.
+    These are KV tensors and host memory. Those of a connected engine are freed when it disconnects;
+    a namespace that an engine has open is refused. Blocks in a tier stay.
     """
     nbytes = status_command.release_memory(directory, name)
     print(f"released {units.size(nbytes)} kept for {name}")

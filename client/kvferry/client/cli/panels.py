@@ -54,7 +54,7 @@ def render_panel(daemon: DaemonHistory, now: float, width: int) -> Panel:
     if daemon.sample is None or daemon.error:
         return _error_panel(daemon, now)
     status = daemon.sample.status
-    healthy = status.health is None or status.health.healthy
+    healthy = status.health is None or status.health.healthy or status.health.starting
     note = ""
     if daemon.reconnected_at is not None and now - daemon.reconnected_at < RECENT:
         note = f" reconnected {short_duration(now - daemon.reconnected_at)} ago"
@@ -96,6 +96,8 @@ def _format_health(health: HealthStatus | None) -> Iterator[tuple[str, str]]:
         yield "healthy", "green"
         if health.probe_seconds is not None:
             yield f" · probe {short_duration(health.probe_seconds)}", "dim"
+    elif health.starting:
+        yield f"starting: {'; '.join(health.reasons)}", "yellow"
     else:
         yield "; ".join(health.reasons), "bold red"
 
@@ -105,7 +107,7 @@ def _rows(daemon: DaemonHistory, sample: StatusSample, width: int) -> Iterator[R
     yield _link_row(daemon, status, width, wide)
     yield _queue_row(status, daemon.rates)
     yield _pool_row(status.pool, width)
-    yield from map(tier_row, status.tiers)
+    yield from (tier_row(tier, status.siblings) for tier in status.tiers)
     check = status.verification
     if check is not None and check.decided_bytes < check.total_bytes:
         yield Text.assemble(("verified ", "dim"), format_verified(check))

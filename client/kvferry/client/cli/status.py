@@ -22,7 +22,6 @@ from kvferry.client.endpoint import daemon_pid, find_daemon_in
 from kvferry.proto.errors import Code, Gone
 from kvferry.proto.status import (
     EngineStatus,
-    HealthStatus,
     NamespaceStatus,
     PoolStatus,
     Totals,
@@ -112,9 +111,9 @@ def _status_lines(status: DaemonStatus, namespaces: Namespaces, width: int) -> I
         yield from rows("uuid", [device.uuid], width)
     process = [f"pid {status.pid}", f"up {duration(status.uptime_seconds)}"]
     yield from rows("process", [*process, f"boot {status.boot_id}"], width)
-    yield from _health_lines(status.health, width)
+    yield from _health_lines(status, width)
     yield from _pool_lines(status.pool, width)
-    yield from tier_lines(status.tiers, width)
+    yield from tier_lines(status.tiers, width, status.siblings)
     yield from sibling_lines(status.siblings, width)
     if status.located:
         yield from rows("lent", [f"{status.located:,} blocks to siblings"], width)
@@ -135,14 +134,18 @@ def _status_lines(status: DaemonStatus, namespaces: Namespaces, width: int) -> I
         yield from _namespace_lines(space, width)
 
 
-def _health_lines(health: HealthStatus | None, width: int) -> Iterator[Text]:
+def _health_lines(status: DaemonStatus, width: int) -> Iterator[Text]:
     """Health, delays and the oldest jobs."""
+    health = status.health
     if health is None:
         return
-    if health.healthy:
-        summary = Text("healthy", "green")
+    healthy, line = summarize_health(status)
+    if healthy:
+        summary = Text(line, "green")
+    elif health.starting:
+        summary = Text(line, "yellow")
     else:
-        summary = Text(f"unhealthy: {'; '.join(health.reasons)}", "bold red")
+        summary = Text(f"unhealthy: {printable(line)}", "bold red")
     yield from rows("health", [summary], width)
     parts = numbers(health)
     if health.probe_seconds is not None and health.probe_age is not None:
@@ -151,11 +154,20 @@ def _health_lines(health: HealthStatus | None, width: int) -> Iterator[Text]:
     yield from rows("", parts, width, "dim")
 
 
-def summarize_health(health: HealthStatus | None) -> tuple[bool, str]:
-    """Whether a daemon is healthy, and a line for the user."""
+def summarize_health(status: DaemonStatus) -> tuple[bool, str]:
+    """Whether a daemon is healthy and each of its tiers could be opened, and a line for the user.
+
+    A daemon that is starting is not healthy yet.
+    """
+    health, pool = status.health, status.pool
+    if health is not None and health.starting:
+        part = 100 * pool.pinned_bytes // max(1, pool.size_bytes)
+        registered = f"{part}% of {size(pool.size_bytes)} are registered"
+        return False, f"starting: {'; '.join(health.reasons)} ({registered})"
+    problems = [f"tier {tier.name}: {tier.failure}" for tier in status.tiers if tier.failure]
     if health is None:
-        return True, "it replies, without a health report"
-    return health.healthy, "; ".join(health.reasons) or "healthy"
+        return not problems, "; ".join(problems) or "it replies, without a health report"
+    return not problems and health.healthy, "; ".join([*health.reasons, *problems]) or "healthy"
 
 
 def format_verified(status: VerificationStatus) -> str:
@@ -215,7 +227,9 @@ def _namespace_lines(space: NamespaceStatus, width: int) -> Iterator[Text]:
     engines = [Text(printable(name), "green") for name in space.engines]
     namespace = [Text(f"namespace {space.name}"), Text(space.policy)]
     yield from rows("", [*namespace, *(engines or [Text("no engine", "yellow")])], width)
-    blocks = f"{space.blocks:,} blocks of {size(space.block_bytes)}"
+    blocks = f"{size(space.host_bytes)}: {space.blocks:,} blocks of {size(space.block_bytes)}"
     lookups = space.hits + space.misses
     hits = [f"{space.hits / lookups:.0%} hits"] if lookups else []
     yield from rows("", [blocks, *hits, *numbers(space)], width)
+    if space.shortfall:
+        yield from rows("", [f"less than asked for: {printable(space.shortfall)}"], width, "yellow")

@@ -9,6 +9,8 @@ from rich.text import Text
 from kvferry.client.cli.units import numbers, printable, rows, short_duration, size
 from kvferry.proto.status import SiblingStatus, TierStatus
 
+# The name of the tier of the host's other daemons.
+SIBLINGS = "siblings"
 # How each state is shown, and its style.
 STATES = {
     "on": ("on", "green"),
@@ -18,10 +20,12 @@ STATES = {
 }
 
 
-def tier_lines(tiers: Sequence[TierStatus], width: int) -> Iterator[Text]:
+def tier_lines(
+    tiers: Sequence[TierStatus], width: int, siblings: Sequence[SiblingStatus] = ()
+) -> Iterator[Text]:
     """Rows of `kvferry status`: the usage and the numbers of each tier."""
     for tier in tiers:
-        head = _state(tier)
+        head = _state(tier, siblings)
         if tier.read_only:
             head.append(Text(f"read-only: {printable(tier.read_only)}", "red"))
         yield from rows(printable(tier.name), head, width)
@@ -34,10 +38,10 @@ def tier_lines(tiers: Sequence[TierStatus], width: int) -> Iterator[Text]:
             yield from rows("", [printable(tier.failure)], width, "red")
 
 
-def tier_row(tier: TierStatus) -> Text:
+def tier_row(tier: TierStatus, siblings: Sequence[SiblingStatus] = ()) -> Text:
     """For `top`: one line."""
     name = f"{printable(tier.name)[:8]:<9}", "dim"
-    text = Text.assemble(name, Text(" · ").join(_state(tier)))
+    text = Text.assemble(name, Text(" · ").join(_state(tier, siblings)))
     if tier.hits + tier.misses:
         text.append(f" · hits {_hits(tier)}")
     if tier.read_only:
@@ -63,9 +67,12 @@ def sibling_lines(siblings: Sequence[SiblingStatus], width: int) -> Iterator[Tex
         yield from rows("", parts, width, "dim")
 
 
-def _state(tier: TierStatus) -> list[Text]:
+def _state(tier: TierStatus, siblings: Sequence[SiblingStatus]) -> list[Text]:
     """Whether the tier is used, and its usage. A client of a store that others use counts none."""
     parts = [Text(*STATES.get(tier.state, (tier.state, "")))]
+    if tier.name == SIBLINGS:
+        found = f"{len(siblings)} found" if siblings else "none found"
+        parts.append(Text(found, "" if siblings else "dim"))
     if tier.capacity_bytes or tier.used_bytes or tier.keys:
         bound = f"of {size(tier.capacity_bytes)}" if tier.capacity_bytes else "used"
         parts.append(Text(f"{size(tier.used_bytes)} {bound}"))

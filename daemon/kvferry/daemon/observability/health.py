@@ -31,7 +31,7 @@ from kvferry.proto.status import HealthStatus
 PULSE = 1.0
 # Number of pulses over which the maximum lag is reported.
 LAG_PULSES = 10
-# Why a daemon is unhealthy until the first chunk of its pool is registered.
+# Why a daemon is not healthy yet, until the first chunk of its pool is registered.
 REGISTERING = "the host pool is being registered; the first probe follows"
 # Seconds by which a timer may fire early.
 TIMER_TOLERANCE = 0.01
@@ -126,9 +126,11 @@ class Health:
         """The health as it is now."""
         now, history = time.monotonic(), self._history
         probe = history.reasons(now) if self._pool_ready.is_set() else [REGISTERING]
-        reasons = (*probe, *self._late_reasons(now))
+        late = self._late_reasons(now)
+        reasons = (*probe, *late)
         return HealthStatus(
             healthy=not reasons,
+            starting=not (history.tried or late),
             reasons=reasons,
             probe_seconds=history.seconds,
             probe_age=_age(history.ended, now),

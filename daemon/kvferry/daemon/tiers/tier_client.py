@@ -92,6 +92,8 @@ class TierClient:
         self.counts = Counter[str]()
         # Why the process has ended; empty once it has started again.
         self.failure = ""
+        # The reason in the log why no process starts: it is logged again if it changes.
+        self._logged_reason = ""
         self.breaker = CircuitBreaker(
             time.monotonic, times.first_off, times.longest_off, self.counts
         )
@@ -338,22 +340,29 @@ class TierClient:
     def _handle_notice(self, payload: bytes) -> None:
         match decode_notice(payload):
             case Started(usage):
-                self.usage, self.failure = usage, ""
+                self.usage, self.failure, self._logged_reason = usage, "", ""
                 log.info("tier started", tier=self.config.name, keys=usage.keys)
             case LogLine(level, event, fields, fatal):
-                getattr(log, level, log.info)(event, tier=self.config.name, **fields)
                 if fatal:
                     self.failure = str(fields.get("reason", event))
                     self.breaker.trip()
+                if not fatal or self._is_new_reason(self.failure):
+                    getattr(log, level, log.info)(event, tier=self.config.name, **fields)
 
     def _note_death(self, why: str) -> None:
-        log.warning("tier process lost", tier=self.config.name, reason=why)
         self.lent = ()
-        if self._process.pid is None:  # it cannot be started, which says nothing about the tier
-            return
-        self.counts["deaths"] += 1
-        self.failure = self.failure or why
-        self.breaker.trip()
+        can_start = self._process.pid is not None  # else that says nothing about the tier
+        if can_start:
+            self.counts["deaths"] += 1
+            self.failure = self.failure or why
+            self.breaker.trip()
+        if self._is_new_reason(self.failure if can_start else why):
+            log.warning("tier process lost", tier=self.config.name, reason=why)
+
+    def _is_new_reason(self, reason: str) -> bool:
+        """Whether this reason why no process starts is not the one that was logged last."""
+        is_new, self._logged_reason = reason != self._logged_reason, reason
+        return is_new
 
     async def _probe_when_off(self) -> None:
         """Each time the breaker is half open, repeat the last lookup, once the process is ready."""
