@@ -34,6 +34,7 @@ from kvferry.proto.codec import MAX_MESSAGE_BYTES, decode_client_message
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError, error_of
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.memory import FdAllocation, HostRegion, Location
+from kvferry.proto.protocol import make_hello
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
@@ -288,7 +289,7 @@ def timeout(request: pytest.FixtureRequest) -> ErrorInfo:
 def engine_gone(_: pytest.FixtureRequest) -> ErrorInfo:
     """The scheduler's job, when the worker that registered the tensors disconnects."""
     fixture = SingleCore()
-    fixture.core.open_session("t", wire.Hello(wire.PROTOCOL, wire.PROTOCOL, "test", "engine"))
+    fixture.core.open_session("t", make_hello("test", "engine"))
     spec = GPULoadStoreSpec([0]), CPULoadStoreSpec([0])
     started = fixture.ask(wire.Submit(1, *spec), "t")
     fixture.core.close_session("s")

@@ -73,9 +73,14 @@ def test_the_parent_of_one_runtime_directory_stands_for_it(short_path: Path) -> 
     assert endpoint.resolve_directory(cpu_directory) == cpu_directory
     make_runtime_directory(short_path / "GPU-1")
     assert endpoint.resolve_directory(cpu_directory) == cpu_directory
-    with pytest.raises(Gone, match="several daemons run here") as several:
+    with pytest.raises(Refused, match="2 daemons run; name the directory of one") as several:
         endpoint.resolve_directory(short_path)
-    assert several.value.code == Code.DAEMON_GONE
+    assert several.value.code == Code.SEVERAL_DAEMONS
+    both = [short_path / "GPU-1", cpu_directory]
+    assert endpoint.find_all_daemons(short_path) == both
+    assert endpoint.find_all_daemons(cpu_directory) == [cpu_directory]
+    with pytest.raises(Gone, match="start kvferryd"):
+        endpoint.find_all_daemons(short_path / "empty")
     make_runtime_directory(cpu_directory / "below")
     assert endpoint.resolve_directory(cpu_directory) == cpu_directory
 

@@ -73,6 +73,27 @@ def test_pauses_after_failed_attempts_double_up_to_a_maximum(fake_daemon: FakeDa
         now += 1.01 * pause
 
 
+def test_a_daemon_of_another_build_is_asked_at_the_longest_pauses(
+    fake_daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The refusal is logged once, as an error."""
+    client = OffloadClient(fake_daemon.directory, engine="engine")
+    refused = Refused(Code.PROTOCOL_VERSION, "another build; install the same one")
+    client._link.locate = Mock(side_effect=refused)
+    client.abandon()
+    link, now = client._link, time.monotonic()
+    for attempt in range(1, 5):
+        link.advance(now)
+        assert client._link.locate.call_count == attempt
+        assert MAX_BACKOFF / 2 <= link._next_step - now <= MAX_BACKOFF
+        now = link._next_step
+    assert client.gone is not None
+    assert client.gone.__cause__ is refused
+    errors = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert len(errors) == 1
+    assert "another build; install the same one" in errors[0]
+
+
 def test_a_client_that_polls_rarely_reconnects(fake_daemon: FakeDaemon) -> None:
     """Every poll runs one step of an attempt. Each step has its own timeout."""
     client = OffloadClient(fake_daemon.directory, engine="engine")

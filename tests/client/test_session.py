@@ -12,13 +12,14 @@ from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import EventKind, Lookup
+from kvferry.proto.protocol import make_hello
 from support.client_session import LOAD, STORE, WELCOME, finish, submit
 
 # Connecting
 
 
 def test_the_first_message_is_hello() -> None:
-    assert ClientSession("engine", "client").hello() == wire.Hello(1, 1, "client", "engine")
+    assert ClientSession("engine", "client").hello() == make_hello("client", "engine")
 
 
 def test_read_welcome_returns_the_welcome_once_it_arrived() -> None:

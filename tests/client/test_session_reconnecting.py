@@ -20,6 +20,7 @@ from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import Lookup
+from kvferry.proto.protocol import make_hello
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
@@ -104,7 +105,7 @@ def test_reconnecting_restores_namespace_mirror_and_pins_in_order(
     reconnecting.namespace.pin([b"aaaa", b"bbbb", b"aaaa"])
     reconnecting.connection_lost(KILLED)
     attempt = SteppedAttempt(reconnecting)
-    assert attempt.sent == [wire.Hello(1, 1, "client", "engine")]
+    assert attempt.sent == [make_hello("client", "engine")]
     attempt.receive(LATER)
     assert msgspec.structs.replace(attempt.sent[0], request_id=1) == opening
     attempt.receive(opened_for(attempt))

@@ -12,6 +12,7 @@ import pytest
 
 from kvferry.client import OffloadClient
 from kvferry.testing.engine import until
+from support.client_keys import FINGERPRINT
 from support.service_manager import ServiceManager, kvferryd_command
 
 
@@ -76,7 +77,7 @@ def test_the_log_level_changes_at_once(
     def connect() -> str:
         before = len(manager.log())
         with OffloadClient(tmp_path / "cpu") as client:
-            client.status()
+            client.open_namespace(FINGERPRINT, cpu_bytes_to_use=FINGERPRINT.host_block_bytes)
         return manager.log()[before:]
 
     assert "client connected" in connect()
@@ -121,6 +122,7 @@ def test_an_invalid_file_changes_nothing(
     assert "bad_config" in log
     with OffloadClient(tmp_path / "cpu") as client:
         assert client.status().pid == manager.process.pid
+        client.open_namespace(FINGERPRINT, cpu_bytes_to_use=FINGERPRINT.host_block_bytes)
     assert "client connected" in manager.log()
 
 

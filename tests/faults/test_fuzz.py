@@ -21,12 +21,10 @@ from kvferry.proto.fd_passing import FetchFd, SendFds
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.memory import FdAllocation, Location
 from kvferry.proto.messages import (
-    PROTOCOL,
     AllocateKVCaches,
     Cancel,
     ClientMessage,
     Error,
-    Hello,
     OpenNamespace,
     Pin,
     Registered,
@@ -38,6 +36,7 @@ from kvferry.proto.messages import (
     Unpin,
     Wait,
 )
+from kvferry.proto.protocol import make_hello
 from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.testing.engine import until
 from support.daemon_invariants import check_released
@@ -56,7 +55,7 @@ GOLDEN = json.loads((Path(__file__).parents[1] / "proto" / "golden.json").read_t
 KEYS = tuple(bytes([number]) * 36 for number in range(4))
 # Messages that fit the pool of a test and the tensor that attackers register.
 SMALL: list[ClientMessage] = [
-    Hello(PROTOCOL, PROTOCOL, "fuzz", "fuzz"),
+    make_hello("fuzz", "fuzz"),
     store(1, [0, 1, 2], [3, 4, 5]),
     load(2, [3, 4, 5], [5, 6, 7]),
     load(3, [0], [0], wait_for=9),

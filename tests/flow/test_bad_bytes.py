@@ -12,7 +12,8 @@ import zmq
 
 from kvferry.client import Code, OffloadClient
 from kvferry.proto.codec import MAX_MESSAGE_BYTES, encode
-from kvferry.proto.messages import PROTOCOL, Error, Goodbye, Hello, StatusReport, StatusRequest
+from kvferry.proto.messages import Error, Goodbye, StatusReport, StatusRequest
+from kvferry.proto.protocol import make_hello
 from kvferry.testing.engine import SmallEngine, StartSmallEngine
 from kvferry.testing.plugin import StartKvferryd
 from support.raw_client import RawClient, load
@@ -87,9 +88,7 @@ def test_unexpected_messages_are_refused(beside: SmallEngine) -> None:
         assert refusal_of(raw, VALID) == Code.NO_SESSION
         assert refusal_of(raw, encode(StatusRequest(1))) == Code.NO_SESSION
     with RawClient(beside.directory, "other") as raw:
-        assert (
-            refusal_of(raw, encode(Hello(PROTOCOL, PROTOCOL, "raw", "other"))) == Code.BAD_MESSAGE
-        )
+        assert refusal_of(raw, encode(make_hello("raw", "other"))) == Code.BAD_MESSAGE
         assert raw.ask(StatusRequest(2), StatusReport).status.sessions == 3
         raw.ask(Goodbye(), Goodbye)
         assert refusal_of(raw, VALID) == Code.NO_SESSION

@@ -21,7 +21,8 @@ from kvferry.client import (
     shared_empty,
 )
 from kvferry.proto.codec import encode
-from kvferry.proto.messages import PROTOCOL, Hello, OpenNamespace, Subscribe
+from kvferry.proto.messages import OpenNamespace, Subscribe
+from kvferry.proto.protocol import make_hello
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 from support.process_usage import ProcessUsage
@@ -48,7 +49,7 @@ def connect() -> Iterator[Connect]:
             socket.setsockopt(zmq.SNDHWM, 2)
             socket.setsockopt(zmq.RCVHWM, 2)
             socket.connect(f"ipc://{daemon.directory / 'kvferry.sock'}")
-            socket.send(encode(Hello(PROTOCOL, PROTOCOL, "rude", f"rude {next(names)}")))
+            socket.send(encode(make_hello("rude", f"rude {next(names)}")))
             socket.send(encode(OpenNamespace(1, FINGERPRINT)))
             for _ in range(2):
                 assert socket.poll(30_000)

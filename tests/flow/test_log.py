@@ -15,6 +15,7 @@ from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.proto.messages import Error, StatusRequest
 from kvferry.testing.engine import StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
+from support.client_keys import FINGERPRINT
 from support.raw_client import RawClient
 from support.service_manager import kvferryd_command
 from support.time_limits import TIMEOUT
@@ -51,6 +52,18 @@ def test_records_of_an_engine(daemon: LocalDaemon, start_engine: StartSmallEngin
     assert (failed["engine"], failed["code"]) == ("llama", "copy_failed")
     (pool,) = find_records(daemon, "pool registered")
     assert pool["bytes"] >= 16 << 20
+
+
+def test_health_checks_are_not_logged(daemon: LocalDaemon) -> None:
+    with OffloadClient(daemon.directory, engine="kvferry-cli") as client:
+        client.status()
+        client.namespaces()
+    with OffloadClient(daemon.directory, engine="llama") as client:
+        client.open_namespace(FINGERPRINT, cpu_bytes_to_use=FINGERPRINT.host_block_bytes)
+    until(lambda: bool(find_records(daemon, "client disconnected", engine="llama")))
+    assert find_records(daemon, "client connected", engine="llama")
+    assert not find_records(daemon, "client connected", engine="kvferry-cli")
+    assert not find_records(daemon, "client disconnected", engine="kvferry-cli")
 
 
 def test_the_record_of_a_killed_process(

@@ -30,6 +30,7 @@ from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.proto.memory import FdAllocation, Location
+from kvferry.proto.protocol import make_hello
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 
 ENGINES = "abc"
@@ -75,7 +76,7 @@ class KeptTensorsModel:
     def session(self, engine: str) -> str:
         if engine not in self.sessions:
             session = self.sessions[engine] = f"{engine}/{next(self.numbers)}"
-            self.core.open_session(session, wire.Hello(1, 1, session, engine))
+            self.core.open_session(session, make_hello(session, engine))
         return self.sessions[engine]
 
     def run_step(self, step: Step) -> None:

@@ -5,8 +5,8 @@ golden.json maps the names below to bytes (hex). To add a message, add an object
     python tests/proto/test_golden.py --write
 
 The command adds the bytes of new names. It never changes existing bytes: if they differ from the
-encoded message, raise PROTOCOL and edit golden.json by hand. If a message only has a new field at
-its end, add its name to EARLIER: the old bytes must still be decoded.
+encoded message, remove them from golden.json first. If a message only has a new field at its end,
+add its name to EARLIER: the old bytes must still be decoded.
 """
 
 from __future__ import annotations

@@ -40,13 +40,11 @@ from kvferry.proto.lending import (
 )
 from kvferry.proto.messages import (
     MAX_JOB_IDS,
-    PROTOCOL,
     AllocateKVCaches,
     Cancel,
     ClientMessage,
     Error,
     FindInTiers,
-    Hello,
     OpenNamespace,
     Pin,
     Submit,
@@ -54,6 +52,7 @@ from kvferry.proto.messages import (
     Touch,
     Wait,
 )
+from kvferry.proto.protocol import make_hello
 from kvferry.proto.specs import (
     MAX_KEYS,
     MAX_REFS,
@@ -104,7 +103,7 @@ def send_largest(directory: Path, seconds: float) -> int:
                 dealer.setsockopt(option, 2)
             dealer.setsockopt(zmq.LINGER, 0)
             dealer.connect(f"ipc://{directory / 'kvferry.sock'}")
-            dealer.send(encode(Hello(PROTOCOL, PROTOCOL, "rude", engine)))
+            dealer.send(encode(make_hello("rude", engine)))
             dealer.send(encode(OpenNamespace(1, fingerprint)))
         end = time.monotonic() + seconds
         while time.monotonic() < end:

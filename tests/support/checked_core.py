@@ -25,6 +25,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.proto.protocol import make_hello
 from kvferry.proto.results import Outcome
 from support.core_fixture import FAULT, finished, new_core
 from support.region_records_model import RegionRecordsModel
@@ -165,7 +166,7 @@ class CheckedCore:
 
     def open_session(self, engine: str) -> None:
         name = next(self._names)
-        (action,) = self.core.open_session(name, wire.Hello(1, 1, "client", engine))
+        (action,) = self.core.open_session(name, make_hello("client", engine))
         assert isinstance(action, SendMessage)
         if self.core.stopping:
             assert isinstance(action.message, wire.Error)

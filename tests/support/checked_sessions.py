@@ -30,6 +30,7 @@ from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import EventKind
+from kvferry.proto.protocol import make_hello
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
@@ -167,7 +168,7 @@ class CheckedSessions:
 
     def connect(self, engine: str) -> str:
         session = f"s{next(self.numbers)}"
-        self.core.open_session(session, wire.Hello(1, 1, "client", engine))
+        self.core.open_session(session, make_hello("client", engine))
         self.sessions[session] = engine
         return session
 
@@ -328,7 +329,7 @@ class CheckedSessions:
 
     def connect_newcomer(self) -> None:
         """Connect the newcomer. If it gets a region, it stores into each of its blocks."""
-        self.core.open_session(NEWCOMER, wire.Hello(1, 1, "client", NEWCOMER))
+        self.core.open_session(NEWCOMER, make_hello("client", NEWCOMER))
         full, closing = self.pool_is_full(), self.closing()
         actions = self.send(NEWCOMER, wire.AllocateKVCaches(1, PLAIN, REGION))
         if full:

@@ -23,6 +23,7 @@ from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.proto.protocol import make_hello
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
@@ -72,7 +73,7 @@ class CoreFixture:
         seen: set[str] = set()
         for session in sessions:
             engine = session.partition("/")[0]
-            self.core.open_session(session, wire.Hello(1, 1, session, engine))
+            self.core.open_session(session, make_hello(session, engine))
             if registered and engine not in seen:
                 (mapping,) = self.send(session, wire.AllocateKVCaches(1, LAYOUT, 4096, timeline))
                 assert mapping == MapTensors(

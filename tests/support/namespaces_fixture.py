@@ -36,6 +36,7 @@ from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.proto.fingerprint import Fingerprint
+from kvferry.proto.protocol import make_hello
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import (
     GPULoadStoreSpec,
@@ -124,7 +125,7 @@ class NamespacesFixture:
     def open_sessions(self, *sessions: str) -> None:
         for session in sessions:
             engine = session.partition("/")[0]
-            self.core.open_session(session, wire.Hello(1, 1, session, engine))
+            self.core.open_session(session, make_hello(session, engine))
 
     def send(self, session: str, message: wire.ClientMessage) -> list[Any]:
         return self.region_records.observe(self.core.handle(session, message, now=101.0))

@@ -22,19 +22,18 @@ from kvferry.proto.codec import decode_daemon_message, encode
 from kvferry.proto.fd_passing import FdRequest, FetchFd, SendFds
 from kvferry.proto.memory import FdAllocation, Location
 from kvferry.proto.messages import (
-    PROTOCOL,
     Allocated,
     AllocateKVCaches,
     ClientMessage,
     DaemonMessage,
     Finished,
     Goodbye,
-    Hello,
     Registered,
     RegisterKVCaches,
     Submit,
     Welcome,
 )
+from kvferry.proto.protocol import make_hello
 from kvferry.proto.results import JobResult
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
@@ -65,7 +64,7 @@ class RawClient:
         self._socket.connect(f"ipc://{directory / 'kvferry.sock'}")
         if engine is not None:
             try:
-                welcome = self.ask(Hello(PROTOCOL, PROTOCOL, "raw", engine), Welcome)
+                welcome = self.ask(make_hello("raw", engine), Welcome)
             except BaseException:
                 self.drop()
                 raise

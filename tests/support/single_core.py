@@ -13,6 +13,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.fingerprint import Fingerprint
+from kvferry.proto.protocol import make_hello
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
@@ -33,7 +34,7 @@ class SingleCore:
 
     def __init__(self, *, registered: bool = True, namespace: bool = False) -> None:
         self.core = new_core(64 * PAGE)
-        self.core.open_session("s", wire.Hello(wire.PROTOCOL, wire.PROTOCOL, "test", "engine"))
+        self.core.open_session("s", make_hello("test", "engine"))
         if namespace:
             self.ask(wire.OpenNamespace(1, FINGERPRINT, 4 * PAGE))
         if registered:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvferry.proto.errors import Code, Gone, Refused
@@ -61,9 +61,9 @@ def _subdirectories(directory: Path) -> list[Path]:
 def find_daemon(device: str | None = None) -> Path:
     """The runtime directory of the daemon of a device ("cpu" or "GPU-..."), or of the only daemon.
 
-    Raises Refused (FORBIDDEN) if it may be in a directory that this user cannot read, or if another
-    user has taken this user's directory in /tmp. Else raises Gone (DAEMON_GONE), naming the daemons
-    that were found, or the directories that were searched.
+    Raises Refused: SEVERAL_DAEMONS, naming them; FORBIDDEN if it may be in a directory that this
+    user cannot read, or if another user has taken this user's directory in /tmp. Raises Gone
+    (DAEMON_GONE), naming the directories that were searched.
     """
     directories = runtime_directories()
     found, inaccessible = find_daemons(directories)
@@ -79,25 +79,44 @@ def find_daemon(device: str | None = None) -> Path:
                 f"the runtime directory of your daemons belongs to user {user}; have it removed"
             )
             raise Refused(Code.FORBIDDEN, message, str(temporary_directory()))
-    seen = ", ".join(str(path) for path in found or directories)
-    wanted = f" for device {device}" if device else ""
     if found:
-        message = f"several daemons run; name the directory of one ({seen})"
-    else:
-        message = f"no daemon runs{wanted}; start kvferryd (searched: {seen})"
+        raise _several_daemons(found)
+    seen = ", ".join(map(str, directories))
+    wanted = f" for device {device}" if device else ""
+    message = f"no daemon runs{wanted}; start kvferryd (searched: {seen})"
     raise Gone(Code.DAEMON_GONE, message, device or "")
+
+
+def _several_daemons(found: Sequence[Path]) -> Refused:
+    seen = ", ".join(map(str, found))
+    message = f"{len(found)} daemons run; name the directory of one: {seen}"
+    return Refused(Code.SEVERAL_DAEMONS, message, seen)
+
+
+def find_all_daemons(directory: Path | None) -> list[Path]:
+    """The runtime directories of all daemons: in `directory`, or those that clients search.
+
+    Raises as find_daemon, but not SEVERAL_DAEMONS.
+    """
+    found, inaccessible = find_daemons(runtime_directories() if directory is None else [directory])
+    if found or (directory is not None and inaccessible):
+        return found or inaccessible
+    if directory is None:
+        return [find_daemon()]  # names what was searched
+    message = f"no kvferry.sock in {directory} or a directory in it; start kvferryd, or name "
+    message += "another directory"
+    raise Gone(Code.DAEMON_GONE, message, str(directory))
 
 
 def find_daemon_in(directory: Path) -> Path | None:
     """`directory` if it is a runtime directory with a daemon's socket, or the only one in it.
 
-    None if there is no daemon. Raises Gone (DAEMON_GONE) if there are several.
+    None if there is no daemon. Raises Refused (SEVERAL_DAEMONS).
     """
     found, inaccessible = find_daemons([directory])
     candidates = found + inaccessible
     if len(candidates) > 1 and candidates[0] != directory:
-        seen = ", ".join(map(str, candidates))
-        raise Gone(Code.DAEMON_GONE, "several daemons run here; name the directory of one", seen)
+        raise _several_daemons(candidates)
     return candidates[0] if candidates else None
 
 

@@ -27,7 +27,7 @@ from kvferry.client.restoring import connect
 from kvferry.client.session import MAX_TIMEOUT, ClientSession, ConnectionState
 from kvferry.client.transport.connection import Connection, NoConnection
 from kvferry.proto.codec import encode
-from kvferry.proto.errors import Code, Failed, Gone, KVFerryError, Refused
+from kvferry.proto.errors import OTHER_BUILD, Code, Failed, Gone, KVFerryError, Refused
 from kvferry.proto.messages import ClientMessage
 
 T = TypeVar("T")
@@ -54,8 +54,8 @@ class ClientLink:
         self._attempt: Coroutine[float, float | None, None] | None = None
         self._next_step = 0.0
         self._backoff = FIRST_BACKOFF
-        # The value of `gone` that was logged last.
-        self._logged: object = session.gone
+        # Why the session was not connected, as logged last.
+        self._logged = str(session.gone or "connected")
         _links.add(self)
 
     @property
@@ -189,6 +189,8 @@ class ClientLink:
         self.session.reconnect_failed(error)
         self._replace_socket()
         if error.code != Code.TIMEOUT:  # after a timeout the next attempt need not wait
+            if error.code in OTHER_BUILD:
+                self._backoff = MAX_BACKOFF
             self._next_step = now + random.uniform(self._backoff / 2, self._backoff)
             self._backoff = min(2 * self._backoff, MAX_BACKOFF)
 
@@ -203,10 +205,12 @@ class ClientLink:
 
     def _log_change(self) -> None:
         session = self.session
-        if session.gone is not self._logged:
-            self._logged = session.gone
+        text = str(session.gone or "connected")
+        if text != self._logged:
+            self._logged = text
+            level = logging.WARNING if session.refused is None else logging.ERROR
             client = f"{session.client} of engine {session.engine}"
-            log.warning("kvferry: %s: %s", client, session.gone or "connected")
+            log.log(level, "kvferry: %s: %s", client, text)
 
     # Closing
 

@@ -37,7 +37,6 @@ from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import (
-    PROTOCOL,
     Cancel,
     ClientMessage,
     Done,
@@ -57,6 +56,7 @@ from kvferry.proto.messages import (
     Wait,
     Welcome,
 )
+from kvferry.proto.protocol import make_hello
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import TransferSpec
 
@@ -115,7 +115,7 @@ class ClientSession:
     # Messages to send
 
     def hello(self) -> Hello:
-        return Hello(PROTOCOL, PROTOCOL, self.client, self.engine)
+        return make_hello(self.client, self.engine)
 
     def request(self, message: ClientMessage) -> bytes:
         """Encode a message. Raises Gone if not connected."""
@@ -315,7 +315,7 @@ class ClientSession:
         """The session was not restored; `refused` is set if the daemon refuses to."""
         self.connection_lost(Gone(Code.DAEMON_GONE, "the session could not be restored"))
         if not isinstance(error, Gone) and error.code != Code.NO_SESSION:
-            message = f"the daemon refuses to restore this session: {error}"
+            message = f"the session is not restored: {error}"
             self.refused, self.gone = error, Gone(Code.DAEMON_GONE, message)
             self.gone.__cause__ = error
 

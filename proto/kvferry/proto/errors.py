@@ -49,6 +49,7 @@ class Code(StrEnum):
     STALE = "stale"
     BUSY = "busy"
     FORBIDDEN = "forbidden"
+    SEVERAL_DAEMONS = "several_daemons"
     # Refused at start-up.
     BAD_CONFIG = "bad_config"
     NO_DEVICE = "no_device"
@@ -68,6 +69,8 @@ class Code(StrEnum):
 
 
 FAILED = frozenset({Code.COPY_FAILED, Code.MAP_FAILED, Code.DRIVER, Code.CORRUPT_BLOCK})
+# The other side is another build: trying again soon is in vain.
+OTHER_BUILD = frozenset({Code.PROTOCOL_VERSION, Code.BAD_MESSAGE})
 GONE = frozenset(
     {Code.CANCELLED, Code.TIMEOUT, Code.ENGINE_GONE, Code.DAEMON_GONE, Code.SHUTTING_DOWN}
 )

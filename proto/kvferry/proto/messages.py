@@ -61,12 +61,10 @@ from kvferry.proto.specs import (
 )
 from kvferry.proto.status import DaemonStatus, DeviceInfo, Limits, NamespaceStatus
 
-# The protocol version of this source. The fields of Hello and Welcome never change.
-PROTOCOL = 1
-
 Token: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64)]
 MAX_JOB_IDS = 65536
 JobIds: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_JOB_IDS)]
+
 
 class KeyEvent(Part):
     """The new state of some keys."""
@@ -79,8 +77,9 @@ class KeyEvent(Part):
 
 
 class Hello(Message):
-    """The first message of a connection: supported protocol versions, and names.
+    """The first message of a connection: the protocol's numbers (protocol.py), and names.
 
+    The fields of Hello and Error never change, so that builds can tell each other that they differ.
     client: for the daemon's log. engine: the name under which KV caches are registered. The
         processes of one engine (scheduler, worker) use the same name, and submit to the
         registration of one of them. No two unfinished jobs of an engine may have one id.

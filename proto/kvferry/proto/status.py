@@ -8,7 +8,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, ClassVar
 
-from kvferry.proto.errors import Code
+import msgspec
+
+from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.specs import Direction, Part
 from kvferry.proto.status_numbers import MetricLabel, counter, gauge
@@ -350,7 +352,9 @@ class TierStatus(Part):
 
 
 class DaemonStatus(Part):
-    """errors: their number by code. rate() ignores the first sample of a series, so those with an
+    """refused_engines: why an engine's last request for memory was refused; the latest are last.
+
+    errors: their number by code. rate() ignores the first sample of a series, so those with an
     alert are exported from the start."""
 
     version: str
@@ -376,6 +380,7 @@ class DaemonStatus(Part):
     located: Annotated[
         int, counter("Blocks whose place was told to siblings.", "lent_blocks", text="")
     ] = 0
+    refused_engines: dict[str, ErrorInfo] = msgspec.field(default_factory=dict)
 
     @property
     def unverified_bytes(self) -> Annotated[int, gauge("Bytes of an earlier daemon to verify.")]:

@@ -180,7 +180,9 @@ def test_health_in_one_line(
     assert summarize_health(report) == (is_healthy, line)
     print_status(report, (), Console(width=120, highlight=False))
     lines = capsys.readouterr().out.splitlines()
-    assert [each for each in lines if each.startswith("health ")] == ([f"health   {row}"] * bool(row))
+    assert [each for each in lines if each.startswith("health ")] == (
+        [f"health   {row}"] * bool(row)
+    )
 
 
 def test_status_needs_no_torch(daemon: LocalDaemon) -> None:

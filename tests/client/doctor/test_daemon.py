@@ -25,8 +25,10 @@ from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Refused
+from kvferry.proto.version import kvferry_version
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
+from support.client_keys import FINGERPRINT
 from support.raw_client import RawClient
 from support.time_limits import TIMEOUT
 
@@ -74,12 +76,28 @@ def test_no_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert failure.change.startswith("kvferryd ")
 
 
-def test_several_daemons(start_kvferryd: StartKvferryd, tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).symlink_to(start_kvferryd().directory)
-    failure = only_failure(run_checks(tmp_path))
-    assert "several" in failure.found
-    assert f"doctor -d {tmp_path / 'one'}" in failure.change
+def test_all_daemons_are_checked(start_kvferryd: StartKvferryd, tmp_path: Path) -> None:
+    """The engine's environment is checked once."""
+    started = {name: start_kvferryd() for name in ("one", "two")}
+    for name, each in started.items():
+        (tmp_path / name).symlink_to(each.directory)
+    started["two"].kill()
+    findings = run_checks(tmp_path)
+    directories = [each.found for each in findings if each.check == "directory"]
+    assert directories == [str(tmp_path / "one"), str(tmp_path / "two")]
+    assert [each.check for each in findings if each.verdict is Verdict.FAIL] == ["sockets"]
+    assert [each.check for each in findings].count("kernel") == 1
+
+
+def test_an_engine_that_was_refused_is_named(kvferryd: LocalDaemon) -> None:
+    with OffloadClient(kvferryd.directory, engine="llama") as client:
+        with pytest.raises(Refused):
+            client.open_namespace(FINGERPRINT, cpu_bytes_to_use=1 << 40)
+        findings = by_check(run_checks(kvferryd.directory, TIMEOUT))
+        assert findings["refused"].verdict is Verdict.WARN
+        assert "engine 'llama': [pool_full]" in findings["refused"].found
+        client.open_namespace(FINGERPRINT, cpu_bytes_to_use=1 << 20)
+        assert "refused" not in by_check(run_checks(kvferryd.directory, TIMEOUT))
 
 
 def test_a_daemon_that_was_killed(kvferryd: LocalDaemon) -> None:
@@ -237,23 +255,15 @@ def welcome(
     return wire.Welcome(protocol, "boot", "s", version, 1, info, proto_status.Limits(9, 9, 9))
 
 
-@pytest.mark.parametrize(("protocol", "age"), [(2, "newer"), (0, "older")])
-def test_a_daemon_of_another_protocol(impostor: Impostor, protocol: int, age: str) -> None:
-    impostor.replies = [encode(welcome(protocol, "7.0"))]
-    failure = only_failure(run_checks(impostor.directory, TIMEOUT))
-    assert failure.check == "version"
-    assert f"{age}: protocol {protocol}" in failure.found
-    assert "kvferry 7.0" in failure.change
-
-
 @pytest.mark.parametrize("how", ["refuses", "sends an unknown field"])
-def test_a_daemon_of_another_version(impostor: Impostor, how: str) -> None:
+def test_a_daemon_of_another_build(impostor: Impostor, how: str) -> None:
     unknown = [*msgspec.msgpack.decode(encode(welcome())), "a field of a later version"]
     refusal = wire.Error(None, ErrorInfo(Code.PROTOCOL_VERSION, "this daemon speaks protocol 9"))
     impostor.replies = [encode(refusal) if how == "refuses" else msgspec.msgpack.encode(unknown)]
     failure = only_failure(run_checks(impostor.directory, TIMEOUT))
     assert failure.check == "connection"
-    assert "same version" in failure.change
+    assert f"this client is kvferry {kvferry_version()}, protocol " in failure.found
+    assert "same build" in failure.change
 
 
 def test_a_daemon_of_another_version_that_never_answers(impostor: Impostor) -> None:

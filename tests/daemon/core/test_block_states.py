@@ -15,6 +15,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.records import engine_owner
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
+from kvferry.proto.protocol import make_hello
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from support.committed_blocks import residents_of
@@ -130,7 +131,7 @@ def restarted(old: CoreFixture) -> CoreFixture:
     fixture = CoreFixture(registered=False)
     fixture.region_records = old.region_records
     fixture.core.restore_region(*old.region_records.found())
-    fixture.core.open_session("a", wire.Hello(1, 1, "client", "a"))
+    fixture.core.open_session("a", make_hello("client", "a"))
     (mapping,) = fixture.send("a", wire.AllocateKVCaches(1, LAYOUT, 4096))
     (reply,) = fixture.report(TensorsMapped(mapping.registration, "a"))
     assert reply.message.region.reattached
@@ -164,7 +165,7 @@ def test_a_refused_load_names_its_unverified_block() -> None:
 @pytest.mark.parametrize("restarted", [False, True])
 def test_only_the_user_of_an_engine_gets_its_host_blocks(restarted: bool) -> None:
     """The user who stored the blocks gets them, also after a restart of the daemon."""
-    hello = wire.Hello(1, 1, "client", "a")
+    hello = make_hello("client", "a")
     for uid, same_user in ((1000, True), (1001, False)):
         fixture = CoreFixture(registered=False)
         fixture.core.open_session("old", hello, 1000)

@@ -13,29 +13,33 @@ from kvferry.daemon.core.actions import (
     TransferCompleted,
     UnmapTensors,
 )
+from kvferry.daemon.core.refused_engines import MOST_ENGINES, RefusedEngines
 from kvferry.proto import messages as wire
-from kvferry.proto.errors import Code
+from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.proto.protocol import make_hello, protocol_number
 from kvferry.proto.results import Outcome
+from support.client_keys import FINGERPRINT
 from support.core_fixture import DEVICE, LAYOUT, LIMITS, CoreFixture, new_core, store
 
 # Sessions
 
 
-@pytest.mark.parametrize(("low", "high", "fits"), [(1, 1, 1), (0, 9, 1), (2, 3, 0), (0, 0, 0)])
-def test_a_session_opens_if_the_protocol_versions_overlap(low: int, high: int, fits: int) -> None:
-    core = new_core()
-    (action,) = core.open_session("s", wire.Hello(low, high, "client", "a"))
+@pytest.mark.parametrize(("low", "high", "fits"), [(0, 0, 1), (-1, 1, 1), (1, 2, 0), (-2, -1, 0)])
+def test_a_session_opens_if_the_protocols_agree(low: int, high: int, fits: int) -> None:
+    core, own = new_core(), protocol_number()
+    (action,) = core.open_session("s", wire.Hello(own + low, own + high, "client", "a"))
     assert isinstance(action, SendMessage)
     if fits:
-        welcome = wire.Welcome(1, "boot", "s", "0.1", 4711, DEVICE, LIMITS)
+        welcome = wire.Welcome(own, "boot", "s", "0.1", 4711, DEVICE, LIMITS)
         assert (action.message, core.sessions) == (welcome, ("s",))
     else:
         assert isinstance(action.message, wire.Error)
         assert (action.message.error.code, core.sessions) == (Code.PROTOCOL_VERSION, ())
+        assert f"this daemon (0.1, protocol {own:x})" in action.message.error.message
 
 
 def test_a_second_hello_is_refused() -> None:
-    assert CoreFixture("a").error("a", wire.Hello(1, 1, "client", "b")) == Code.BAD_MESSAGE
+    assert CoreFixture("a").error("a", make_hello("client", "b")) == Code.BAD_MESSAGE
 
 
 def test_goodbye_ends_the_session_with_a_reply() -> None:
@@ -61,7 +65,7 @@ def test_a_stopping_daemon_refuses_new_jobs_and_cancels_the_others() -> None:
     fixture.core.stop()
     assert fixture.refused("a", 2, store(1)) == Code.SHUTTING_DOWN
     assert fixture.error("b", wire.AllocateKVCaches(1, LAYOUT)) == Code.SHUTTING_DOWN
-    (action,) = fixture.core.open_session("c", wire.Hello(1, 1, "client", "c"))
+    (action,) = fixture.core.open_session("c", make_hello("client", "c"))
     assert isinstance(action, SendMessage)
     assert isinstance(action.message, wire.Error)
     assert (action.message.error.code, "c" in fixture.core.sessions) == (Code.SHUTTING_DOWN, False)
@@ -83,3 +87,26 @@ def test_a_stopping_daemon_refuses_a_waiting_successor() -> None:
     assert (action.session, action.message.request_id) == ("a/new", 5)
     assert action.message.error.code == Code.SHUTTING_DOWN
     assert not fixture.core.busy
+
+
+# Engines that were refused
+
+
+def test_the_last_refusal_of_an_engine_is_known_until_a_request_is_granted() -> None:
+    fixture = CoreFixture("a", "b", registered=False)
+    refused = fixture.core.refused_engines.errors
+    for session in ("a", "b", "a"):
+        assert fixture.error(session, wire.OpenNamespace(1, FINGERPRINT, 1 << 40)) == Code.POOL_FULL
+    assert list(refused) == ["b", "a"], "the latest is last"
+    fixture.send("a", wire.OpenNamespace(2, FINGERPRINT, FINGERPRINT.host_block_bytes))
+    assert list(refused) == ["b"]
+    fixture.error("a", wire.Unpin((b"xxxx",)))
+    assert list(refused) == ["b"], "only requests for memory count"
+
+
+def test_a_bounded_number_of_refused_engines_is_known() -> None:
+    refused = RefusedEngines()
+    for number in range(MOST_ENGINES + 1):
+        refused.add(f"engine {number}", ErrorInfo("pool_full", "no room"))
+    assert len(refused.errors) == MOST_ENGINES
+    assert "engine 0" not in refused.errors

@@ -33,6 +33,7 @@ from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code, ErrorInfo, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.layout import LayoutArrays
+from kvferry.proto.protocol import make_hello
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 
 POOL = 16384
@@ -63,7 +64,7 @@ class KeptTensorsFixture:
         )
 
     def open_sessions(self, session: str) -> None:
-        self.core.open_session(session, wire.Hello(1, 1, session, session.partition("/")[0]))
+        self.core.open_session(session, make_hello(session, session.partition("/")[0]))
 
     def send(self, session: str, message: wire.ClientMessage) -> list[Action]:
         return without_records(self.core.handle(session, message, now=1.0))

@@ -121,7 +121,9 @@ def test_a_refusal_lists_the_largest_regions_in_use() -> None:
     regions = new_regions(16, a=1, b=2, c=3, d=4, e=5, f=1)
     with pytest.raises(Refused) as caught:
         assign(regions, "g", 1)
-    listed = "'e' (20 KiB), engine 'd' (16 KiB), engine 'c' (12 KiB), engine 'b' (8 KiB), and 2 more"
+    listed = (
+        "'e' (20 KiB), engine 'd' (16 KiB), engine 'c' (12 KiB), engine 'b' (8 KiB), and 2 more"
+    )
     assert f". In use: engine {listed}. Stop an engine, request" in caught.value.message
     with pytest.raises(Refused, match="one host block 4 KiB; request less host memory, or raise"):
         assign(regions, "g", 17)

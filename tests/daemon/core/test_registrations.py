@@ -17,6 +17,7 @@ from kvferry.daemon.core.registration import OWN_SESSION
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code, ErrorInfo
+from kvferry.proto.protocol import make_hello
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from support.core_fixture import LAYOUT, POOL, CoreFixture, store
@@ -181,7 +182,7 @@ def test_a_registration_waits_for_the_room_of_a_disconnecting_engine() -> None:
 
 def test_a_registration_waits_for_the_last_of_several_disconnecting_engines() -> None:
     fixture = CoreFixture("a", "b")
-    fixture.core.open_session("c", wire.Hello(1, 1, "c", "c"))
+    fixture.core.open_session("c", make_hello("c", "c"))
     fixture.core.close_session("a")
     fixture.core.close_session("b")
     assert fixture.send("c", wire.AllocateKVCaches(2, LAYOUT, POOL)) == []

@@ -17,10 +17,10 @@ from kvferry.daemon.access.admission import Admission
 from kvferry.daemon.access.connections import Connections
 from kvferry.daemon.transport.ingress import READ, TURN, Frames, Ingress
 from kvferry.daemon.transport.peers import Peer, Peers
-from kvferry.proto.messages import PROTOCOL, Hello
+from kvferry.proto.protocol import make_hello
 from support.time_limits import TIMEOUT
 
-HELLO = Hello(PROTOCOL, PROTOCOL, "a client", "an engine")
+HELLO = make_hello("a client", "an engine")
 # Messages arrive at once with inproc, but its connections have no descriptors and no credentials.
 INPROC = "inproc://router"
 LOOP_RAN = b"the loop ran all other callbacks"

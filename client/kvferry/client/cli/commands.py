@@ -14,6 +14,7 @@ from kvferry.client.cli import status as status_command
 from kvferry.client.cli import tier as tier_command
 from kvferry.client.cli import units
 from kvferry.client.cli.status import TIMEOUT, as_json, fetch_status, json_text
+from kvferry.client.endpoint import find_all_daemons
 from kvferry.proto.errors import Refused
 from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.version import kvferry_version
@@ -41,7 +42,6 @@ app = typer.Typer(
     "2 wrong usage. Start a daemon with kvferryd.",
     no_args_is_help=True,
     rich_markup_mode=None,  # its tables have a type beside each flag that takes no value
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -122,7 +122,10 @@ Directory = Annotated[
 @app.command(cls=DirectoryCommand)
 def status(
     directory: Directory = None,
-    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    json: Annotated[
+        bool,
+        typer.Option("--json", help="Print everything as JSON; a list if several run."),
+    ] = False,
     check: Annotated[
         bool,
         typer.Option(
@@ -135,15 +138,19 @@ def status(
         float, typer.Option(help="Seconds to wait for the reply.", min=0.1, metavar="SECONDS")
     ] = TIMEOUT,
 ) -> None:
-    """Show a daemon's health, pool, engines, namespaces and totals."""
-    report, namespaces = fetch_status(directory, timeout)
+    """Show health, pool, engines, namespaces and totals of each daemon."""
+    reports = [fetch_status(where, timeout) for where in find_all_daemons(directory)]
     if check:
-        healthy, line = status_command.summarize_health(report)
-        print(f"kvferryd {report.pid} on {report.device.name}: {line}")
-        raise typer.Exit(0 if healthy else 1)
+        lines = [(report, *status_command.summarize_health(report)) for report, _ in reports]
+        for report, _, line in lines:
+            print(f"kvferryd {report.pid} on {report.device.name}: {line}")
+        raise typer.Exit(0 if all(healthy for _, healthy, _ in lines) else 1)
     if json:
-        print(json_text(as_json(report) | {"namespaces": as_json(namespaces)}))
-    else:
+        values = [as_json(report) | {"namespaces": as_json(each)} for report, each in reports]
+        print(json_text(values if len(values) > 1 else values[0]))
+        return
+    for number, (report, namespaces) in enumerate(reports):
+        print(end="\n" * bool(number))
         status_command.print_status(report, namespaces, Console(highlight=False))
 
 

@@ -18,7 +18,7 @@ from rich.text import Text
 from kvferry.client import DaemonStatus, OffloadClient, find_daemon
 from kvferry.client.cli.tier_rows import sibling_lines, tier_lines
 from kvferry.client.cli.units import duration, numbers, printable, rows, short_duration, size
-from kvferry.client.endpoint import daemon_pid, find_daemon_in
+from kvferry.client.endpoint import daemon_pid, find_all_daemons, find_daemon_in
 from kvferry.proto.errors import Code, Gone
 from kvferry.proto.status import (
     EngineStatus,
@@ -38,23 +38,15 @@ BAR_WIDTH = 20
 def locate_daemon(directory: Path | None) -> Path:
     """A daemon's runtime directory: `directory`, the only one in it, or the only daemon's (None).
 
-    Raises Gone (DAEMON_GONE), naming the directories that were searched.
+    Raises Refused (SEVERAL_DAEMONS), or Gone (DAEMON_GONE), naming what was searched.
     """
     if directory is None:
         return find_daemon()
-    found = find_daemon_in(directory)
-    if found is None:
-        message = f"no kvferry.sock in {directory} or a directory in it; start kvferryd, or name "
-        message += "another directory"
-        raise Gone(Code.DAEMON_GONE, message, str(directory))
-    return found
+    return find_daemon_in(directory) or find_all_daemons(directory)[0]
 
 
-def fetch_status(
-    directory: Path | None, timeout: float = TIMEOUT
-) -> tuple[DaemonStatus, Namespaces]:
+def fetch_status(where: Path, timeout: float = TIMEOUT) -> tuple[DaemonStatus, Namespaces]:
     """A daemon's status. Raises Gone (TIMEOUT), naming its process, if it does not reply."""
-    where = locate_daemon(directory)
     try:
         with OffloadClient(
             where, engine="kvferry-cli", client="kvferry status", timeout=timeout
@@ -123,6 +115,9 @@ def _status_lines(status: DaemonStatus, namespaces: Namespaces, width: int) -> I
     if status.errors:
         counts = (f"{code} x{n}" for code, n in sorted(status.errors.items()))
         yield from rows("errors", counts, width, "red")
+    for name, error in status.refused_engines.items():
+        text = f"engine {printable(name)}: [{error.code}] {printable(error.message)}"
+        yield from rows("refused", [text], width, "red")
     sessions = f"{status.sessions} (this one included)"
     parts = [sessions, f"engines {len(status.engines)}", *numbers(status)]
     yield from rows("sessions", parts, width)

@@ -21,8 +21,8 @@ from kvferry.client.blocking import OffloadClient
 from kvferry.client.doctor.check import CheckContext, Finding, fail, ok, warn
 from kvferry.client.endpoint import daemon_pid, find_daemons, runtime_directories
 from kvferry.cuda.driver import driver
-from kvferry.proto.errors import Code, KVFerryError, Refused
-from kvferry.proto.messages import PROTOCOL
+from kvferry.proto.errors import OTHER_BUILD, Code, KVFerryError, Refused
+from kvferry.proto.protocol import format_protocol, protocol_number
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,
@@ -47,13 +47,9 @@ def directory(context: CheckContext) -> Iterator[Finding]:
     directories = runtime_directories() if context.search_in is None else [context.search_in]
     found, inaccessible = find_daemons(directories)
     searched = ", ".join(map(str, directories))
-    if len(found) == 1:
+    if found:
         context.directory = found[0]
         yield ok("directory", str(found[0]))
-    elif found:
-        which = ", ".join(map(str, found))
-        change = f"kvferry doctor -d {found[0]}; OffloadClient({str(found[0])!r})"
-        yield fail("directory", f"several daemons run: {which}", change)
     elif not inaccessible:
         change = f"{_start_command(directories[0])}, or name its runtime directory with --directory"
         yield fail("directory", f"no daemon's sockets in {searched}", change)
@@ -149,7 +145,11 @@ def connection(context: CheckContext) -> Iterator[Finding]:
             reconnect=False,
         )
     except KVFerryError as error:
-        yield fail("connection", str(error), _advice(error, context.directory))
+        found = str(error)
+        if error.code in OTHER_BUILD:
+            ours = f"{kvferry_version()}, protocol {format_protocol(protocol_number())}"
+            found += f"; this client is kvferry {ours}"
+        yield fail("connection", found, _advice(error, context.directory))
     else:
         daemon = context.client.daemon
         yield ok("connection", f"kvferryd {daemon.version} (pid {daemon.pid}) accepts this user")
@@ -159,8 +159,8 @@ def _advice(error: KVFerryError, directory: Path) -> str:
     match error.code:
         case Code.TIMEOUT:
             return _restart_advice(daemon_pid(directory))
-        case Code.PROTOCOL_VERSION | Code.BAD_MESSAGE:
-            return "install the same version of kvferry on both sides, and restart both"
+        case code if code in OTHER_BUILD:
+            return "install the same build of kvferry on both sides, and restart both"
         case Code.FORBIDDEN:
             return "name a group of this user as access.group in the daemon's configuration"
         case Code.SHUTTING_DOWN:
@@ -181,20 +181,21 @@ def version(context: CheckContext) -> Iterator[Finding]:
     if context.client is None:
         return
     daemon, ours = context.client.daemon, kvferry_version()
-    if daemon.protocol != PROTOCOL:
-        age = "newer" if daemon.protocol > PROTOCOL else "older"
-        yield fail(
-            "version",
-            f"the daemon is {age}: protocol {daemon.protocol}, this client {PROTOCOL}",
-            f"pip install . here, in a checkout of kvferry {daemon.version}, or upgrade the daemon",
-        )
-        context.close()
-        context.client = None
-    elif daemon.version != ours:
-        found = f"the daemon has {daemon.version}, this client {ours}; both use protocol {PROTOCOL}"
+    protocol = format_protocol(daemon.protocol)  # of both, or the daemon would have refused it
+    if daemon.version != ours:
+        found = f"the daemon has {daemon.version}, this client {ours}; both use protocol {protocol}"
         yield warn("version", found, "install the same version on both sides")
     else:
-        yield ok("version", f"{daemon.version} on both sides, protocol {PROTOCOL}")
+        yield ok("version", f"{daemon.version} on both sides, protocol {protocol}")
+
+
+def refused(context: CheckContext) -> Iterator[Finding]:
+    """Engines that run without offloading, because the daemon has refused them."""
+    engines = {} if context.status is None else context.status.refused_engines
+    for engine, error in engines.items():
+        found = f"the daemon has refused engine {engine!r}: [{error.code}] {error.message}"
+        change = "change what the message says; the engine tries again by itself, if it still runs"
+        yield warn("refused", found, change)
 
 
 def status(context: CheckContext) -> Iterator[Finding]:

@@ -96,10 +96,12 @@ class Connection:
         self._open_socket()
 
     def send(self, data: bytes) -> None:
-        """Queue a message. Raises Refused (BUSY) if the queue is full."""
+        """Queue a message. Raises Refused (BUSY) if the queue is full, and as check_alive: without
+        a connection there is no queue."""
         try:
             self.socket.send(data, zmq.NOBLOCK)
         except zmq.Again:
+            self.check_alive()
             raise Refused(Code.BUSY, "the send queue is full; try again later") from None
 
     def receive_messages(self, handle: Callable[[bytes], None], most: int = sys.maxsize) -> bool:

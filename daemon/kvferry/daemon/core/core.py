@@ -34,6 +34,7 @@ from kvferry.daemon.core.lending import Lending
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.promotions import Promotions
 from kvferry.daemon.core.records import KeptTensorsRecord, RecoveredRegion
+from kvferry.daemon.core.refused_engines import RefusedEngines
 from kvferry.daemon.core.region import Region
 from kvferry.daemon.core.regions import MAX_REGIONS, Regions
 from kvferry.daemon.core.registration import OWN, OWN_SESSION
@@ -53,6 +54,7 @@ from kvferry.proto import messages as wire
 from kvferry.proto import status as wire_status
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused
 from kvferry.proto.lending import LendingRequest
+from kvferry.proto.protocol import format_protocol, protocol_number
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import Direction
 
@@ -82,6 +84,7 @@ class Core:
         self.identity = identity
         self.stopping = False
         self.errors: Counter[str] = Counter()
+        self.refused_engines = RefusedEngines()
         # The engine of each session.
         self._engines: dict[str, str] = {OWN_SESSION: OWN}
         self._owners = EngineOwners()
@@ -108,13 +111,15 @@ class Core:
 
     def open_session(self, session: str, hello: wire.Hello, uid: int | None = None) -> list[Action]:
         """Open the session of a client process of user `uid`, or reply why not."""
-        if not hello.protocol_min <= wire.PROTOCOL <= hello.protocol_max:
-            versions = f"{hello.protocol_min} to {hello.protocol_max}"
+        protocol = protocol_number()
+        if not hello.protocol_min <= protocol <= hello.protocol_max:
+            theirs = format_protocol(hello.protocol_max)
             message = (
-                f"the client has protocols {versions}, this daemon {wire.PROTOCOL}; install the "
-                "same version of kvferry on both sides"
+                f"the client is another build of kvferry (protocol {theirs}) than this daemon "
+                f"({self.identity.version}, protocol {format_protocol(protocol)}); install the "
+                "same build on both sides, and restart both"
             )
-            error: KVFerryError = Refused(Code.PROTOCOL_VERSION, message, versions)
+            error: KVFerryError = Refused(Code.PROTOCOL_VERSION, message, theirs)
             return [SendMessage(session, self.refusal_reply(None, error))]
         if self.stopping:
             return [SendMessage(session, self.refusal_reply(None, self._shutting_down()))]
@@ -125,7 +130,7 @@ class Core:
         self._engines[session] = hello.engine
         me = self.identity
         reply = wire.Welcome(
-            wire.PROTOCOL, me.boot_id, session, me.version, me.pid, me.device, me.limits
+            protocol, me.boot_id, session, me.version, me.pid, me.device, me.limits
         )
         return [SendMessage(session, reply)]
 
@@ -226,6 +231,8 @@ class Core:
         self, message: wire.ClientMessage | None, error: KVFerryError, session: str = ""
     ) -> wire.DaemonMessage:
         """The reply to a refused message; counts the error."""
+        if isinstance(message, RegionRequest) and isinstance(error, Refused):
+            self.refused_engines.add(self._engines[session], error.info)
         if isinstance(message, wire.Submit):
             self._count_error(error, session)
             return wire.Finished((_refused_job(message, error.info),))
@@ -348,10 +355,13 @@ class Core:
         if held and self._registrations.wants_all_free(session, engine, message):
             return self._keep_waiting(session, message)
         try:
-            if not isinstance(message, wire.OpenNamespace):
-                return self._registrations.register_tensors(session, engine, message)
-            opened = self._namespaces.open_namespace(session, engine, message)
-            return self._registrations.release_orphaned() + opened
+            if isinstance(message, wire.OpenNamespace):
+                opened = self._namespaces.open_namespace(session, engine, message)
+                granted = self._registrations.release_orphaned() + opened
+            else:
+                granted = self._registrations.register_tensors(session, engine, message)
+            self.refused_engines.remove(engine)
+            return granted
         except Refused as refused:
             held = refused.code == Code.POOL_FULL and self._namespaces.any_held_by_tiers
             closing = refused.code in _RETRYABLE and self._registrations.is_closing

@@ -64,6 +64,7 @@ class EventLog:
         self._mappings: dict[int, tuple[LoggedClient, MapTensors, float]] = {}
 
     def client_connected(self, client: LoggedClient) -> None:
+        """A client has sent its first message that is no question about the status."""
         log.info("client connected", client=client.client, engine=client.engine, pid=client.pid)
 
     def client_disconnected(self, client: LoggedClient, action: CloseSession) -> None:

@@ -22,11 +22,20 @@ from kvferry.daemon.transport.outbox import Outboxes
 from kvferry.daemon.transport.peers import Peer, Peers
 from kvferry.proto.codec import decode_client_message
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError, Refused
-from kvferry.proto.messages import ClientMessage, DaemonMessage, Goodbye, Hello
+from kvferry.proto.messages import (
+    ClientMessage,
+    DaemonMessage,
+    Goodbye,
+    Hello,
+    NamespacesRequest,
+    StatusRequest,
+)
 
 # Largest message of a connection without a session. Decoding a large one takes up to 0.3 s, and the
 # ingress cannot charge that time to a new connection (ingress.py).
 MAX_HELLO_BYTES = 8192
+# A client that sends nothing else is not logged.
+STATUS_MESSAGES = StatusRequest, NamespacesRequest, Goodbye
 
 
 class SessionOwner(Protocol):
@@ -78,7 +87,8 @@ class Sessions:
 
     def remove_session(self, action: CloseSession) -> None:
         """Forget a client whose session the owner has closed."""
-        self._log.client_disconnected(self._peers.by_session[action.session], action)
+        if (peer := self._peers.by_session[action.session]).is_logged:
+            self._log.client_disconnected(peer, action)
         self._peers.remove_peer(action.session)
 
     def log_failed_job(self, sessions: Iterable[str], error: ErrorInfo) -> None:
@@ -98,6 +108,9 @@ class Sessions:
         try:
             message = _decode(frames, in_session=peer is not None)
             if peer is not None:
+                if not (peer.is_logged or isinstance(message, STATUS_MESSAGES)):
+                    peer.is_logged = True
+                    self._log.client_connected(peer)
                 self._owner.handle_message(peer.session, message)
             elif isinstance(message, Hello):
                 self._open_session(identity, frames[0], message)
@@ -123,9 +136,7 @@ class Sessions:
         self.ingress.handle_connections()
         session = secrets.token_hex(16)
         peer = self._peers.add_peer(session, identity, frame, hello)
-        if self._owner.open_session(session, hello, peer.uid):
-            self._log.client_connected(peer)
-        else:
+        if not self._owner.open_session(session, hello, peer.uid):
             self._log.client_refused(peer)
             self._peers.remove_peer(session)
 

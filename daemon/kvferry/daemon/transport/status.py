@@ -66,6 +66,7 @@ class StatusAssembler:
             engines=core.engines(),
             totals=core.totals(),
             errors=dict(core.errors),
+            refused_engines=dict(core.refused_engines.errors),
             copying=self._copying,
             health=self._health.status(),
             verification=self._region_store.verification,

@@ -44,6 +44,7 @@ from kvferry.proto.lending import (
     ResetLent,
 )
 from kvferry.proto.message import Message
+from kvferry.proto.protocol import make_hello
 
 # Seconds between two questions to a sibling, and between two attempts to connect.
 ASK_EVERY = 1.0
@@ -154,8 +155,7 @@ class SiblingLink:
         for descriptor in self._connection.filenos():
             loop.add_reader(descriptor, self._receive)
         name = f"sibling-{os.getppid()}"
-        hello = wire.Hello(wire.PROTOCOL, wire.PROTOCOL, name, name)
-        welcome = await self._request(hello, wire.Welcome, ANSWER_SECONDS)
+        welcome = await self._request(make_hello(name, name), wire.Welcome, ANSWER_SECONDS)
         while True:
             await self._borrow(welcome.session_id)
             self._update()
