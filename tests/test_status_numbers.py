@@ -31,7 +31,7 @@ from kvferry.proto.status import (
 )
 from kvferry.proto.status_numbers import counter, gauge
 
-NAMESPACE = NamespaceStatus("n", Fingerprint("llama", 4096), "lru", (), 8, 4096, 8, *[0] * 10)
+NAMESPACE = NamespaceStatus("n", Fingerprint("llama", 4096), "lru", (), 8, 4096, 8, *(0,) * 10)
 STATUS = DaemonStatus(
     "0.1",
     "boot",

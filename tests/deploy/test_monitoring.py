@@ -39,7 +39,7 @@ def daemon_status(
 def metrics() -> dict[str, set[str]]:
     """The labels of every sample of a daemon that uses all features."""
     fingerprint = Fingerprint("model", 4096)
-    space = proto_status.NamespaceStatus("name", fingerprint, "lru", ("e",), *[1] * 13)
+    space = proto_status.NamespaceStatus("name", fingerprint, "lru", ("e",), *(1,) * 13)
     engine = proto_status.EngineStatus("e", True, 1, 1, 1)
     health = proto_status.HealthStatus(False, ("why",), 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
     status = daemon_status(health, (engine,), {"busy": 1})

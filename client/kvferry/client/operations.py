@@ -146,7 +146,8 @@ async def register_kv_caches(
 
     kv_caches: canonical form, or the argument of `canonicalize`, with its other arguments in
         `canonical` (num_blocks, groups, block_size_factor...).
-    host_bytes: size of the region; None for all that is free, and in a namespace.
+    host_bytes: size of the region; None for the region that the engine had before, or the largest
+        that no other engine uses; and in a namespace.
     timeline: the timeline that `wait_for` of this engine's transfers refers to.
     Raises Refused (BAD_MESSAGE, BAD_LAYOUT, NOT_SHAREABLE, DEVICE_MISMATCH, POOL_FULL,
     ALREADY_REGISTERED...) or Failed (MAP_FAILED, DRIVER); nothing stays registered.

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class NamespaceOptions(TypedDict, total=False):
     """How a namespace is created.
 
-    cpu_bytes_to_use: quota of the host pool in bytes; None for all that is free.
+    cpu_bytes_to_use: quota of the host pool in bytes; None for the size that the namespace had, or
+        the largest part that no engine uses.
     eviction_policy: "lru", "arc" or "s3fifo".
     store_threshold: a key is stored from its n-th offer on.
     """

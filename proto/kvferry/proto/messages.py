@@ -162,7 +162,7 @@ class Wait(Message):
 class OpenNamespace(Message):
     """Open the namespace of a fingerprint, and create it if there is none.
 
-    quota_bytes: its size in the host pool; None: its size of before, or all that nobody uses, in one
+    quota_bytes: its size in the host pool; None: the size it had, or all that nobody uses, in one
     piece. quota_bytes, policy and store_threshold apply if the namespace is created, or if no other
     session has it open. Opened has the values in effect.
     """

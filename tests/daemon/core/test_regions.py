@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.daemon.core.actions import RegionFreed
+from kvferry.daemon.core.pool_ranges import ALIGNMENT
 from kvferry.daemon.core.records import RecoveredRegion, RegionRecord, engine_owner
 from kvferry.daemon.core.region import Region
-from kvferry.daemon.core.regions import ALIGNMENT, Regions
+from kvferry.daemon.core.regions import Regions
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
