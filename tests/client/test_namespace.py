@@ -17,6 +17,7 @@ from kvferry.client import (
     OffloadClient,
     Refused,
 )
+from kvferry.client.namespace import ClientNamespace
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import ErrorInfo
 
@@ -45,6 +46,14 @@ def test_opening_sends_the_arguments_and_waits_for_the_mirror(
     assert len(fake_daemon.received_of(wire.Subscribe)) == 1
     assert client.namespace.mirror.complete
     assert answers(client, A, C) == [HIT, MISS]
+
+
+def test_a_namespace_says_what_it_got_and_why_it_is_less_than_was_asked_for() -> None:
+    namespace = ClientNamespace(wire.OpenNamespace(1, FINGERPRINT))
+    assert (namespace.host_bytes, namespace.shortfall) == (0, "")
+    opened = wire.Opened(1, FINGERPRINT.name, 8, 4096, False, "lru", 1, shortfall="in use")
+    namespace.reopened(opened)
+    assert (namespace.host_bytes, namespace.shortfall) == (8 * 4096, "in use")
 
 
 def test_an_error_in_the_same_batch_does_not_delay_the_request_for_a_snapshot(
