@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -266,6 +267,22 @@ def test_a_region_is_restored_at_its_offset_if_those_bytes_are_free(
         regions.restore_region(found)
     assert refused.value.code == code
     assert engines(regions) == {"first": (3, 3)}
+
+
+def test_the_least_recently_used_region_of_an_earlier_daemon_is_freed_first() -> None:
+    earlier = new_regions(4, a=1, b=1, c=1)
+    found = []
+    for region in earlier:
+        record = RegionRecord(region.owner.name, region.start, region.nbytes, PAGE)
+        found.append(RecoveredRegion(record, region.table.lines.memory))
+    for name in "bca":
+        used = earlier.get(engine_owner(name))
+        assert used is not None
+        used.table.lines.touch(np.array([0]))
+    regions = Regions(4 * ALIGNMENT)
+    for each in found:
+        regions.restore_region(each)
+    assert [assign(regions, name, 1) for name in "defg"] == [3, 1, 2, 0]
 
 
 @pytest.mark.parametrize("block", [1, 64, 383])

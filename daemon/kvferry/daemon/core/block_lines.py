@@ -91,14 +91,16 @@ class BlockLines:
         """Release memory that persistence gave: the region was freed, but jobs may still end."""
         self.use_memory(np.zeros(self.memory.size, self.memory.dtype))
 
-    def use_clock(self, clock: UseClock) -> None:
-        """Count uses with this clock, which continues after all stamps of the lines."""
+    def use_clock(self, clock: UseClock) -> int:
+        """Count uses with this clock, which continues after all stamps of the lines. Returns the
+        largest of them, the time of the last use."""
         self._clock = clock
         most = int(self._stamps[: self._end].max(initial=0))
         if most >= MAX_STAMP:
             order = np.argsort(self._stamps, kind="stable")
             self._stamps[order] = np.arange(most := order.size)
         clock.now = max(clock.now, most)
+        return most
 
     def touch(self, blocks: Int64s) -> None:
         """Record a use of blocks; the first becomes the most recent."""

@@ -18,6 +18,7 @@ class Region:
     present: whether the owner has a session or registration; otherwise the region is deserted.
     uid: the user that owns an engine's region; None for a namespace. states: which blocks can be
     loaded by number; None if the host blocks have keys. memory: the lines of an earlier daemon.
+    last_use: time of its last use (UseClock) by an earlier daemon.
     """
 
     owner: RegionOwner
@@ -28,6 +29,7 @@ class Region:
     uid: int | None = None
     states: BlockStates | None = field(default=None, compare=False)
     memory: InitVar[Lines | None] = None
+    last_use: int = field(default=0, compare=False)
     table: BlockTable = field(init=False, compare=False)
 
     def __post_init__(self, memory: Lines | None) -> None:

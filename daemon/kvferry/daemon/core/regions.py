@@ -36,7 +36,8 @@ MAX_REGIONS = 1024
 
 
 class Regions:
-    """The regions of the host pool; deserted ones in the order in which they became deserted.
+    """The regions of the host pool; deserted ones in the order in which they became deserted, those
+    of an earlier daemon in the order of their last use.
 
     own_bytes: at the front of the pool, for the daemon's own blocks. most: number of regions.
     """
@@ -165,7 +166,7 @@ class Regions:
             raise Refused(Code.POOL_FULL, message, start)
         owned = record.owner, record.contents, start, record.nbytes
         region = Region(*owned, present=False, uid=record.uid, memory=found.lines)
-        region.table.lines.use_clock(self._clock)
+        region.last_use = region.table.lines.use_clock(self._clock)
         if record.layout is not None:
             region.states = BlockStates.for_layout(record.layout, region.table)
             try:
@@ -174,6 +175,9 @@ class Regions:
                 message = f"the block table of the kept region is wrong: {error}"
                 raise Refused(Code.BAD_LAYOUT, message, blocks) from error
         self._regions[region.owner] = region
+        # All are deserted: the order of their last use replaces that in which they were.
+        in_order = sorted(self._regions.values(), key=lambda each: each.last_use)
+        self._regions = {each.owner: each for each in in_order}
         return region
 
     def _check_count(self) -> None:
