@@ -46,10 +46,11 @@ def _numbers(text: str) -> list[int]:
 
 
 def run_commands() -> None:
-    """Run the commands of kvferry, and the README's code, with a daemon that has a disk tier."""
+    """Run kvferry's commands, and the first code of the SDK's page, with a daemon with a disk."""
     from kvferry.client import LocalDaemon, endpoint
 
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    page = (ROOT / "client" / "README.md").read_text()
+    code = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[0]
     with (
         tempfile.TemporaryDirectory(prefix="kvferry-") as directory,
         LocalDaemon(tiers_disk_path=f"{directory}/tier", tiers_disk_size="64MiB") as daemon,
@@ -57,12 +58,11 @@ def run_commands() -> None:
         for command in ("kvferryd --version", "kvferry --version", "kvferry --help"):
             _run(*command.split())
         endpoint.runtime_directories = lambda: [daemon.runtime_dir]
-        for block in blocks:
-            with contextlib.redirect_stdout(io.StringIO()) as output:
-                exec(compile(block, "README.md", "exec"), {})
-            print(output.getvalue())
-            if "True" not in output.getvalue() or "False" in output.getvalue():
-                raise SystemExit("the README's code has not moved its blocks")
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            exec(compile(code, "client/README.md", "exec"), {})
+        print(output.getvalue())
+        if "True" not in output.getvalue() or "False" in output.getvalue():
+            raise SystemExit("the code of client/README.md has not moved its blocks")
         for command in ("status", "top --once", "doctor"):
             _run("kvferry", *command.split(), "-d", str(daemon.directory))
         _run("kvferry", "tier", "list", f"{directory}/tier")

@@ -1,8 +1,9 @@
-"""Plots the times of README.md's table of results, relative to vLLM without a connector.
+"""Plots how many times faster than vLLM without a connector the rows of README.md's table are.
 
     python tests/bench/plot_results.py
 
-Rows with a throughput, or without a time of vLLM alone, are left out.
+Rows without a value of vLLM alone are left out. The lines are the range from the minimum to the
+maximum of each value, relative to the median without a connector.
 """
 
 from __future__ import annotations
@@ -18,19 +19,26 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "tests" / "bench" / "results.svg"
-SOLUTIONS = ("kvferry", "vLLM's own connector", "no connector")
-COLORS = ("#6a51a3", "#9ecae1", "#bdbdbd")
-# A time: "**72 ms** (71..78)", "9.06 s".
-TIME = re.compile(r"\**([\d.]+) (ms|s)\b\**")
-LABEL_WIDTH = 38
+TITLE = "How many times faster than vLLM without a connector"
+SOLUTIONS = ("kvferry", "vLLM's own connector")
+COLORS = ("#6a51a3", "#9ecae1")
+# A value: "**72 ms** (71..78)", "9.06 s", "**82,400 tokens/s** (82,300..82,600)", "29,700".
+VALUE = re.compile(r"\**([\d.,]+) ?([a-z/]*)\** ?(?:\(([\d.,]+)\.\.([\d.,]+)\))?")
+LABEL_WIDTH = 46
+
+
+class Speed(NamedTuple):
+    """Relative to vLLM without a connector, of the median and of both ends of the range."""
+
+    median: float
+    ends: tuple[float, float]
 
 
 class Row(NamedTuple):
-    """A row of the table: times as the page shows them, and in seconds; None: not measured."""
+    """A row of the table, with one speed for each of SOLUTIONS; None: not measured."""
 
     label: str
-    shown: tuple[str, ...]
-    seconds: tuple[float | None, ...]
+    speeds: tuple[Speed | None, ...]
 
 
 def rows_of(page: str) -> list[Row]:
@@ -39,46 +47,60 @@ def rows_of(page: str) -> list[Row]:
     table, _, _ = table.partition("\n\n")
     rows = []
     for line in table.splitlines()[2:]:
-        label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        times = [TIME.match(cell) for cell in cells]
-        if times[0] is None or times[-1] is None:
-            continue
-        rows.append(
-            Row(
-                re.sub(r" \(.*", "", label),
-                tuple(f"{time[1]} {time[2]}" if time else "" for time in times),
-                tuple(
-                    float(time[1]) * (1e-3 if time[2] == "ms" else 1.0) if time else None
-                    for time in times
-                ),
-            )
-        )
+        label, *cells, alone = (cell.strip() for cell in line.strip("|").split("|"))
+        if found := VALUE.match(alone):
+            is_rate = "/s" in cells[0]
+            speeds = (_speed(cell, _number(found[1]), found[2], is_rate) for cell in cells)
+            rows.append(Row(re.sub(r" \([^)]*\)$", "", label), tuple(speeds)))
     return rows
+
+
+def _speed(cell: str, alone: float, unit: str, is_rate: bool) -> Speed | None:
+    found = VALUE.match(cell)
+    if found is None:
+        return None
+    in_seconds = {"ms": 1e-3, "s": 1.0}
+    scale = 1.0 if is_rate else in_seconds[found[2]] / in_seconds[unit]
+    values = (_number(found[place] or found[1]) * scale for place in (1, 3, 4))
+    median, low, high = (value / alone if is_rate else alone / value for value in values)
+    return Speed(median, (min(low, high), max(low, high)))
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def factor(speed: Speed) -> str:
+    """What the picture shows at a bar."""
+    return f"{speed.median:.2f}x" if speed.median < 1 else f"{speed.median:.1f}x"
 
 
 def plot(rows: list[Row], path: Path) -> None:
     # Text stays text, and equal figures give equal files.
     mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "kvferry", "font.size": 10})
-    figure = Figure(figsize=(8.3, 0.3 + 0.72 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(8.3, 0.9 + 0.55 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
-    height = 0.26
+    height = 0.36
     for column, (name, color) in enumerate(zip(SOLUTIONS, COLORS, strict=True)):
         for place, row in enumerate(rows):
-            seconds, alone = row.seconds[column], row.seconds[-1]
-            if seconds is None or alone is None:
+            if (speed := row.speeds[column]) is None:
                 continue
-            at = place + (column - 1) * height
-            label = name if place == 0 else None
-            axes.barh(at, seconds / alone, height * 0.92, color=color, label=label)
-            axes.text(seconds / alone + 0.01, at, row.shown[column], va="center", fontsize=9)
+            # A bar without a neighbour is in the middle.
+            at = place + (column - 0.5) * height * (None not in row.speeds)
+            axes.barh(at, speed.median, height * 0.9, color=color)
+            axes.plot(speed.ends, (at, at), color="#3f4a52", linewidth=1.2)
+            axes.text(speed.ends[1] + 0.08, at, factor(speed), va="center", fontsize=9)
+        axes.barh(0, 0, color=color, label=name)
+    axes.axvline(1, color="#3f4a52", linewidth=1, linestyle=(0, (4, 3)), label="no connector")
     labels = [textwrap.fill(row.label, LABEL_WIDTH) for row in rows]
     axes.set_yticks(range(len(rows)), labels, fontsize=9)
+    axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.2)
-    axes.set_xticks([0, 0.5, 1])
-    axes.set_xlabel("time, relative to vLLM without a connector (shorter is better)")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=len(SOLUTIONS), frameon=False)
+    axes.set_xlim(0, 1.1 * max(speed.median for row in rows for speed in row.speeds if speed))
+    axes.set_xticks(range(int(axes.get_xlim()[1]) + 1))
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.suptitle(TITLE, fontsize=12, fontweight="bold")
+    axes.legend(loc="lower right", frameon=False)
     figure.savefig(path, metadata={"Date": None, "Creator": None})
 
 
