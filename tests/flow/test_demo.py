@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvferry.testing.llama import Array, Layer, LlamaConfig, PagedLlama
+from kvferry.testing.llama import Array, LlamaConfig, PagedLlama
 from support.time_limits import TIMEOUT
 
 CONFIG = LlamaConfig(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, block_size=8)
@@ -43,16 +43,17 @@ def rotated(x: Tensor) -> Tensor:
 def contiguous_logits(model: PagedLlama, tokens: list[int]) -> Tensor:
     """The same network in torch, without a cache: all tokens at once, (tokens, 256)."""
     x = torch.from_numpy(model.embedding)[torch.tensor(tokens)]
-    for layer in (Layer(*map(torch.from_numpy, layer)) for layer in model.layers):
+    for layer in model.layers:
+        *projections, out, gate, up, down = (torch.from_numpy(weight) for weight in layer)
         q, k, v = (
             (norm(x) @ w).view(len(tokens), -1, CONFIG.head_dim).transpose(0, 1)
-            for w in (layer.q, layer.k, layer.v)
+            for w in projections
         )
         k, v = (t.repeat_interleave(CONFIG.heads // CONFIG.kv_heads, 0) for t in (rotated(k), v))
         attention = functional.scaled_dot_product_attention(rotated(q), k, v, is_causal=True)
-        x = x + attention.transpose(0, 1).flatten(1) @ layer.out
+        x = x + attention.transpose(0, 1).flatten(1) @ out
         y = norm(x)
-        x = x + (functional.silu(y @ layer.gate) * (y @ layer.up)) @ layer.down
+        x = x + (functional.silu(y @ gate) * (y @ up)) @ down
     return norm(x) @ torch.from_numpy(model.head)
 
 

@@ -132,8 +132,8 @@ class PagedLlama:
         keys = _rotate(keys, every, config.rope_theta)
         query = _rotate(query, positions, config.rope_theta)
         # (KV heads, queries per KV head, tokens, head_dim) x (KV heads, 1, head_dim, positions)
-        query = query.reshape(len(x), config.kv_heads, -1, config.head_dim).transpose(1, 2, 0, 3)
-        scores = query @ keys.transpose(1, 2, 0)[:, None] * np.float32(config.head_dim**-0.5)
+        heads = query.reshape(len(x), config.kv_heads, -1, config.head_dim).transpose(1, 2, 0, 3)
+        scores = heads @ keys.transpose(1, 2, 0)[:, None] * np.float32(config.head_dim**-0.5)
         weights = _softmax(np.where(every > positions[:, None], np.float32(-np.inf), scores))
         attention = weights @ values.swapaxes(0, 1)[:, None]
         output: Array = attention.transpose(2, 0, 1, 3).reshape(len(x), -1) @ layer.out
@@ -159,7 +159,7 @@ def _norm(x: Array) -> Array:
 
 
 def _softmax(scores: Array) -> Array:
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights: Array = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     return weights
 
