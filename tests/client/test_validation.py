@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.client import Code, Fingerprint, OffloadClient, Refused, shared_empty
 from kvferry.client.validation import check_fields
-from kvferry.proto.messages import AllocateKVCaches, Hello
+from kvferry.proto.messages import AllocateKVCaches, Hello, OpenNamespace
 from support.raw_client import one_tensor
 
 if TYPE_CHECKING:
@@ -86,6 +86,42 @@ def test_invalid_arguments_are_refused_and_not_sent(
         call(client)
     assert refused.value.code == Code.BAD_MESSAGE
     assert fake_daemon.received == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ({"eviction_policy": "lfu"}, Code.BAD_SPEC, "use lru or arc"),
+        ({"eviction_policy": None}, Code.BAD_MESSAGE, "eviction_policy must be a text"),
+        ({"cpu_bytes_to_use": 0}, Code.POOL_FULL, "at least 64 bytes"),
+        ({"cpu_bytes_to_use": True}, Code.BAD_MESSAGE, "cpu_bytes_to_use must be a whole number"),
+        ({"cpu_bytes_to_use": 1.5}, Code.BAD_MESSAGE, "cpu_bytes_to_use must be a whole number"),
+        ({"cpu_bytes_to_use": float("nan")}, Code.BAD_MESSAGE, "cpu_bytes_to_use must be"),
+        ({"cpu_bytes_to_use": "64GiB"}, Code.BAD_MESSAGE, "cpu_bytes_to_use must be"),
+        ({"store_threshold": True}, Code.BAD_MESSAGE, "store_threshold must be a whole number"),
+        ({"store_threshold": float("inf")}, Code.BAD_MESSAGE, "store_threshold must be"),
+        ({"store_threshold": [1]}, Code.BAD_MESSAGE, "store_threshold must be"),
+    ],
+)
+def test_options_that_every_daemon_refuses_are_not_sent(
+    fake_daemon: FakeDaemon,
+    client: OffloadClient,
+    arguments: dict[str, Any],
+    code: Code,
+    message: str,
+) -> None:
+    before = list(fake_daemon.received)
+    with pytest.raises(Refused, match=message) as refused:
+        open_namespace(**arguments)(client)
+    assert refused.value.code == code
+    assert fake_daemon.received == before
+
+
+def test_an_eviction_policy_is_named_in_any_case(
+    fake_daemon: FakeDaemon, client: OffloadClient
+) -> None:
+    open_namespace(eviction_policy="S3FIFO")(client)
+    assert [opening.policy for opening in fake_daemon.received_of(OpenNamespace)] == ["s3fifo"]
 
 
 @pytest.mark.parametrize(

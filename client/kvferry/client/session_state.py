@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
+import msgspec
+
 from kvferry.client.arrays import device_kind
 from kvferry.client.validation import check_fields
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import OpenNamespace
+from kvferry.proto.opening import check_opening, policy_name
 
 if TYPE_CHECKING:
     from kvferry.client.tensors.canonical import CanonicalKVCaches
@@ -21,7 +24,7 @@ class NamespaceOptions(TypedDict, total=False):
 
     cpu_bytes_to_use: quota of the host pool in bytes; None for the size that the namespace had, or
         the largest part that no engine uses.
-    eviction_policy: "lru", "arc" or "s3fifo".
+    eviction_policy: "lru", "arc" or "s3fifo", in any case.
     store_threshold: a key is stored from its n-th offer on.
     """
 
@@ -36,11 +39,15 @@ def opening_message(
     eviction_policy: str = "lru",
     store_threshold: int = 1,
 ) -> OpenNamespace:
-    """The request that opens a namespace, without its number. Raises Refused (BAD_MESSAGE)."""
+    """The request that opens a namespace, without its number.
+
+    Raises Refused (BAD_MESSAGE), and as check_opening for values that every daemon would refuse.
+    """
     message = OpenNamespace(0, fingerprint, cpu_bytes_to_use, eviction_policy, store_threshold)
     fields = "fingerprint", "quota_bytes", "policy", "store_threshold"
     check_fields(OpenNamespace, **{name: getattr(message, name) for name in fields})
-    return message
+    check_opening(message)
+    return msgspec.structs.replace(message, policy=policy_name(eviction_policy))
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,11 +41,10 @@ from kvferry.proto.messages import (
     Touch,
     Unpin,
 )
+from kvferry.proto.opening import check_opening, policy_name
 from kvferry.proto.sizes import format_size
 from kvferry.proto.status import NamespaceStatus
 
-# Encoded. The status of all namespaces must fit into one message.
-MAX_FINGERPRINT_BYTES = 4096
 # How many similar namespaces an Opened reply lists, and how many characters of each.
 MOST_UNLIKE, UNLIKE_CHARACTERS = 16, 512
 # How many characters of a reason for less host memory the status has.
@@ -88,17 +87,8 @@ class Namespaces:
     def open_namespace(self, session: str, engine: str, message: OpenNamespace) -> list[Action]:
         """Enter a namespace, creating it if needed. If it raises Refused, nothing has changed."""
         fingerprint = message.fingerprint
-        if message.policy not in POLICIES:
-            known = " or ".join(POLICIES)
-            wrong = f"unknown eviction policy {message.policy!r}; use {known}"
-            raise Refused(Code.BAD_SPEC, wrong, message.policy)
-        if (nbytes := fingerprint.nbytes) > MAX_FINGERPRINT_BYTES:
-            raise Refused(
-                Code.BAD_SPEC,
-                f"the fingerprint has {nbytes} bytes, more than {MAX_FINGERPRINT_BYTES}; put a "
-                "hash of long values into `extra`",
-                nbytes,
-            )
+        check_opening(message)
+        policy = policy_name(message.policy)
         self._check_fingerprint(session, engine, message)
         in_use = self._in_use(message)
         region, reattached = self._regions.assign_region(
@@ -108,13 +98,11 @@ class Namespaces:
         )
         namespace = next((one for one in self if one.region is region), None)
         if namespace is None:
-            namespace = self._make_namespace(
-                region, fingerprint, message.policy, message.store_threshold
-            )
+            namespace = self._make_namespace(region, fingerprint, policy, message.store_threshold)
             self._by_name[namespace.name] = namespace
             self._regions.record_created(namespace.record)
         elif not namespace.has_users:
-            namespace.configure(message.policy, message.store_threshold)
+            namespace.configure(policy, message.store_threshold)
             self._regions.record_updated(namespace.record)
         namespace.shortfall = self._shortfall(namespace, message.quota_bytes, in_use is not None)
         namespace.sessions[session] = engine

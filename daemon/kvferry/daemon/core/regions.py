@@ -26,11 +26,8 @@ from kvferry.daemon.core.records import Contents, RecoveredRegion, RegionOwner, 
 from kvferry.daemon.core.region import Region
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
+from kvferry.proto.opening import MAX_HOST_BLOCKS, check_host_bytes
 
-MAX_HOST_BLOCKS = 1 << 28
-# Maximum of host blocks with fewer than SMALL_BLOCK_BYTES bytes. The block table takes 32 bytes and
-# a key per block, which must be a small part of a large region.
-MAX_SMALL_BLOCKS, SMALL_BLOCK_BYTES = 1 << 20, 384
 # Each region's block table takes descriptors: a daemon with few of them allows fewer regions.
 MAX_REGIONS = 1024
 
@@ -82,26 +79,15 @@ class Regions:
         Raises Refused (POOL_FULL, BAD_LAYOUT); then nothing has changed.
         """
         block = contents.host_block_bytes
-        if nbytes is not None and nbytes < block:
-            message = (
-                f"{nbytes} bytes of host memory hold no host block of {block} bytes; "
-                f"request at least {block} bytes"
-            )
-            raise Refused(Code.POOL_FULL, message, nbytes)
+        if nbytes is not None:
+            check_host_bytes(nbytes, block)
         old = self._regions.get(owner)
         same = old is not None and old.contents == contents and old.uid == uid
         if old is not None and same and nbytes in (None, old.nbytes):
             old.present = True
             return old, True
         start, size = self._find_range(owner, block, nbytes)
-        most = MAX_HOST_BLOCKS if block >= SMALL_BLOCK_BYTES else MAX_SMALL_BLOCKS
-        if size // block > most:
-            raise Refused(
-                Code.BAD_LAYOUT,
-                f"{size} bytes are {size // block} host blocks of {block} bytes, more than the "
-                f"{most} of one region; request less host memory or a larger block_size_factor",
-                size // block,
-            )
+        check_host_bytes(size, block)
         region = Region(owner, contents, start, size, uid=uid)
         region.table.lines.use_clock(self._clock)
         if isinstance(contents, LayoutArrays):
