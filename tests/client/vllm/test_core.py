@@ -133,3 +133,35 @@ def test_a_prompt_that_the_gpu_served_is_evicted_last(
     assert later.run(first, second) == [192, 64]
     assert not engine.wrong + later.wrong
     later.close()
+
+
+@pytest.mark.parametrize("option", [{"blocks_per_chunk": 4}, {"block_size": 64}])
+@pytest.mark.parametrize(
+    "groups", [("full",), ("window",), ("full", "window"), ("full", "aligned states")]
+)
+def test_with_larger_chunks_prompts_are_found_again(
+    core: Any,
+    start_kvferryd: StartKvferryd,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    groups: tuple[str, ...],
+    option: dict[str, int],
+) -> None:
+    """With Mamba states in the mode "align", a chunk is one block, and the log says so."""
+    from kvferry.client.vllm import compat
+
+    aligned = "aligned states" in groups
+    if aligned and not compat.OFFLOADS_MAMBA_STATES:
+        pytest.skip("kvferry refuses Mamba with this vLLM")
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    directory = start_kvferryd().directory
+    extra = core.kvferry_options(directory, 1 << 20) | option
+    engine = core.EngineCore(directory, groups, kv_connector_extra_config=extra)
+    engine.run(PROMPTS[0])
+    engine.settle()
+    engine.scheduler.kv_cache_manager.reset_prefix_cache()
+    assert engine.run(PROMPTS[0]) == [192]
+    (key,) = option
+    assert (f"{key} = {option[key]} is ignored" in caplog.text) is aligned
+    assert not engine.wrong
+    engine.close()

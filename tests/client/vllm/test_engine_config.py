@@ -17,7 +17,6 @@ from kvferry.client.vllm import engine_config as module
 from kvferry.client.vllm.engine_config import (
     BlockSizes,
     EngineConfig,
-    check_options,
     chunk_factor,
     provided_config,
     read_engine_config,
@@ -84,9 +83,9 @@ def test_options_are_spelled_as_vllms() -> None:
         "eviction_policy": "lru",
         "store_threshold": 1,
     }
-    extra = {"cpu_bytes_to_use": "1000", "eviction_policy": "arc", "store_threshold": 0}
+    extra = {"cpu_bytes_to_use": "10000000", "eviction_policy": "arc", "store_threshold": 0}
     assert place(extra, world_size=4).options == {
-        "cpu_bytes_to_use": 250,
+        "cpu_bytes_to_use": 2500000,
         "eviction_policy": "arc",
         "store_threshold": 1,
     }
@@ -96,18 +95,11 @@ def test_options_are_spelled_as_vllms() -> None:
     ("said", "nbytes"),
     [
         *(("64GiB", 64 << 30), ("64Gi", 64 << 30), ("64GB", 64 * 10**9)),
-        *((float(1 << 36), 1 << 36), ("6.8719476736e+10", 1 << 36), (0, 0), (None, None)),
+        *((float(1 << 36), 1 << 36), ("6.8719476736e+10", 1 << 36), (None, None)),
     ],
 )
 def test_sizes_are_written_as_for_the_daemon(said: Any, nbytes: int | None) -> None:
     assert place({"cpu_bytes_to_use": said}).options["cpu_bytes_to_use"] == nbytes
-
-
-@pytest.mark.parametrize("said", ["64 apples", "", -1, True, [1 << 30], float("nan"), 1e300])
-def test_an_invalid_size_is_refused_by_name(said: Any) -> None:
-    with pytest.raises(Refused, match=r"cpu_bytes_to_use.*64GiB") as refused:
-        place({"cpu_bytes_to_use": said})
-    assert refused.value.code == Code.BAD_CONFIG
 
 
 @pytest.mark.parametrize(("layers", "said"), [((31, 30), "31, 30 layers"), ((30, 30), "")])
@@ -128,22 +120,38 @@ def test_a_pipeline_of_uneven_ranks_is_told_once(
 
 
 @pytest.mark.parametrize(
-    ("extra", "message"),
+    ("said", "ranks", "message"),
     [
-        ({"kvferry_dir": "/run/kvferry/cpu"}, "use kvferry_dirs, .* kvferry_dir"),
-        ({"kvferry_exported_kv": "false"}, "'false' is not true or false"),
-        ({"store_threshold": "twice"}, "store_threshold = 'twice'"),
-        ({"cpu_bytes_to_use": "64 apples"}, "64 apples"),
+        (TWO_MIB - 1, 1, f"^.bad_config. cpu_bytes_to_use = 2097151: .* at least {TWO_MIB} bytes"),
+        ("2MiB", 2, "'2MiB', divided by 2 ranks: 1048576 bytes of host memory hold no"),
+        (1, 4, "cpu_bytes_to_use = 1, divided by 4 ranks: 0 bytes"),
     ],
 )
-def test_invalid_options_are_refused(extra: dict[str, Any], message: str) -> None:
-    with pytest.raises(Refused, match=message) as refused:
-        check_options(extra)
-    assert refused.value.code == Code.BAD_CONFIG
+def test_memory_for_less_than_a_chunk_is_refused(said: Any, ranks: int, message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        place({"cpu_bytes_to_use": said}, world_size=ranks)
 
 
-def test_options_of_vllm_are_accepted() -> None:
-    check_options({"spec_name": "KVFerrySpec", "block_size": 16, "kvferry_exported_kv": False})
+@pytest.mark.parametrize(
+    ("extra", "factor", "refused"),
+    [
+        ({"block_size": 8192}, 512, False),
+        ({"block_size": 8208}, 513, True),
+        ({"blocks_per_chunk": 4096}, 4096, True),
+        ({"block_size": 16}, 1, False),
+        ({}, 4, False),
+    ],
+)
+def test_a_chunk_that_no_request_fills_is_refused(
+    extra: dict[str, Any], factor: int, refused: bool
+) -> None:
+    """The model has a max_model_len of 8192."""
+    blocks = BlockSizes((16,), 16, factor)
+    if not refused:
+        assert place(extra, blocks).factor == factor
+        return
+    with pytest.raises(Refused, match=f"{16 * factor} tokens .* set block_size to at most 8192"):
+        place(extra, blocks)
 
 
 def test_a_layout_whose_blocks_are_not_contiguous_is_refused() -> None:
@@ -169,11 +177,16 @@ def listen(folder: Path) -> None:
 
 
 def test_folders_that_are_named_are_taken_one_a_rank() -> None:
-    named = place({"kvferry_dirs": ["/one", "/two"]}, world_size=3)
+    named = place({"kvferry_dirs": ["/one", "/two"]}, world_size=2)
     assert [named.for_rank(rank).find_daemon() for rank in (0, 1)] == [Path("/one"), Path("/two")]
     with pytest.raises(Gone, match="rank 2"):
         named.for_rank(2).find_daemon()
     assert place({"kvferry_dirs": "/one"}).find_daemon() == Path("/one")
+
+
+def test_the_only_daemon_in_a_folder_that_is_named_is_taken(tmp_path: Path) -> None:
+    listen(tmp_path / "GPU-1")
+    assert place({"kvferry_dirs": str(tmp_path)}).find_daemon() == tmp_path / "GPU-1"
 
 
 def test_else_it_is_the_daemon_of_the_ranks_device(

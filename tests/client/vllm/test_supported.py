@@ -126,6 +126,26 @@ def test_options_are_checked_before_vllm_loads_weights(core: Any, inside: bool) 
     assert "64 apples" in refusal(lambda: core._config(options, **(multi if inside else {})))
 
 
+@pytest.mark.parametrize("backend", ["native", "lmcache"])
+def test_the_flag_that_replaces_the_connector_is_named(
+    core: Any, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    sized = {"kv_offloading_size": 1.0, "kv_offloading_backend": backend}
+    configured = core.CacheConfig
+    monkeypatch.setattr(core, "CacheConfig", lambda **fields: configured(**fields, **sized))
+    message = refusal(core._config, {"kvferry_dirs": "nowhere"})
+    assert "--kv-offloading-size" in message
+    assert "set cpu_bytes_to_use" in message
+
+
+def test_a_directory_per_rank_is_required_before_vllm_loads_weights(core: Any) -> None:
+    from kvferry.client.vllm.supported import check_config
+
+    config = vllm_config("engine", {})
+    config.parallel_config.world_size = 2
+    assert "write 2 directories" in refusal(check_config, config, {"kvferry_dirs": "/one"})
+
+
 def test_a_layout_is_checked_before_vllm_loads_weights(
     core: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,18 @@ SUPPORTED = "0.26 to 0.33"
 __all__ = ["KVFerryConnector", "KVFerrySpec", "NEWEST", "OLDEST", "SUPPORTED"]
 
 
+# The connectors by which vLLM replaces kv_connector if --kv-offloading-size is given. It then looks
+# for them here, because kv_connector_module_path is still kvferry's.
+REPLACEMENTS = "OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheMPConnector"
+
+
 def __getattr__(name: str) -> Any:
+    if name in REPLACEMENTS:
+        message = (
+            f"--kv-offloading-size (kv_offloading_size) makes vLLM use {name} instead of "
+            "KVFerryConnector; remove it, and set cpu_bytes_to_use in kv_connector_extra_config"
+        )
+        raise Refused(Code.BAD_CONFIG, message, name)
     if name not in ("KVFerryConnector", "KVFerrySpec"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

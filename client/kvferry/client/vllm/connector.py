@@ -48,6 +48,7 @@ class KVFerryConnector(OffloadingConnector):
         supported.check_kv_cache(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             supported.log_excluded_groups(kv_cache_config)
+        supported.limit_chunks(vllm_config, kv_cache_config)
         turn_synchronous_loads_off(vllm_config)
         choose_spec(vllm_config)
         if transfer.kv_load_failure_policy != "recompute":

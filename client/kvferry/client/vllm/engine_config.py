@@ -17,13 +17,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry.client.endpoint import find_daemon
+from kvferry.client.endpoint import find_daemon, locate_daemon
 from kvferry.client.session_state import NamespaceOptions
 from kvferry.client.vllm.fingerprint import (
     block_bytes,
@@ -32,18 +32,23 @@ from kvferry.client.vllm.fingerprint import (
     packed_groups,
     read_fingerprint,
 )
+from kvferry.client.vllm.options import (
+    MAX_BLOCKS_PER_CHUNK,
+    QUOTA,
+    Options,
+    namespace_options,
+    read_directories,
+    sets_chunk,
+)
 from kvferry.client.vllm.packed_groups import PackedGroups
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.fingerprint import Fingerprint
-from kvferry.proto.sizes import parse_bytes
+from kvferry.proto.opening import check_host_bytes
 
 log = logging.getLogger("kvferry")
 
 # Seconds to wait for a daemon when an engine starts.
 TIMEOUT = 5.0
-# The keys of kv_connector_extra_config that kvferry defines.
-EXPORTED_KV = "kvferry_exported_kv"
-EXTRA_KEYS = "kvferry_dirs", "kvferry_salt", EXPORTED_KV
 CHUNK_TOKENS = 64
 # Maximum of a chunk that is chosen here, unless one GPU block is larger.
 CHUNK_BYTES = 8 << 20
@@ -121,7 +126,7 @@ class EngineConfig:
             if self.rank >= len(self.directories):
                 message = f"kvferry_dirs has no directory for rank {self.rank}; give one per rank"
                 raise Gone(Code.DAEMON_GONE, message, self.directories)
-            return Path(self.directories[self.rank])
+            return locate_daemon(self.directories[self.rank])
         uuid = uuid or _uuid(self.first_device + self.rank, *self.assigned)
         try:
             return find_daemon(uuid)
@@ -137,15 +142,18 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any, blocks: BlockSize
     extra = transfer.kv_connector_extra_config
     check_layout(kv_layout(vllm_config, kv_cache_config))
     _check_pipeline(vllm_config)
-    directories = extra.get("kvferry_dirs") or ()
+    _check_chunk(extra, blocks, vllm_config.model_config.max_model_len)
+    options = namespace_options(extra, parallel.world_size)
+    fingerprint = read_fingerprint(vllm_config, kv_cache_config, blocks)
+    _check_quota(extra, options["cpu_bytes_to_use"], fingerprint, parallel.world_size)
     return EngineConfig(
         engine=f"vllm-{transfer.engine_id}",
-        fingerprint=read_fingerprint(vllm_config, kv_cache_config, blocks),
+        fingerprint=fingerprint,
         rank=parallel.rank,
         world_size=parallel.world_size,
         factor=blocks.factor,
-        options=_options(extra, parallel.world_size),
-        directories=(directories,) if isinstance(directories, str) else tuple(directories),
+        options=options,
+        directories=read_directories(extra, parallel.world_size),
         first_device=_first_device(parallel),
         assigned=tuple(getattr(parallel, "assigned_physical_gpu_ids", None) or ()),
         packed=packed_groups(vllm_config, kv_cache_config),
@@ -161,13 +169,37 @@ def chunk_factor(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes, *, 
     full: whether all layers attend to the whole prompt.
     """
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    configured = "block_size" in extra or "blocks_per_chunk" in extra
-    if configured or len(blocks.tokens) != 1 or not full:
+    if sets_chunk(extra) or len(blocks.tokens) != 1 or not full:
         return blocks.factor
     factor, nbytes = 1, block_bytes(kv_cache_config)
     while 2 * factor * blocks.tokens[0] <= CHUNK_TOKENS and 2 * factor * nbytes <= CHUNK_BYTES:
         factor *= 2
     return factor
+
+
+def _check_chunk(extra: Options, blocks: BlockSizes, max_model_len: int) -> None:
+    """Raise Refused (BAD_CONFIG) for chunks that the user sets, and that no request would fill."""
+    if not sets_chunk(extra):
+        return
+    tokens = max(blocks.tokens) * blocks.factor
+    if blocks.factor > MAX_BLOCKS_PER_CHUNK or (blocks.factor > 1 and tokens > max_model_len):
+        message = (
+            f"a chunk has {tokens} tokens in {blocks.factor} blocks; set block_size to at most "
+            f"{max_model_len}, the max_model_len, and at most {MAX_BLOCKS_PER_CHUNK} blocks"
+        )
+        raise Refused(Code.BAD_CONFIG, message, tokens)
+
+
+def _check_quota(extra: Options, quota: int | None, fingerprint: Fingerprint, ranks: int) -> None:
+    """Raise Refused (BAD_CONFIG) if the memory of a rank has no room for a chunk."""
+    if quota is None:
+        return
+    try:
+        check_host_bytes(quota, fingerprint.host_block_bytes)
+    except Refused as error:
+        per_rank = f", divided by {ranks} ranks" if ranks > 1 else ""
+        message = f"{QUOTA} = {extra[QUOTA]!r}{per_rank}: {error.message} of each rank"
+        raise Refused(Code.BAD_CONFIG, message, extra[QUOTA]) from error
 
 
 def _first_device(parallel: Any) -> int:
@@ -179,42 +211,6 @@ def _first_device(parallel: Any) -> int:
     if "ray" in backends:
         return 0
     return int(replica * parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
-
-
-def _options(extra: Mapping[str, Any], world_size: int) -> NamespaceOptions:
-    """Named as for vLLM's CPUOffloadingSpec; cpu_bytes_to_use is the sum of all ranks, too."""
-    nbytes, threshold = extra.get("cpu_bytes_to_use"), extra.get("store_threshold", 1)
-    try:
-        threshold = max(1, int(threshold))
-    except (TypeError, ValueError):
-        message = f"store_threshold = {threshold!r} is not a number; set it to 1 or more"
-        raise Refused(Code.BAD_CONFIG, message, threshold) from None
-    return {
-        "cpu_bytes_to_use": None if nbytes is None else _parse_bytes(nbytes) // world_size,
-        "eviction_policy": str(extra.get("eviction_policy", "lru")),
-        "store_threshold": threshold,
-    }
-
-
-def _parse_bytes(value: object) -> int:
-    """A number, or a size as for the daemon's --pool-size."""
-    return parse_bytes(str(value), "cpu_bytes_to_use")
-
-
-def check_options(extra: Mapping[str, Any]) -> None:
-    """Raise Refused (BAD_CONFIG) for unknown keys that begin with "kvferry", and invalid values.
-
-    extra: the kv_connector_extra_config.
-    """
-    for key in extra.keys() - set(EXTRA_KEYS):
-        if key.startswith("kvferry"):
-            message = f"unknown key in kv_connector_extra_config; use {', '.join(EXTRA_KEYS)}"
-            raise Refused(Code.BAD_CONFIG, message, key)
-    exported = extra.get(EXPORTED_KV)
-    if not isinstance(exported, bool | None):
-        message = f"{EXPORTED_KV} = {exported!r} is not true or false; write it without quotes"
-        raise Refused(Code.BAD_CONFIG, message, exported)
-    _options(extra, world_size=1)
 
 
 def check_layout(layout: str) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from kvferry.client.tensors.exported_pool import ExportedPool, exported_pool
 from kvferry.client.vllm import compat
-from kvferry.client.vllm.engine_config import EXPORTED_KV
+from kvferry.client.vllm.options import EXPORTED_KV
 from kvferry.proto.errors import Code, Refused
 
 # Seconds to wait until the device has the memory of KV caches back. If another process allocates

@@ -15,9 +15,10 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
 
 from kvferry.client.vllm import compat
-from kvferry.client.vllm.engine_config import check_layout, check_options
+from kvferry.client.vllm.engine_config import check_layout
 from kvferry.client.vllm.fingerprint import kv_layout, offloaded_groups
 from kvferry.client.vllm.kv_memory import check_sleep_mode
+from kvferry.client.vllm.options import BLOCKS_PER_CHUNK, TOKENS_PER_CHUNK, check_options
 from kvferry.proto.errors import Code, Refused
 
 log = logging.getLogger("kvferry")
@@ -49,7 +50,7 @@ def check_config(vllm_config: Any, extra: Mapping[str, Any]) -> None:
     are checked, too.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    check_options(extra)
+    check_options(extra, vllm_config.parallel_config.world_size)
     check_layout(kv_layout(vllm_config))
     check_sleep_mode(vllm_config, extra)
     attention = getattr(vllm_config, "attention_config", None)
@@ -78,6 +79,30 @@ def check_kv_cache(kv_cache_config: Any) -> None:
     for group in offloaded_groups(kv_cache_config):
         for spec in compat.layer_specs(group.kv_cache_spec):
             _check_layer(spec)
+
+
+def limit_chunks(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Use one block per chunk for Mamba states in the cache mode "align", and warn if more are set.
+
+    In that mode vLLM keeps the states of a few blocks only, so a larger chunk is never complete,
+    and nothing would be found. In the mode "all" every block has one. Called before vLLM reads the
+    options.
+    """
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    groups = offloaded_groups(kv_cache_config)
+    layers = [layer for group in groups for layer in compat.layer_specs(group.kv_cache_spec)]
+    states = [layer for layer in layers if isinstance(layer, MambaSpec)]
+    if not any(state.mamba_cache_mode == "align" for state in states):
+        return
+    tokens = {layer.block_size for layer in layers}
+    for key, one_block in ((TOKENS_PER_CHUNK, tokens), (BLOCKS_PER_CHUNK, {1})):
+        if (value := extra.get(key)) is not None and int(value) not in one_block:
+            del extra[key]
+            log.warning(
+                "kvferry: %s = %s is ignored, and a chunk is one block: larger chunks of a model "
+                "with Mamba layers would never be found. Remove %s",
+                *(key, value, key),
+            )
 
 
 def log_excluded_groups(kv_cache_config: Any) -> None:
