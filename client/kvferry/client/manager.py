@@ -140,6 +140,11 @@ class OffloadingManager:
             assert isinstance(client, OffloadClient)
             client.wait_connected(timeout)
 
+    @property
+    def clients(self) -> tuple[NonBlockingClient, ...]:
+        """The clients of the daemons, in the order of ranks."""
+        return self._clients
+
     def poll(self) -> None:
         """Receive messages and advance a reconnect; lookup and take_events do it too."""
         for client in self._clients:

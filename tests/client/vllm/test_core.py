@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import signal
 from pathlib import Path
@@ -46,6 +47,31 @@ def test_an_engine_reads_what_another_has_stored(
         assert second.sources == {"host": sum(cached)}
     assert not first.wrong + second.wrong
     second.close()
+
+
+def test_vllms_log_says_that_it_works(
+    core: Any,
+    start_kvferryd: StartKvferryd,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """caplog sees what vLLM's logger passes on."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm")
+    daemon = start_kvferryd()
+    engine = core.EngineCore(daemon.directory, ("full",))
+    engine.run(PROMPTS[0])
+    engine.settle()
+    assert "first load" not in caplog.text
+    engine.scheduler.kv_cache_manager.reset_prefix_cache()
+    engine.run(PROMPTS[0])
+    engine.settle()
+    chunk = 4 * core.PAGE
+    tokens = (1 << 20) // chunk * 64
+    assert f"kvferry: 1 MiB of host memory, {tokens:,} tokens, namespace " in caplog.text
+    assert f"daemon {daemon.directory} (" in caplog.text
+    assert "kvferry: first load from host memory: 768 B in " in caplog.text
+    engine.close()
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

@@ -123,8 +123,8 @@ def test_a_pipeline_of_uneven_ranks_is_told_once(
     ("said", "ranks", "message"),
     [
         (TWO_MIB - 1, 1, f"^.bad_config. cpu_bytes_to_use = 2097151: .* at least {TWO_MIB} bytes"),
-        ("2MiB", 2, "'2MiB', divided by 2 ranks: 1048576 bytes of host memory hold no"),
-        (1, 4, "cpu_bytes_to_use = 1, divided by 4 ranks: 0 bytes"),
+        ("2MiB", 2, f"'2MiB' for 2 ranks: 1048576 bytes .* at least {TWO_MIB} bytes per rank"),
+        (1, 4, "cpu_bytes_to_use = 1 for 4 ranks: 0 bytes"),
     ],
 )
 def test_memory_for_less_than_a_chunk_is_refused(said: Any, ranks: int, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,7 +155,7 @@ def test_a_layout_is_checked_before_vllm_loads_weights(
 
 
 def test_groups_that_vllm_does_not_cache_are_named_in_the_log(
-    core: Any, caplog: pytest.LogCaptureFixture
+    core: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from vllm.v1 import kv_cache_interface as interface
 
@@ -170,7 +171,8 @@ def test_groups_that_vllm_does_not_cache_are_named_in_the_log(
     ]
     caches = interface.KVCacheConfig(8, [], groups)
     check_kv_cache(caches)
-    caplog.set_level("INFO", "kvferry")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level("INFO", "vllm.kvferry")
     log_excluded_groups(caches)
     assert "CircularBufferSpec of keys" in caplog.text
     assert "FullAttentionSpec" not in caplog.text

@@ -113,6 +113,8 @@ class EngineConfig:
     loads: bool = True
     # Whether all ranks hold the same bytes.
     replicated: bool = False
+    # Tokens of a chunk, for each group.
+    chunk_tokens: tuple[int, ...] = ()
 
     def for_rank(self, rank: int) -> EngineConfig:
         return replace(self, rank=rank)
@@ -160,6 +162,7 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any, blocks: BlockSize
         stores=transfer.kv_role != "kv_consumer",
         loads=transfer.kv_role != "kv_producer",
         replicated=is_replicated(vllm_config, kv_cache_config),
+        chunk_tokens=tuple(tokens * blocks.factor for tokens in blocks.tokens),
     )
 
 
@@ -197,8 +200,9 @@ def _check_quota(extra: Options, quota: int | None, fingerprint: Fingerprint, ra
     try:
         check_host_bytes(quota, fingerprint.host_block_bytes)
     except Refused as error:
-        per_rank = f", divided by {ranks} ranks" if ranks > 1 else ""
-        message = f"{QUOTA} = {extra[QUOTA]!r}{per_rank}: {error.message} of each rank"
+        message = f"{QUOTA} = {extra[QUOTA]!r}: {error.message}"
+        if ranks > 1:
+            message = f"{QUOTA} = {extra[QUOTA]!r} for {ranks} ranks: {error.message} per rank"
         raise Refused(Code.BAD_CONFIG, message, extra[QUOTA]) from error
 
 

@@ -23,6 +23,7 @@ from kvferry.client.manager import OffloadingManager
 from kvferry.client.manager_outputs import ResidencyUsage
 from kvferry.client.residency_events import OffloadingEvent
 from kvferry.client.tier_searches import Prefetch
+from kvferry.client.vllm.connection_log import connect_if_running
 from kvferry.client.vllm.engine_config import TIMEOUT, EngineConfig
 from kvferry.client.writers import Writers
 from kvferry.proto.errors import Code, KVFerryError, Refused
@@ -391,10 +392,6 @@ class SchedulerSide:
             wait=False,
             **config.options,
         )
-        try:
-            for rank in ranks:
-                rank.find_daemon()
-            manager.wait_connected(TIMEOUT)
-        except KVFerryError as error:
-            log.warning("kvferry: the scheduler continues without its daemon for now: %s", error)
+        find_daemons = [rank.find_daemon for rank in ranks]
+        connect_if_running("the scheduler", manager, find_daemons, TIMEOUT)
         return manager

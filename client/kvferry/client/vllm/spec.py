@@ -11,8 +11,10 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 
 from kvferry.client.vllm import compat
+from kvferry.client.vllm.connection_log import ConnectionLog
 from kvferry.client.vllm.engine_config import (
     BlockSizes,
+    EngineConfig,
     chunk_factor,
     provided_config,
     read_engine_config,
@@ -28,6 +30,15 @@ LOOKUP_CODES = {result: base.LookupResult[result.name] for result in Lookup}
 
 
 class KVFerryManager(SchedulerSide, base.OffloadingManager):
+    def __init__(self, config: EngineConfig, *, events: bool) -> None:
+        super().__init__(config, LOOKUP_CODES, events=events)
+        self._connection_log = ConnectionLog(config)
+        self._connection_log.update(self._manager)
+
+    def on_schedule_end(self, context: Any = None) -> None:
+        super().on_schedule_end(context)
+        self._connection_log.update(self._manager)
+
     def on_new_request(self, req_context: Any) -> Any:
         return base.RequestOffloadingContext()
 
@@ -101,7 +112,7 @@ class KVFerrySpec(base.OffloadingSpec):
     def get_manager(self) -> KVFerryManager:
         if self._manager is None:
             events = self.kv_events_config.enable_kv_cache_events
-            self._manager = KVFerryManager(self.engine_config, LOOKUP_CODES, events=events)
+            self._manager = KVFerryManager(self.engine_config, events=events)
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> KVFerryWorker:

@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
 
 from kvferry.client.vllm import compat
+from kvferry.client.vllm.connection_log import vllm_log
 from kvferry.client.vllm.engine_config import check_layout
 from kvferry.client.vllm.fingerprint import kv_layout, offloaded_groups
 from kvferry.client.vllm.kv_memory import check_sleep_mode
@@ -114,7 +115,8 @@ def log_excluded_groups(kv_cache_config: Any) -> None:
         if all(group is not other for other in offloaded)
     ]
     if excluded:
-        log.info("kvferry: not offloaded, as vLLM does not cache them: %s", ", ".join(excluded))
+        names = ", ".join(excluded)
+        vllm_log.info("kvferry: not offloaded, as vLLM does not cache them: %s", names)
 
 
 def _check_layer(spec: Any) -> None:

@@ -27,12 +27,14 @@ from kvferry.client.jobs import TransferResult
 from kvferry.client.session_state import RegistrationState, SessionState
 from kvferry.client.tensors.canonical import CanonicalKVCaches
 from kvferry.client.timeline import Timeline
+from kvferry.client.vllm.connection_log import connect_if_running, vllm_log
 from kvferry.client.vllm.engine_config import TIMEOUT, EngineConfig
 from kvferry.client.vllm.load_eta import LoadEta
 from kvferry.client.vllm.own_blocks import own_blocks
 from kvferry.client.vllm.scheduler_side import KeysSpec
 from kvferry.proto.errors import Code, Gone, KVFerryError
 from kvferry.proto.results import Outcome
+from kvferry.proto.sizes import format_size
 from kvferry.proto.specs import (
     Direction,
     GPULoadStoreSpec,
@@ -76,6 +78,7 @@ class WorkerSide:
         self._in_flight: set[int] = set()
         self._results: list[TransferResult] = []
         self._load_eta = LoadEta()
+        self._has_loaded = False
         self._timeline: Timeline | None = None
         self._client: OffloadClient | None = None
         # The incarnation of the session that was abandoned last; the first one is 1.
@@ -112,6 +115,8 @@ class WorkerSide:
             self._load_eta.job_completed(
                 result.job_id, result.transfer_size, result.transfer_time, now
             )
+            if not self._has_loaded:
+                self._log_first_load(result)
         return results
 
     def wait_next_load(self) -> None:
@@ -189,15 +194,24 @@ class WorkerSide:
         self._abandon_if_lost()
         for result in finished:
             if result.error is not None:
-                log.info("kvferry: job %d: %s", result.job_id, result.error)
+                log.debug("kvferry: job %d: %s", result.job_id, result.error)
         self._in_flight.difference_update([result.job_id for result in finished])
         self._results += finished
 
     def _fail(self, job_id: int, direction: Direction, error: KVFerryError) -> None:
-        log.info("kvferry: job %d: %s", job_id, error)
+        log.debug("kvferry: job %d: %s", job_id, error)
         kind = direction.transfer_type
         result = TransferResult(job_id, False, 0, 0.0, kind, Outcome.LOST, error)
         self._results.append(result)
+
+    def _log_first_load(self, result: TransferResult) -> None:
+        """Ranks load the same chunks: the first one logs it."""
+        if not result.success or result.transfer_type != Direction.LOAD.transfer_type:
+            return
+        self._has_loaded = True
+        if self._config.rank == 0:
+            size, ms = format_size(result.transfer_size), 1000 * result.transfer_time
+            vllm_log.info("kvferry: first load from host memory: %s in %.2f ms", size, ms)
 
     def _abandon_if_lost(self) -> None:
         """Revoke the timeline of lost jobs: vLLM reuses their blocks, the daemon may still run."""
@@ -216,9 +230,10 @@ class WorkerSide:
     def _connect(self, timeline: Timeline) -> OffloadClient:
         """A client. If a daemon runs now, it is connected, so that tensors are shared before any
         CUDA graph is captured. Raises Refused if no daemon can serve this device."""
-        config, uuid = self._config, self._uuid()
+        config = self._config
+        find_daemon = partial(config.find_daemon, self._uuid())
         client = OffloadClient(
-            partial(config.find_daemon, uuid),
+            find_daemon,
             engine=config.engine,
             client=f"vLLM worker {config.rank}",
             timeout=self._connect_timeout,
@@ -229,11 +244,7 @@ class WorkerSide:
                 **config.options,
             ),
         )
-        try:
-            config.find_daemon(uuid)
-            client.wait_connected()
-        except KVFerryError as error:
-            log.warning("kvferry: the worker continues without its daemon for now: %s", error)
+        connect_if_running("the worker", client, [find_daemon], self._connect_timeout)
         return client
 
     def _nbytes(self, blocks: GPULoadStoreSpec) -> int:
