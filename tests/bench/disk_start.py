@@ -23,7 +23,7 @@ import numpy as np
 import structlog
 
 from kvferry.daemon.tiers.disk.hints import HINTS, HintFile
-from kvferry.daemon.tiers.disk.namespace_store import META, StoreMeta
+from kvferry.daemon.tiers.disk.meta import META, StoreMeta
 from kvferry.daemon.tiers.disk.tier import DiskTier
 from support.process_usage import ProcessUsage
 

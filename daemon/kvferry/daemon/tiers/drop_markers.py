@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvferry.daemon.tier_config import DiskTierConfig, TierConfig
 from kvferry.daemon.tiers.durable_files import sync_directory
+from kvferry.daemon.tiers.own_files import is_removable, open_or_replace, remove_entry
 
 PREFIX = "drop-"
 
@@ -31,8 +32,7 @@ def add_marker(directory: Path, store: str, number: int) -> Path:
     """Add the marker of a drop, durably. Raises OSError."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = directory / f"{PREFIX}{number}-{store}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    os.close(os.open(path, flags, 0o600))
+    os.close(open_or_replace(path, os.O_WRONLY))
     sync_directory(directory)
     return path
 
@@ -40,7 +40,7 @@ def add_marker(directory: Path, store: str, number: int) -> Path:
 def remove_marker(path: Path) -> None:
     """Remove a marker, durably. One that stays drops the namespace at the next start."""
     with suppress(OSError):
-        path.unlink()
+        remove_entry(path)
         sync_directory(path.parent)
 
 
@@ -48,5 +48,5 @@ def marked_stores(directory: Path) -> Iterator[tuple[Path, str]]:
     """Each marker in a directory, and the namespace that it names."""
     for path in directory.glob(f"{PREFIX}*"):
         number, _, store = path.name.removeprefix(PREFIX).partition("-")
-        if number.isdecimal() and store:
+        if number.isdecimal() and store and is_removable(path):
             yield path, store

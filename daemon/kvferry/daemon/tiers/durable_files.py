@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
+
+from kvferry.daemon.tiers.own_files import open_file, remove_entry
 
 
 def write_file(path: Path, data: bytes) -> None:
     """Replace a file atomically and durably."""
     new = path.with_name(path.name + ".new")
-    with suppress(FileNotFoundError):
-        new.unlink()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(new, flags, 0o600)
+    remove_entry(new)
+    descriptor = open_file(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         os.write(descriptor, data)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    new.rename(path)
+    try:
+        new.rename(path)
+    except IsADirectoryError:
+        path.rmdir()
+        new.rename(path)
     sync_directory(path.parent)
 
 

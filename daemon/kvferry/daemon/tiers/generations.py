@@ -14,10 +14,13 @@ import msgspec
 import structlog
 
 from kvferry.daemon.tiers.durable_files import write_file
+from kvferry.daemon.tiers.own_files import read_file
 
 NOT_KNOWN = -1
 # Namespaces that are kept, those that were noted last: more than a daemon can have at a time.
 MAX_KEPT = 4096
+# Their file is shorter.
+MAX_FILE_BYTES = MAX_KEPT << 10
 
 log = structlog.get_logger()
 
@@ -76,7 +79,7 @@ def _read(path: Path | None) -> dict[str, int]:
     if path is None:
         return {}
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, int])
+        return msgspec.json.decode(read_file(path, MAX_FILE_BYTES), type=dict[str, int])
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

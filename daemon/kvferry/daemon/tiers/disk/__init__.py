@@ -8,7 +8,8 @@
     ROOT/NAMESPACE/slab-*     slots: a header page, then the block, in whole pages
 
 The headers of the slots are the truth: they have key, generation and checksum. So a torn slot or a
-stale hint is a miss, and a hint that is lost is replaced by reading the header of its slot.
+stale hint is a miss, and a hint that is lost is replaced by reading the header of its slot. Damage
+costs its namespace, and never the tier: own_files.py opens all files but the directories.
 """
 
 from kvferry.daemon.tiers.disk.tier import open_tier

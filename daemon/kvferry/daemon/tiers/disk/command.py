@@ -21,7 +21,7 @@ import msgspec
 from kvferry.daemon.tiers.base import block_checksum, is_part_of
 from kvferry.daemon.tiers.block_memory import BounceBuffer
 from kvferry.daemon.tiers.disk.hints import FREE, HINTS, UNKNOWN, HintFile, Hints
-from kvferry.daemon.tiers.disk.namespace_store import META, StoreMeta
+from kvferry.daemon.tiers.disk.meta import StoreMeta, read_meta
 from kvferry.daemon.tiers.disk.root_files import (
     LOCK,
     foreign_entry,
@@ -31,6 +31,7 @@ from kvferry.daemon.tiers.disk.root_files import (
     remove_trash,
 )
 from kvferry.daemon.tiers.disk.slab import SlabFile, SlabTruncatedError
+from kvferry.daemon.tiers.disk.slabs import slab_number
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError, Refused
 
 # Seconds between two lines of progress.
@@ -73,18 +74,18 @@ def list_namespaces(root: Path) -> list[NamespaceFiles]:
     _check_root(root)
     found = []
     for directory in namespace_directories(root):
-        files = [path for path in directory.iterdir() if path.is_file()]
-        written = [path.stat().st_mtime for path in directory.glob(SLABS)]
+        entries = [path.lstat() for path in directory.iterdir()]
+        written = [path.lstat().st_mtime for path in directory.glob(SLABS)]
         described = NamespaceFiles(
             directory.name,
             model="",
             block_bytes=0,
             blocks=None,
-            allocated_bytes=sum(path.stat().st_blocks * 512 for path in files),
+            allocated_bytes=sum(each.st_blocks * 512 for each in entries),
             last_written=max(written, default=0.0),
         )
         try:
-            meta = _read_meta(directory)
+            meta = read_meta(directory)
             described.block_bytes, described.model = meta.block_bytes, meta.model
             generations = [
                 generation
@@ -110,7 +111,7 @@ def verify(root: Path, report: Callable[[Progress], None]) -> list[Verified]:
     """Compare all blocks with their checksums. Raises Refused (BUSY, BAD_CONFIG) and OSError."""
     with _locked(root):
         directories = namespace_directories(root)
-        total = sum(path.stat().st_size for each in directories for path in each.glob(SLABS))
+        total = sum(path.lstat().st_size for each in directories for path in each.glob(SLABS))
         progress, reported, results = Progress(0, total), 0.0, []
         for directory in directories:
             result = Verified(directory.name)
@@ -156,7 +157,7 @@ def _find_namespaces(root: Path, namespace: str | None) -> list[NamespaceFiles]:
 
 def _check_slots(directory: Path) -> Iterator[tuple[bool, bool, int]]:
     """For each slot: whether it has a good or a bad block, and its bytes."""
-    meta = _read_meta(directory)
+    meta = read_meta(directory)
     buffer = BounceBuffer(meta.block_bytes)
     data = buffer.view[: meta.block_bytes]
     for path, hints in _read_hints(directory, meta):
@@ -181,19 +182,14 @@ def _check_slots(directory: Path) -> Iterator[tuple[bool, bool, int]]:
 
 def _read_hints(directory: Path, meta: StoreMeta) -> Iterator[tuple[Path, Hints]]:
     """Each slab file, and what the hint file says about its slots."""
-    path = directory / HINTS
-    # A file that is missing knows as little as one that is empty.
-    file = HintFile(path if path.exists() else Path(os.devnull), meta.key_bytes, read_only=True)
+    file = HintFile(directory / HINTS, meta.key_bytes, read_only=True)
     try:
         for slab in sorted(directory.glob(SLABS)):
-            first = int(slab.name.rpartition("-")[2]) * meta.slots_per_slab
-            yield slab, file.read(range(first, first + meta.slots_per_slab))
+            if (number := slab_number(slab)) is not None:
+                first = number * meta.slots_per_slab
+                yield slab, file.read(range(first, first + meta.slots_per_slab))
     finally:
         file.close()
-
-
-def _read_meta(directory: Path) -> StoreMeta:
-    return msgspec.json.decode((directory / META).read_bytes(), type=StoreMeta)
 
 
 def _check_root(root: Path) -> None:

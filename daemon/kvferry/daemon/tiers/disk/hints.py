@@ -4,8 +4,9 @@
 
 A record is overwritten in place. It is only a hint: a read compares the key with the slot's header,
 and a slot whose record has a wrong CRC is known again once its header was read. Zeros have a wrong
-CRC, too, so a missing, short, torn or foreign file costs time, and never a wrong block. Records are
-reserved with their slab, so that a full file system does not prevent a change.
+CRC, too, so a missing, short, torn or foreign file costs time, and never a wrong block. What cannot
+be opened as a file is replaced. Records are reserved with their slab, so that a full file system
+does not prevent a change.
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.daemon.core.layout import Int64s
+from kvferry.daemon.tiers.disk.slab import MAX_GENERATION
+from kvferry.daemon.tiers.own_files import (
+    NotAFileError,
+    open_file,
+    open_or_replace,
+    remove_entry,
+)
 
 HINTS = "hints"
 # Instead of the generation of a block: the slot is free, is never used again, or is unknown.
@@ -36,11 +44,10 @@ class Hints(NamedTuple):
 
 
 class HintFile:
-    """Opens the file, and creates it unless `read_only`. The methods raise OSError."""
+    """Opens the file, and creates or replaces it unless `read_only`. The methods raise OSError."""
 
     def __init__(self, path: Path, key_bytes: int, *, read_only: bool = False) -> None:
-        access = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
-        self._descriptor = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._descriptor = _open_to_read(path) if read_only else _open(path)
         self._fields = struct.Struct(f"<{key_bytes}sq")
         self._record = np.dtype([("key", f"V{key_bytes}"), ("generation", "<i8"), ("crc", "<u4")])
         self.nbytes = os.fstat(self._descriptor).st_size
@@ -57,8 +64,10 @@ class HintFile:
         data = data.ljust(nbytes, b"\0")
         records = np.frombuffer(data, self._record)
         crcs = [zlib.crc32(data[at : at + end]) for at in range(0, nbytes, record)]
-        is_whole = records["crc"] == np.array(crcs, np.uint32)
-        return Hints(records["key"].tolist(), np.where(is_whole, records["generation"], UNKNOWN))
+        generations = records["generation"]
+        is_good = records["crc"] == np.array(crcs, np.uint32)
+        is_good &= (generations >= RETIRED) & (generations <= MAX_GENERATION)
+        return Hints(records["key"].tolist(), np.where(is_good, generations, UNKNOWN))
 
     def write(self, slot: int, generation: int, key: bytes = b"") -> None:
         """Overwrite a slot's record."""
@@ -87,3 +96,18 @@ class HintFile:
     def _encode(self, generation: int, key: bytes) -> bytes:
         data = self._fields.pack(key, generation)
         return data + _CRC.pack(zlib.crc32(data))
+
+
+def _open_to_read(path: Path) -> int:
+    try:
+        return open_file(path, os.O_RDONLY)
+    except (FileNotFoundError, NotAFileError):  # it knows as little as one that is empty
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _open(path: Path) -> int:
+    try:
+        return open_or_replace(path, os.O_RDWR)
+    except PermissionError:
+        remove_entry(path)
+        return open_or_replace(path, os.O_RDWR)

@@ -15,16 +15,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import structlog
 
 from kvferry.daemon.tiers.base import Blocks, Fetched, Result
 from kvferry.daemon.tiers.disk.catalog import Catalog
-from kvferry.daemon.tiers.disk.slab import SlabTruncatedError, SlotHeader, slot_bytes_of
+from kvferry.daemon.tiers.disk.meta import META, StoreMeta
+from kvferry.daemon.tiers.disk.slab import SlabTruncatedError, SlotHeader
 from kvferry.daemon.tiers.disk.slabs import Slabs
 from kvferry.daemon.tiers.disk.slot_table import Entry
 
-META = "meta"
 # Bound on the bytes of a namespace beside its slabs and hints, with a part of the root's.
 SMALL_FILES = 64 << 10
 # Errors of a file system on which nothing can be written, while reads go on.
@@ -37,23 +36,6 @@ NOTE_USE_EVERY = 600.0
 HEADERS = 2048
 
 log = structlog.get_logger()
-
-
-class StoreMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The properties of all slots of a namespace. model: for people who list the tier."""
-
-    block_bytes: int
-    key_bytes: int
-    slots_per_slab: int
-    model: str = ""
-
-    @property
-    def slot_bytes(self) -> int:
-        return slot_bytes_of(self.block_bytes)
-
-    @property
-    def slab_bytes(self) -> int:
-        return self.slot_bytes * self.slots_per_slab
 
 
 class NamespaceStore:

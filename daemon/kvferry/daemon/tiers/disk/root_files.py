@@ -12,9 +12,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvferry.daemon.tiers.disk.hints import HINTS
-from kvferry.daemon.tiers.disk.namespace_store import META
+from kvferry.daemon.tiers.disk.meta import META
 from kvferry.daemon.tiers.drop_markers import PREFIX
 from kvferry.daemon.tiers.durable_files import sync_directory, write_file
+from kvferry.daemon.tiers.own_files import (
+    NotAFileError,
+    is_directory,
+    is_removable,
+    open_or_replace,
+    read_file,
+)
 from kvferry.proto.errors import Code, Refused
 
 LOCK = "lock"
@@ -66,7 +73,7 @@ def prepare_root(root: Path) -> None:
 def lock_root(root: Path) -> int:
     """Lock a root until the returned descriptor is closed. Raises OSError; BlockingIOError if
     another process has the lock."""
-    descriptor = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = open_or_replace(root / LOCK, os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -94,8 +101,8 @@ def note_format(root: Path) -> None:
 
 def _has_format(root: Path) -> bool:
     try:
-        return (root / FORMAT).read_bytes() == FORMAT_TEXT
-    except (FileNotFoundError, IsADirectoryError):
+        return read_file(root / FORMAT, len(FORMAT_TEXT)) == FORMAT_TEXT
+    except (FileNotFoundError, NotAFileError, PermissionError):
         return False
 
 
@@ -138,23 +145,19 @@ def _trash(root: Path) -> Iterator[Path]:
 def _is_ours(path: Path) -> bool:
     name = path.name
     if name in _ROOT_FILES or _MARKER.fullmatch(name):
-        return not path.is_dir()
+        return is_removable(path)
     if _TRASH.fullmatch(name):
         return _has_only_ours(path, least=0)
     return name == "lost+found" or (is_namespace_name(name) and _has_only_ours(path))
 
 
 def _has_only_ours(path: Path, least: int = 1) -> bool:
-    if not _is_directory(path):
+    if not is_directory(path):
         return False
     try:
         found = list(path.iterdir())
+        return len(found) >= least and all(
+            _FILE.fullmatch(each.name) and is_removable(each) for each in found
+        )
     except OSError:  # it may be somebody else's
         return False
-    return len(found) >= least and all(
-        _FILE.fullmatch(each.name) and not _is_directory(each) for each in found
-    )
-
-
-def _is_directory(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()

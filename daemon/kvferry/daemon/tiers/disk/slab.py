@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvferry.daemon.tiers.block_memory import PAGE, BounceBuffer, view_memory
+from kvferry.daemon.tiers.own_files import NotAFileError, open_file
 
 # The last character is the version of the format.
 _MAGIC = b"kvfslot1"
 # Magic, generation, bytes of the block, checksum, bytes of the namespace's name and of the key.
 _FIELDS = struct.Struct("<8sQQQHH")
 _CRC = struct.Struct("<I")
-_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+# Larger generations on disk are damage: a million writes each second reach this one in nine years.
+MAX_GENERATION = 1 << 48
 
 
 class SlabTruncatedError(Exception):
@@ -56,7 +58,7 @@ def decode_header(page: memoryview) -> SlotHeader | None:
     """The header in a slot's first page; None if the slot was never written or is torn."""
     magic, generation, nbytes, checksum, name_bytes, key_bytes = _FIELDS.unpack_from(page)
     end = _FIELDS.size + name_bytes + key_bytes
-    if magic != _MAGIC or end + _CRC.size > PAGE:
+    if magic != _MAGIC or end + _CRC.size > PAGE or generation > MAX_GENERATION:
         return None
     data = bytes(page[:end])
     if (zlib.crc32(data),) != _CRC.unpack_from(page, end):
@@ -83,7 +85,7 @@ class SlabFile:
     @classmethod
     def create(cls, path: Path, slot_bytes: int, slots: int) -> SlabFile:
         """Create and preallocate a file. Raises OSError, and leaves no file then."""
-        descriptor = os.open(path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             os.posix_fallocate(descriptor, 0, slot_bytes * slots)
             os.close(descriptor)
@@ -160,11 +162,13 @@ class SlabFile:
 def _open(path: Path) -> tuple[int, bool]:
     """Open a file with O_DIRECT if its file system has it."""
     try:
-        return os.open(path, _OPEN | os.O_DIRECT), True
+        return open_file(path, os.O_RDWR | os.O_DIRECT), True
+    except NotAFileError:
+        raise
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    return os.open(path, _OPEN), False
+    return open_file(path, os.O_RDWR), False
 
 
 _local = threading.local()

@@ -12,13 +12,16 @@ import structlog
 from kvferry.daemon.tiers.disk.slab import SlabFile
 
 _PREFIX = "slab-"
+# Of one namespace: each slab takes a descriptor, and no process has more.
+_MAX_SLABS = 1 << 20
 
 log = structlog.get_logger()
 
 
 class Slabs:
-    """Opens all slab files of a directory. Files that are too short or too long are deleted. Files
-    that cannot be opened, such as symbolic links, are left alone, and their numbers are not used.
+    """Opens all slab files of a directory. Files that are too short or too long are deleted, and
+    those with a name that no slab has. What cannot be opened as a file, such as a symbolic link, is
+    left alone, and its number is not used.
     """
 
     def __init__(self, directory: Path, slot_bytes: int, slots_per_slab: int) -> None:
@@ -28,16 +31,16 @@ class Slabs:
         self._unusable: set[int] = set()
         try:
             for path in sorted(directory.glob(f"{_PREFIX}*")):
-                number = path.name.removeprefix(_PREFIX)
+                number = slab_number(path)
                 try:
                     slab = SlabFile(path, slot_bytes, slots_per_slab)
                 except OSError as error:
                     log.warning("slab file skipped; its blocks are lost", reason=str(error))
-                    if number.isdecimal():
-                        self._unusable.add(int(number))
+                    if number is not None:
+                        self._unusable.add(number)
                     continue
-                if number.isdecimal() and slab.is_whole:
-                    self._files[int(number)] = slab
+                if number is not None and slab.is_whole:
+                    self._files[number] = slab
                 else:
                     slab.delete()
         except BaseException:
@@ -72,7 +75,7 @@ class Slabs:
 
     def create(self, number: int) -> None:
         """Raises OSError."""
-        path = self._directory / f"{_PREFIX}{number:05}"
+        path = self._directory / _file_name(number)
         self._files[number] = SlabFile.create(path, self._slot_bytes, self._slots)
 
     def truncated(self) -> list[int]:
@@ -91,3 +94,15 @@ class Slabs:
         for slab in self._files.values():
             slab.close()
         self._files.clear()
+
+
+def slab_number(path: Path) -> int | None:
+    """The number of a slab file; None if no slab has this name."""
+    text = path.name.removeprefix(_PREFIX)
+    if not text.isdecimal() or int(text) >= _MAX_SLABS or path.name != _file_name(int(text)):
+        return None
+    return int(text)
+
+
+def _file_name(number: int) -> str:
+    return f"{_PREFIX}{number:05}"

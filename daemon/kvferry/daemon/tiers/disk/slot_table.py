@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.daemon.tiers.disk.hints import FREE, RETIRED, UNKNOWN, Hints
+from kvferry.daemon.tiers.disk.slab import MAX_GENERATION
 
 # Slots sampled for each one that is evicted: on average the victim is among the coldest 6 %.
 SAMPLED = 16
@@ -166,7 +167,8 @@ class SlotTable:
         self._readers[slot] -= 1
 
     def next_stamp(self) -> int:
-        self.clock += 1
+        # The last one only after damage; then the order of eviction is lost.
+        self.clock = min(self.clock + 1, MAX_GENERATION)
         return self.clock
 
     def touch_slot(self, slot: int) -> None:

@@ -19,12 +19,8 @@ import msgspec
 import structlog
 
 from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage, is_part_of
-from kvferry.daemon.tiers.disk.namespace_store import (
-    META,
-    SMALL_FILES,
-    NamespaceStore,
-    StoreMeta,
-)
+from kvferry.daemon.tiers.disk.meta import META, StoreMeta, read_meta
+from kvferry.daemon.tiers.disk.namespace_store import SMALL_FILES, NamespaceStore
 from kvferry.daemon.tiers.disk.root_files import (
     foreign_entries,
     is_namespace_name,
@@ -38,6 +34,7 @@ from kvferry.daemon.tiers.disk.root_files import (
 from kvferry.daemon.tiers.disk.shares import Shares
 from kvferry.daemon.tiers.disk.slab import slot_bytes_of
 from kvferry.daemon.tiers.durable_files import sync_directory, write_file
+from kvferry.daemon.tiers.own_files import NotAFileError
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.sizes import format_size
 
@@ -77,8 +74,8 @@ class DiskTier:
         # Dropped stores, whose files `maintain` deletes.
         self._trash: list[NamespaceStore] = []
         self._evicted_before = 0
-        # Why a namespace could not be created, and until when it is not tried again.
-        self._refusal, self._refused_until = "", 0.0
+        # Why a namespace could not be created, its name, and until when it is not tried again.
+        self._refusal, self._refused, self._refused_until = "", "", 0.0
         self._synced = time.monotonic()
         prepare_root(self._root)
         try:
@@ -183,14 +180,18 @@ class DiskTier:
     # Stores
 
     def _open_store(self, directory: Path) -> None:
-        """Open a namespace's store. What cannot be used is deleted, with a line in the log."""
+        """Open a namespace's store. A damaged one is deleted, and one that cannot be opened now is
+        left alone: other namespaces do not depend on it."""
         try:
-            meta = msgspec.json.decode((directory / META).read_bytes(), type=StoreMeta)
-        except (OSError, msgspec.MsgspecError) as error:
+            store = self._make_store(directory, read_meta(directory))
+        except (FileNotFoundError, NotAFileError, PermissionError, msgspec.MsgspecError) as error:
             log.warning("namespace dropped from disk", namespace=directory.name, reason=str(error))
             shutil.rmtree(directory, ignore_errors=True)
             return
-        store = self._stores[directory.name] = self._make_store(directory, meta)
+        except (OSError, MemoryError) as error:
+            log.warning("namespace not opened", namespace=directory.name, reason=str(error))
+            return
+        self._stores[directory.name] = store
         log.info(
             "disk tier loaded",
             namespace=store.name,
@@ -217,7 +218,7 @@ class DiskTier:
         with self._lock:
             if blocks.namespace in self._stores:
                 return self._stores[blocks.namespace]
-            if time.monotonic() < self._refused_until:
+            if blocks.namespace == self._refused and time.monotonic() < self._refused_until:
                 return None
             if least > self._size:
                 size, needed = format_size(self._size), format_size(least)
@@ -233,7 +234,10 @@ class DiskTier:
                     directory.rmdir()  # one without a file, from a process that was killed
                 directory.mkdir(mode=0o700)
             except OSError as error:
-                self._refuse(str(error), blocks.namespace, RETRY_NAMESPACE)
+                reason = f"{directory} cannot be created ({error.strerror})"
+                if directory.exists():
+                    reason += "; move it away: it has files that no tier made or that do not open"
+                self._refuse(reason, blocks.namespace, RETRY_NAMESPACE)
                 return None
             try:
                 write_file(directory / META, msgspec.json.encode(meta))
@@ -257,7 +261,8 @@ class DiskTier:
     def _refuse(self, reason: str, namespace: str, seconds: float) -> None:
         if reason != self._refusal:
             log.warning("namespace not stored on disk", namespace=namespace, reason=reason)
-        self._refusal, self._refused_until = reason, time.monotonic() + seconds
+        self._refusal, self._refused = reason, namespace
+        self._refused_until = time.monotonic() + seconds
 
     # The bound
 

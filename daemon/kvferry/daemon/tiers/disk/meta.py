@@ -1,0 +1,40 @@
+"""The file `meta` of a namespace on disk: the properties of all its slots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.daemon.tiers.disk.slab import slot_bytes_of
+from kvferry.daemon.tiers.own_files import read_file
+from kvferry.proto.keys import MAX_KEY_BYTES
+
+META = "meta"
+# More than the file can have, and more than a block or the slots of a slab can be.
+_MAX_FILE_BYTES = 64 << 10
+_MAX_BLOCK_BYTES, _MAX_SLOTS = 1 << 40, 1 << 20
+
+
+class StoreMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The properties of all slots of a namespace. model: for people who list the tier."""
+
+    block_bytes: Annotated[int, Meta(ge=1, le=_MAX_BLOCK_BYTES)]
+    key_bytes: Annotated[int, Meta(ge=1, le=MAX_KEY_BYTES)]
+    slots_per_slab: Annotated[int, Meta(ge=1, le=_MAX_SLOTS)]
+    model: str = ""
+
+    @property
+    def slot_bytes(self) -> int:
+        return slot_bytes_of(self.block_bytes)
+
+    @property
+    def slab_bytes(self) -> int:
+        return self.slot_bytes * self.slots_per_slab
+
+
+def read_meta(directory: Path) -> StoreMeta:
+    """Raises OSError, and MsgspecError if the file is damaged."""
+    return msgspec.json.decode(read_file(directory / META, _MAX_FILE_BYTES), type=StoreMeta)
