@@ -12,6 +12,7 @@ import pytest
 
 from kvferry.daemon.tiers.base import IN_TIER, Result
 from kvferry.daemon.tiers.disk import namespace_store
+from kvferry.daemon.tiers.disk.meta import META
 from kvferry.daemon.tiers.disk.shares import SHARE_SECONDS
 from kvferry.testing.engine import until
 from kvferry.testing.tier_subjects import NAMESPACE, PoolMemory
@@ -42,11 +43,11 @@ def is_written(disk: KillableDisk, name: str) -> bool:
     return disk.put([1], name)[0] in IN_TIER
 
 
-def age(disk: KillableDisk, name: str) -> None:
-    """Restart the tier as if nobody had used a namespace for long."""
+def age(disk: KillableDisk, name: str, seconds: float = 2 * SHARE_SECONDS) -> None:
+    """Restart the tier as if a namespace was used so long ago; in the future if negative."""
     disk.kill()
-    then = time.time() - 2 * SHARE_SECONDS
-    os.utime(disk.root / name / namespace_store.META, (then, then))
+    then = time.time() - seconds
+    os.utime(disk.root / name / META, (then, then))
     disk.open()
 
 
@@ -77,6 +78,16 @@ def test_a_namespace_that_is_searched_keeps_its_share(disk: KillableDisk) -> Non
     disk.open()
     fill(disk, OTHER)
     assert sum(disk.contains(range(300))) > 50
+
+
+def test_a_last_use_in_the_future_counts_as_now(disk: KillableDisk) -> None:
+    """The clock was ahead, and was set right. A day later the namespace has no share."""
+    fill(disk, NAMESPACE)
+    age(disk, NAMESPACE, -1e9)
+    store = disk.tier._stores[NAMESPACE]
+    assert time.monotonic() - 60 < store.last_used <= time.monotonic()
+    store.sync()
+    assert (disk.root / NAMESPACE / META).stat().st_mtime <= time.time()
 
 
 def test_namespaces_that_are_not_in_use_take_nothing_from_one_that_is(disk: KillableDisk) -> None:

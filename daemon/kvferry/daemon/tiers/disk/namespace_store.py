@@ -8,6 +8,7 @@ the slot's header differs. Any thread; `lock` is never held during I/O on slots.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 import time
@@ -55,9 +56,11 @@ class NamespaceStore:
         self.directory, self.meta = directory, meta
         self.name = directory.name
         self.lock = threading.Lock()
-        # When it was searched, read or written last, in seconds since the epoch. The time of `meta`
-        # keeps it for the next process.
-        self.last_used = self._noted_use = (directory / META).stat().st_mtime
+        # When it was searched, read or written last, on the monotonic clock: the other one may be
+        # set. The time of `meta` keeps it for the next process; one in the future counts as now.
+        idle = time.time() - (directory / META).stat().st_mtime
+        self.last_used = time.monotonic() - max(0.0, idle)
+        self._noted_use = self.last_used if idle >= 0 else -math.inf
         self.slabs = Slabs(directory, meta.slot_bytes, meta.slots_per_slab)
         try:
             self.catalog = Catalog(directory, self.slabs, max_slots, meta.key_bytes)
@@ -91,12 +94,12 @@ class NamespaceStore:
     # Reading
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        self.last_used = time.time()
+        self.last_used = time.monotonic()
         with self.lock:
             return [slot is not None for slot in self._find(keys)]
 
     def fetch(self, blocks: Blocks, deadline: float) -> list[Fetched]:
-        self.last_used = time.time()
+        self.last_used = time.monotonic()
         with self.lock:
             slots = self._find(blocks.keys)
             for slot in slots:
@@ -155,7 +158,7 @@ class NamespaceStore:
     # Writing
 
     def put(self, blocks: Blocks, checksums: Sequence[int]) -> list[Result]:
-        self.last_used = time.time()
+        self.last_used = time.monotonic()
         with self.lock:
             if self._stopped:
                 return [Result.FULL] * len(blocks.keys)
@@ -319,8 +322,9 @@ class NamespaceStore:
         self.catalog.hints.sync()
         if self.last_used > self._noted_use + NOTE_USE_EVERY:
             self._noted_use = self.last_used
+            used = time.time() - (time.monotonic() - self.last_used)
             with suppress(OSError):  # read-only, or dropped
-                os.utime(self.directory / META, (self.last_used, self.last_used))
+                os.utime(self.directory / META, (used, used), follow_symlinks=False)
 
     def stop(self) -> None:
         """Every key is a miss from now on."""

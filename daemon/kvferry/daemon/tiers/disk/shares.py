@@ -34,7 +34,7 @@ class Shares:
         if not others:
             return None
         coldest = _coldest(others)
-        if coldest.last_used < time.time() - SHARE_SECONDS:
+        if coldest.last_used < time.monotonic() - SHARE_SECONDS:
             return coldest
         unused = [each for each in others if not self.is_used(each.name)]
         if self.is_used(name):
