@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from kvferry.daemon import app
 from kvferry.daemon.app import DESCRIPTORS, check_descriptors, make_engine
 from kvferry.daemon.config import Config, PoolConfig
 from kvferry.daemon.engine.reference import ReferenceEngine
-from kvferry.daemon.memory import pool as pool_module
-from kvferry.daemon.memory.pool import HostPool, available_memory, check_fits
+from kvferry.daemon.memory.available_memory import available_memory
+from kvferry.daemon.memory.pool import HostPool, check_fits
 from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.daemon.systemd import Supervisor
 from kvferry.proto.errors import Code, Refused
@@ -70,23 +69,6 @@ def test_memory_of_the_released_pool_counts_as_available() -> None:
     check_fits(available + (1 << 29), spare=1 << 30)
     with pytest.raises(Refused, match=r"reduce pool\.size"):
         check_fits(available + (3 << 30), spare=1 << 30)
-
-
-@pytest.mark.parametrize(
-    ("used", "available"), [(6, 7), (1, 8)], ids=["charged here", "charged elsewhere"]
-)
-def test_a_control_group_has_at_most_its_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: int, available: int
-) -> None:
-    """The memory of the old pool may be charged to another group."""
-    (tmp_path / "memory.max").write_text(f"{8 << 20}\n")
-    (tmp_path / "memory.current").write_text(f"{used << 20}\n")
-    monkeypatch.setattr(pool_module, "_control_groups", lambda: [tmp_path])
-    limit = f"the memory limit of control group {tmp_path}"
-    assert available_memory() == ((8 - used) << 20, limit)
-    assert available_memory(5 << 20) == (available << 20, limit)
-    with pytest.raises(Refused, match=f"{limit} allows; reduce"):
-        check_fits(9 << 20)
 
 
 @pytest.mark.parametrize("chunk", ["1000000", "2MiB"])

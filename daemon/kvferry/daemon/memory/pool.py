@@ -17,9 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Protocol
 
+from kvferry.daemon.memory.available_memory import available_memory
 from kvferry.daemon.memory.numa import bind_to_node
 from kvferry.daemon.memory.shared_memory import PAGE, MappedFiles, free_file
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
@@ -175,31 +175,3 @@ def check_fits(nbytes: int, *, spare: int = 0) -> None:
             f"{format_size(available)} that {limit} allows; reduce pool.size, or allow more memory",
             nbytes,
         )
-
-
-def available_memory(spare: int = 0) -> tuple[int, str]:
-    """Bytes of memory available to this process, plus `spare`, and what limits them."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    available = int(fields["MemAvailable"].split()[0]) * 1024 + spare, "the free memory"
-    for group in _control_groups():
-        limit, used = group / "memory.max", group / "memory.current"
-        if limit.exists() and (text := limit.read_text().strip()) != "max":
-            left = int(text) - max(0, int(used.read_text()) - spare)
-            available = min(available, (left, f"the memory limit of control group {group}"))
-    return available
-
-
-def _control_groups() -> list[Path]:
-    """The control group of this process and all its parents (cgroup v2)."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        if line.startswith("0::"):
-            own = Path("/sys/fs/cgroup" + line[3:])
-            return [
-                group for group in (own, *own.parents) if group.is_relative_to("/sys/fs/cgroup")
-            ]
-    return []
