@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -89,6 +91,7 @@ def test_the_parent_of_one_runtime_directory_stands_for_it(short_path: Path) -> 
     ("name", "message"),
     [
         ("file", "not a runtime directory"),
+        ("\udcff", "is not UTF-8"),
         ("d" * 120, "use a shorter directory"),
         ("/".join(["d" * 200] * 30), "use a shorter directory"),
     ],
@@ -124,6 +127,18 @@ def test_a_daemon_that_starts_in_time(
     with OffloadClient(str(kvferryd.runtime_dir)) as client:
         assert client.directory == kvferryd.directory
         assert client.daemon.pid == kvferryd.pid
+
+
+def test_a_daemon_is_found_in_a_locale_without_its_characters(short_path: Path) -> None:
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    program = (
+        "import sys; from kvferry.client import OffloadClient\n"
+        f"print(OffloadClient(sys.argv[1], timeout={TIMEOUT}).daemon.pid)"
+    )
+    with LocalDaemon(runtime_dir=short_path / "ü", pool_bytes=1 << 20) as daemon:
+        command = [sys.executable, "-c", program, str(daemon.directory)]
+        done = subprocess.run(command, env=os.environ | locale, capture_output=True, text=True)
+        assert done.stdout == f"{daemon.pid}\n", done.stderr
 
 
 @pytest.mark.parametrize(

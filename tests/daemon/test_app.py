@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -186,6 +187,44 @@ def test_a_failed_start_of_a_thread_is_refused(short_path: Path) -> None:
     assert message.startswith("kvferryd: [bad_config] no memory or threads left")
     assert "Traceback" not in done.stderr
     assert list(short_path.rglob("*.sock")) == []
+
+
+def test_a_path_that_the_locale_does_not_have_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "kvferryd.toml"
+    file.write_text(f'runtime_dir = "{tmp_path}/ü"', encoding="utf-8")
+    command = [sys.executable, "-m", "kvferry.daemon", "--config", str(file)]
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        command, env=os.environ | locale, capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("kvferryd: [bad_config] runtime_dir = ")
+    assert "PYTHONUTF8=1" in done.stderr
+
+
+# As another user, because the limit does not apply to root.
+FEW_THREADS = """
+import os, resource, sys
+from kvferry.daemon.app import main
+
+resource.setrlimit(resource.RLIMIT_NPROC, (12, 12))
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(54321)
+    os.setuid(54321)
+main(["--pool-size", "1MiB", "--runtime-dir", sys.argv[1]])
+"""
+
+
+def test_a_start_with_too_few_threads_is_refused(short_path: Path) -> None:
+    command = [sys.executable, "-c", FEW_THREADS, str(short_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(
+        r"kvferryd: \[bad_config\] \d+ threads can be started, but \d+ are needed; raise "
+        r"LimitNPROC and TasksMax .*\n",
+        done.stderr,
+    )
 
 
 @pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])

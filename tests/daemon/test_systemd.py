@@ -69,6 +69,10 @@ def test_the_sequence_of_notifications(run: Run) -> None:
     assert not manager.ignored
 
 
+def test_a_status_that_is_not_utf8_is_sent(run: Run) -> None:
+    assert run("supervisor.status('a\\udcff')").values("STATUS")[0] == r"a\udcff"
+
+
 def test_an_abstract_notify_socket_is_used(run: Run) -> None:
     manager = run("", notify=f"@kvferry-test-{os.getpid()}")
     assert manager.values("READY") == ["1"]

@@ -141,6 +141,11 @@ def resolve_directory(directory: Path) -> Path:
 
     Raises Refused (BAD_CONFIG) if no daemon can be there, and as find_daemon_in.
     """
+    try:
+        os.fsencode(directory).decode()
+    except UnicodeError as error:
+        message = "the directory's name is not UTF-8, so no daemon can be there; name another one"
+        raise Refused(Code.BAD_CONFIG, message, ascii(str(directory))) from error
     found = find_daemon_in(directory)
     directory = found or directory
     if len(os.fsencode(directory / "kvferry.sock")) > MAX_SOCKET_PATH:

@@ -55,6 +55,7 @@ from kvferry.daemon.persistence.table_file import TableFile
 from kvferry.daemon.reload import Reload
 from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor
+from kvferry.daemon.thread_count import needed_threads
 from kvferry.daemon.tier_config import SiblingsTierConfig
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
 from kvferry.daemon.tiers.siblings.key_table import TABLES_BYTES, KeyTables
@@ -68,6 +69,7 @@ from kvferry.daemon.transport.server import Server
 from kvferry.daemon.transport.status import StatusAssembler
 from kvferry.proto.codec import MAX_MESSAGE_BYTES
 from kvferry.proto.errors import Code, KVFerryError, Refused
+from kvferry.proto.process import check_threads
 from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.status import Limits
 from kvferry.proto.version import kvferry_version
@@ -92,6 +94,7 @@ def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
     try:
         config = config_reader.read(arguments)
         start_logging(config.log)
+        check_threads(needed_threads(config))
         supervisor.status(f"opening device {config.device}")
         engine = make_engine(config)
         admission = Admission(config.access.group)

@@ -83,8 +83,9 @@ def read(arguments: Sequence[str] | None = None) -> Config:
         raise Refused(Code.BAD_CONFIG, message, source) from error
     for key, _, _ in options():
         value = attrgetter(key)(config)
-        if isinstance(value, str) and "\0" in value:
-            raise _wrong_value(key, value, "contains a NUL character; remove it")
+        if isinstance(value, str):
+            _check_characters(key, value)
+    _check_characters("runtime_dir", str(config.directory))  # the default is of the environment
     for key in SIZES:
         size = attrgetter(key)(config)
         if not parse_bytes(size, key) and key.startswith("pool."):
@@ -96,6 +97,21 @@ def read(arguments: Sequence[str] | None = None) -> Config:
     _check_custom_tier(config.tiers.custom)
     _check_mooncake_tier(config.tiers.mooncake)
     return config
+
+
+def _check_characters(key: str, value: str) -> None:
+    """Refuse characters that a path, a message or a worker's arguments cannot have."""
+    if "\0" in value:
+        raise _wrong_value(key, value, "contains a NUL character; remove it")
+    try:
+        value.encode()  # fails for bytes that are not UTF-8
+        os.fsencode(value)  # fails for characters that the locale does not have
+    except UnicodeEncodeError as error:
+        problem = (
+            "is not UTF-8, or not in the character set of the locale; set another value, or the "
+            "environment variable PYTHONUTF8=1"
+        )
+        raise _wrong_value(key, value, problem) from error
 
 
 def _write_as_text(tree: Any, key: str) -> None:

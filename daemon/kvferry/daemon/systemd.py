@@ -154,7 +154,11 @@ class Supervisor:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
                 connection.settimeout(max(0.0, seconds))
                 connection.connect(_path(self._address))
-                socket.send_fds(connection, ["\n".join(message.lines).encode()], passing)
+                socket.send_fds(
+                    connection,
+                    ["\n".join(message.lines).encode(errors="backslashreplace")],
+                    passing,
+                )
         except (BlockingIOError, TimeoutError):
             return None
         except OSError as error:

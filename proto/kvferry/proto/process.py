@@ -1,4 +1,4 @@
-"""Checks of the calling process: standard streams, address space, and system calls.
+"""Checks of the calling process: standard streams, address space, threads, and system calls.
 
 Called by kvferryd and kvferry before they import libraries that abort instead of raising (OpenBLAS
 and libzmq do so when they cannot start a thread), and by the daemon before it maps memory. Imports
@@ -22,6 +22,8 @@ from kvferry.proto.errors import Code, Refused
 SPARE_ADDRESS_SPACE = 1 << 30
 # Address space of an x86-64 process without five-level paging.
 _MAX_ADDRESS_SPACE = 1 << 47
+# Of a thread that waits for a semaphore. No machine has a larger minimum.
+_STACK_BYTES = 256 << 10
 # The first kernel with all system calls that the daemon cannot do without.
 MIN_KERNEL = "5.3"
 
@@ -65,6 +67,46 @@ def address_space_left() -> int:
 def _limit() -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return _MAX_ADDRESS_SPACE if limit == resource.RLIM_INFINITY else min(limit, _MAX_ADDRESS_SPACE)
+
+
+def check_threads(needed: int) -> None:
+    """Raise Refused (BAD_CONFIG) if this user or control group cannot have `needed` more threads.
+
+    Without them the daemon would start, and fail later. Nothing says how many are left: the limit
+    of a user also counts processes that this one cannot see.
+    """
+    left = count_startable_threads(needed)
+    if left < needed:
+        message = (
+            f"{left} threads can be started, but {needed} are needed; raise LimitNPROC and "
+            "TasksMax of the unit (ulimit -u, or the pids limit of the container)"
+        )
+        raise Refused(Code.BAD_CONFIG, message, left)
+
+
+def count_startable_threads(most: int) -> int:
+    """How many threads the kernel allows to start, up to `most`. They end at once.
+
+    They execute no Python and allocate nothing: each thread that does takes 64 MiB of addresses.
+    """
+    libc = ctypes.CDLL(None)
+    semaphore, attributes = ctypes.create_string_buffer(64), ctypes.create_string_buffer(128)
+    libc.sem_init(semaphore, 0, 0)
+    libc.pthread_attr_init(attributes)
+    libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(_STACK_BYTES))
+    threads = []
+    try:
+        for _ in range(most):
+            thread = ctypes.c_ulong()
+            if libc.pthread_create(ctypes.byref(thread), attributes, libc.sem_wait, semaphore):
+                break
+            threads.append(thread)
+    finally:
+        for _ in threads:
+            libc.sem_post(semaphore)
+        for thread in threads:
+            libc.pthread_join(thread, None)
+    return len(threads)
 
 
 def check_system_calls(*names: str) -> None:

@@ -82,7 +82,8 @@ class Connection:
         self._connected = self._disconnected = self._forbidden = False
         self.monitor = self.socket.get_monitor_socket(_EVENTS, address)
         self._sockets.append(self.monitor)
-        self.socket.connect(f"ipc://{self.directory / 'kvferry.sock'}")
+        # Addresses of ZeroMQ are UTF-8, whatever the locale is.
+        self.socket.connect(f"ipc://{os.fsencode(self.directory / 'kvferry.sock').decode()}")
         self._poller = select.poll()
         for descriptor in self.filenos():
             self._poller.register(descriptor, select.POLLIN)
