@@ -181,7 +181,8 @@ class MetricsConfig(Section, frozen=True):
         str,
         Meta(
             description='"host:port" at which /metrics and /health are served over HTTP, or "off"; '
-            "use another port per daemon; port 0 takes a free one and logs it"
+            '":port" is all addresses, of IPv4 and IPv6; use another port per daemon; port 0 takes '
+            "a free one and logs it"
         ),
     ] = "off"
 

@@ -230,6 +230,22 @@ async def test_events_are_published_over_tcp(subscriber: EventSubscriber) -> Non
     assert not publisher_processes()
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6")
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+async def test_events_are_published_at_all_addresses(
+    subscriber: EventSubscriber, host: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    publisher = KVEventPublisher(f"tcp://*:{port}")
+    subscriber.socket.setsockopt(zmq.IPV6, 1)
+    subscriber.socket.connect(f"tcp://{host}:{port}")
+    await eventually(lambda: publisher.wanted)
+    publisher.publish(stored(KEYS[0]))
+    assert await subscriber.receive_number() == 0
+    await publisher.close()
+
+
 @pytest.mark.parametrize(
     "address", ["tcp://nowhere", "tcp://127.0.0.1:http", "inproc://here", "ipc:///no/such/folder"]
 )

@@ -21,6 +21,7 @@ import msgspec
 from prometheus_client import make_wsgi_app
 
 from kvferry.daemon.observability.metrics import Metrics
+from kvferry.daemon.observability.tcp_listener import listen_tcp, parse_address
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.status import DaemonStatus, HealthStatus, NamespaceStatus
 
@@ -44,7 +45,7 @@ class StatusSource(Protocol):
 
 
 class MetricsServer:
-    """Listens at `listen` ("host:port") and serves after `start`. Raises Refused (BAD_CONFIG).
+    """Listens at `listen` (tcp_listener.py) and serves after `start`. Raises Refused (BAD_CONFIG).
 
     source: of the event loop that creates the server. check_seconds: the longest time that its
     `check_health` takes. snapshot_seconds, request_seconds: see SNAPSHOT_SECONDS and
@@ -64,7 +65,7 @@ class MetricsServer:
         self._metrics, self._source, self._check_seconds = metrics, source, check_seconds
         self._loop = asyncio.get_running_loop()
         self._snapshot_seconds = snapshot_seconds
-        self._server = _listening(*_parsed(listen))
+        self._server = _listening(listen)
         self._server.request_seconds = request_seconds
         self._server.set_app(self._handle_request)
         self._thread = threading.Thread(
@@ -202,17 +203,17 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(WSGIServer):
-    allow_reuse_address = True
-    request_queue_size = BACKLOG
+    """Serves at a socket that listens already."""
+
     request_seconds = REQUEST_SECONDS
 
-    def server_bind(self) -> None:
-        """As in HTTPServer, without the DNS request for the name of this host."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    def __init__(self, listener: socket.socket) -> None:
+        super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
         # The kernel does not report a connection until it sends something.
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 1)
+        # As in HTTPServer, without the DNS request for the name of this host.
         host, port = self.server_address[:2]
         self.server_name, self.server_port = str(host), int(port)
         self.setup_environ()
@@ -221,29 +222,21 @@ class _Server(WSGIServer):
         """Ignore clients that disconnected or were too slow."""
 
 
-class _Server6(_Server):
-    address_family = socket.AF_INET6
-
-
-def _listening(host: str, port: int) -> _Server:
-    server = _Server6 if ":" in host else _Server
+def _listening(listen: str) -> _Server:
     try:
-        return server((host, port), _Handler)
-    except OSError as error:
-        raise Refused(
-            Code.BAD_CONFIG,
-            f"cannot listen on {host}:{port} of metrics.listen ({error.strerror}); set another "
-            'port per daemon, port 0 for any, or "off"',
-            f"{host}:{port}",
-        ) from error
-
-
-def _parsed(listen: str) -> tuple[str, int]:
-    host, colon, port = listen.rpartition(":")
-    if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        host, port = parse_address(listen)
+    except ValueError as error:
         message = (
             f'metrics.listen = {listen!r} is not "host:port"; set for instance "127.0.0.1:9464", '
-            '"[::1]:0" or "off"'
+            '":9464" for all addresses, "[::1]:0" or "off"'
         )
-        raise Refused(Code.BAD_CONFIG, message, listen)
-    return host.strip("[]") or "0.0.0.0", int(port)  # noqa: S104 - as configured
+        raise Refused(Code.BAD_CONFIG, message, listen) from error
+    try:
+        return _Server(listen_tcp(host, port, BACKLOG))
+    except (OSError, ValueError) as error:  # ValueError: no name of a host
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        message = (
+            f"cannot listen at metrics.listen = {listen!r} ({reason}); set another port per "
+            'daemon, port 0 for any, or "off"'
+        )
+        raise Refused(Code.BAD_CONFIG, message, listen) from error

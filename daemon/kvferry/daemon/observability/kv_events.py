@@ -22,6 +22,7 @@ import structlog
 
 from kvferry.daemon.core.actions import PublishKVEvents
 from kvferry.daemon.observability.kv_events_process import MEMORY_BUDGET, SIZE, ChannelMessage
+from kvferry.daemon.observability.tcp_listener import listen_tcp, parse_address
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind
 
@@ -213,10 +214,7 @@ def _listen(address: str) -> socket.socket:
     if address.startswith("ipc://"):
         listener = _listen_at_path(address)
     elif address.startswith("tcp://"):
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
-        host = "" if host == "*" else host.strip("[]")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, int(port)), family=family, backlog=BACKLOG)
+        listener = listen_tcp(*parse_address(address.removeprefix("tcp://")), BACKLOG)
     else:
         raise ValueError("unknown transport")
     listener.setblocking(False)
