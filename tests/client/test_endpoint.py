@@ -129,6 +129,43 @@ def test_a_daemon_that_starts_in_time(
         assert client.daemon.pid == kvferryd.pid
 
 
+@pytest.mark.parametrize(
+    ("device", "found"),
+    [
+        ("GPU-377e0049", "GPU-377e0049-554c"),
+        ("GPU-377e1", "GPU-377e1149-554c"),
+        ("MIG-377e0049-554c", "GPU-377e0049-554c"),
+        ("cpu", "cpu"),
+    ],
+)
+def test_a_daemon_is_found_by_the_name_of_its_device_in_cuda(
+    gpu_directories: list[Path], device: str, found: str
+) -> None:
+    assert endpoint.find_daemon(device) == gpu_directories[0] / found
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("GPU-377e", "several daemons run"), ("GPU-4", "no daemon runs for device GPU-4")],
+)
+def test_a_device_without_one_daemon_is_reported(
+    gpu_directories: list[Path], device: str, message: str
+) -> None:
+    with pytest.raises(Gone, match=message):
+        endpoint.find_daemon(device)
+
+
+@pytest.fixture
+def gpu_directories(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Of the system and of a user. A MIG instance's name is that of a GPU, as in the driver."""
+    for name in ("GPU-377e0049-554c", "GPU-377e1149-554c", "cpu"):
+        make_runtime_directory(short_path / "a" / name)
+    make_runtime_directory(short_path / "b" / "GPU-377e0049-554c")
+    places = [short_path / "a", short_path / "b"]
+    monkeypatch.setattr(endpoint, "runtime_directories", lambda: places)
+    return places
+
+
 def test_a_daemon_is_found_in_a_locale_without_its_characters(short_path: Path) -> None:
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     program = (

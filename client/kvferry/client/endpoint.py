@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.fd_passing import MAX_SOCKET_PATH
-from kvferry.proto.runtime_directory import search_directories, temporary_directory
+from kvferry.proto.runtime_directory import is_device, search_directories, temporary_directory
 
 
 def runtime_directories() -> list[Path]:
@@ -59,7 +59,9 @@ def _subdirectories(directory: Path) -> list[Path]:
 
 
 def find_daemon(device: str | None = None) -> Path:
-    """The runtime directory of the daemon of a device ("cpu" or "GPU-..."), or of the only daemon.
+    """The runtime directory of the daemon of a device, or of the only daemon.
+
+    device: "cpu", or as in CUDA_VISIBLE_DEVICES: "GPU-..." or "MIG-...", which may be shortened.
 
     Raises Refused: SEVERAL_DAEMONS, naming them; FORBIDDEN if it may be in a directory that this
     user cannot read, or if another user has taken this user's directory in /tmp. Raises Gone
@@ -67,12 +69,13 @@ def find_daemon(device: str | None = None) -> Path:
     """
     directories = runtime_directories()
     found, inaccessible = find_daemons(directories)
-    found = [path for path in found if device in (None, path.name)]
-    if len(found) == 1 or (found and device is not None):
+    if device is not None:
+        found = [path for path in found if is_device(device, path.name)]
+    if len({path.name for path in found}) == 1 and (device is not None or len(found) == 1):
         return found[0]
     if not found:
         for path in filter(os.path.exists, inaccessible):  # it may not exist
-            if device in (None, path.name) or path in directories:
+            if device is None or is_device(device, path.name) or path in directories:
                 raise _access_error(path)
         if (user := _foreign_owner(temporary_directory())) is not None:
             message = (

@@ -225,7 +225,7 @@ class ReferenceConfig(Section, frozen=True):
 
 class Config(Section, frozen=True):
     device: Annotated[
-        str, Meta(description='"cpu", or a GPU by index ("0") or UUID ("GPU-...")')
+        str, Meta(description='"cpu", or a GPU by index ("0") or UUID ("GPU-...", "MIG-...")')
     ] = "cpu"
     runtime_dir: Annotated[
         str,

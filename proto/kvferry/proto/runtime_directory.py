@@ -8,11 +8,21 @@ the temporary one. Clients do not know the daemon's environment, so they search 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 # RuntimeDirectory=kvferry of the systemd unit.
 SYSTEM_DIRECTORY = Path("/run/kvferry")
 TEMPORARY = Path("/tmp")
+
+
+def is_device(wanted: str, uuid: str) -> bool:
+    """Whether `wanted` names the device with this UUID, as in CUDA_VISIBLE_DEVICES.
+
+    A beginning is enough. The driver gives the UUID of a MIG instance as that of a GPU.
+    """
+    prefix = re.sub("^MIG-", "GPU-", wanted, flags=re.IGNORECASE)
+    return uuid.lower().startswith(prefix.lower())
 
 
 def default_directory() -> Path:

@@ -36,6 +36,19 @@ def see(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
+    ("visible", "found"),
+    [("GPU-377e, MIG-1f", ["GPU-377e", "MIG-1f"]), ("0,MIG-1f", ["GPU-0", "MIG-1f"])],
+)
+def test_uuids_in_the_environment_are_used_as_they_are(
+    see: Any, monkeypatch: pytest.MonkeyPatch, visible: str, found: list[str]
+) -> None:
+    """NVML gives the UUID of the GPU that has the instance, and knows no shortened UUID."""
+    see(())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [module._uuid(device) for device in range(2)] == found
+
+
+@pytest.mark.parametrize(
     ("visible", "assigned", "found"),
     [
         ((), None, ["GPU-0", "GPU-1"]),

@@ -17,7 +17,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -249,7 +250,15 @@ def _check_pipeline(vllm_config: Any) -> None:
 
 
 def _uuid(device: int, *assigned: int) -> str | None:
-    """The UUID of a device. vLLM's platform counts visible devices; `assigned` are physical."""
+    """The UUID of a device. vLLM's platform counts visible devices; `assigned` are physical.
+
+    vLLM asks NVML, which knows no shortened UUID, and gives that of the whole GPU for an instance.
+    """
+    visible_names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if not assigned and device < len(visible_names):
+        name = visible_names[device].strip()
+        if name.startswith(("GPU-", "MIG-")):
+            return name
     try:
         from vllm.platforms import current_platform
 

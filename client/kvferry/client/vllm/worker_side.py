@@ -32,6 +32,7 @@ from kvferry.client.vllm.engine_config import TIMEOUT, EngineConfig
 from kvferry.client.vllm.load_eta import LoadEta
 from kvferry.client.vllm.own_blocks import own_blocks
 from kvferry.client.vllm.scheduler_side import KeysSpec
+from kvferry.cuda.driver import driver
 from kvferry.proto.errors import Code, Gone, KVFerryError
 from kvferry.proto.results import Outcome
 from kvferry.proto.sizes import format_size
@@ -261,7 +262,8 @@ class WorkerSide:
     def _uuid(self) -> str | None:
         if self._device.type != "cuda":
             return None
-        return f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
+        index = self._device.index
+        return driver().device_uuid(torch.cuda.current_device() if index is None else index)
 
 
 def canonical_kv_caches(kv_caches: Any, factor: int) -> CanonicalKVCaches:

@@ -38,6 +38,7 @@ from kvferry.daemon.engine.cuda.staging import Staging
 from kvferry.daemon.memory.numa import node_of
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
+from kvferry.proto.runtime_directory import is_device
 from kvferry.proto.sizes import format_size
 from kvferry.proto.specs import Direction
 from kvferry.proto.status import CopyStatus, DeviceInfo, GroupCopying
@@ -68,12 +69,15 @@ class CudaOptions:
 class CudaEngine:
     """The engine of an NVIDIA GPU.
 
-    device: index ("0", as CUDA numbers the visible GPUs) or UUID.
+    device: index ("0", as CUDA numbers the visible GPUs), or UUID of a GPU or MIG instance, which
+    may be shortened.
 
     Raises Refused (NO_DEVICE, BAD_CONFIG).
     """
 
     def __init__(self, device: str, options: CudaOptions) -> None:
+        if device.upper().startswith("MIG-"):  # CUDA shows a process one instance: else the first
+            os.environ["CUDA_VISIBLE_DEVICES"] = f"MIG-{device[4:]}"
         self._driver = driver()
         version = self._driver.version
         if version < MIN_DRIVER:
@@ -370,8 +374,13 @@ def _table(mapping: Mapping, group: int) -> PageTable:
 def _find_device(driver: Driver, wanted: str) -> int:
     count = driver.device_count()
     uuids = [driver.device_uuid(ordinal) for ordinal in range(count)]
-    if wanted in uuids:
-        return uuids.index(wanted)
+    found = [ordinal for ordinal, uuid in enumerate(uuids) if is_device(wanted, uuid)]
+    if len(found) > 1:
+        several = ", ".join(uuids[ordinal] for ordinal in found)
+        message = f"device {wanted!r} is the beginning of {several}; write more of the UUID"
+        raise Refused(Code.NO_DEVICE, message, wanted)
+    if found:
+        return found[0]
     if wanted.isdecimal() and int(wanted) < count:
         return int(wanted)
     raise Refused(
