@@ -360,8 +360,10 @@ def test_a_part_that_cannot_be_identified_is_of_this_start(
 
         return read(change=change, **extra)
 
-    assert started("one") != started("two")
-    assert "kvferry_salt" in caplog.text
+    for unset in ({}, *({"kvferry_salt": salt} for salt in (None, "", " \n"))):
+        caplog.clear()
+        assert started("one", **unset) != started("two", **unset)
+        assert "kvferry_salt" in caplog.text
     caplog.clear()
     assert started("one", kvferry_salt="mine") == started("two", kvferry_salt="mine")
     assert started("one", kvferry_salt="mine") != started("one", kvferry_salt="yours")

@@ -48,6 +48,8 @@ def test_weights_that_nothing_tells_from_others_are_of_this_start(
     changes = {path: tmp_path if one == "HERE" else one for path, one in changes.items()}
     assert traits("one", changes) != traits("two", changes)
     assert "kvferry_salt" in caplog.text
+    unset = {"kvferry_salt": ""}
+    assert traits("one", changes, **unset) != traits("two", changes, **unset)
     assert traits("one", changes) == traits("one", changes)  # workers', and the scheduler's
     said = {"kvferry_salt": "mine"}
     assert traits("one", changes, **said) == traits("two", changes, **said)

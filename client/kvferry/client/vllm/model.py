@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,12 +157,20 @@ def _files(path: str) -> Iterator[str]:
                 yield f"{file.name} {stat.st_size} {_hash_file(file) if small else _version(file)}"
 
 
+def user_salt(extra: Mapping[str, Any]) -> str:
+    """The user's salt; "" if there is none, as for an unset value that a template renders.
+
+    With one, no other part of the fingerprint protects what cannot be identified.
+    """
+    salt = extra.get("kvferry_salt")
+    return "" if salt is None else str(salt).strip()
+
+
 def _salt(vllm_config: Any) -> str:
     """The user's salt; or one of this start, if the fingerprint cannot identify everything."""
     transfer = vllm_config.kv_transfer_config
-    salt = transfer.kv_connector_extra_config.get("kvferry_salt")
-    if salt is not None:
-        return str(salt)
+    if salt := user_salt(transfer.kv_connector_extra_config):
+        return salt
     unknown = []
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         unknown.append("the scales of calculate_kv_scales")
