@@ -134,14 +134,17 @@ class EngineCore:
         wait_connected(self.manager)
         wait_connected(kvferry_of(self.worker).connector_worker.worker._client)
 
-    def add(self, prompt: list[int], tokens: int = 4, **transfer: Any) -> str:
-        """Add a request for `tokens` tokens. transfer: its kv_transfer_params. Returns its name."""
+    def add(self, prompt: list[int], tokens: int = 4, lora: Any = None, **transfer: Any) -> str:
+        """Add a request for `tokens` tokens, with a LoRARequest. Returns its name.
+
+        transfer: its kv_transfer_params.
+        """
         name = f"request-{next(self._numbers)}"
         parameters = SamplingParams(
             max_tokens=tokens, ignore_eos=True, extra_args={"kv_transfer_params": transfer or None}
         )
         self.scheduler.add_request(
-            Request(name, prompt, parameters, None, block_hasher=self._hasher)
+            Request(name, prompt, parameters, None, lora_request=lora, block_hasher=self._hasher)
         )
         return name
 

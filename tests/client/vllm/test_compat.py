@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -103,3 +104,29 @@ def test_synchronous_loads_are_turned_off(vllm: Any, caplog: pytest.LogCaptureFi
     turn_synchronous_loads_off(config)
     assert config.kv_transfer_config.kv_connector_extra_config["sync_load_budget_bytes"] == 0
     assert "sync_load_budget_bytes" in caplog.text
+
+
+def test_states_beyond_a_requests_limit_are_not_offered(vllm: Any) -> None:
+    """In some versions they are in the output itself."""
+    from kvferry.client.vllm import compat
+
+    @dataclass
+    class BlockState:
+        boundary_state_offloads: dict[str, list[tuple[int, int, int]]]
+
+    @dataclass
+    class Output:
+        kv_connector_block_state: BlockState | None = None
+        partial_tail_offloads: dict[str, list[tuple[int, int, int]]] | None = None
+
+    limits = {"limited": 20, "none": 0, "free": None}
+    states = {n: SimpleNamespace(max_offload_tokens=limit) for n, limit in limits.items()}
+    offers = {name: [(0, 1, 16), (0, 2, 24)] for name in (*limits, "unknown")}
+    kept = {"limited": [(0, 1, 16)], "none": [], "free": [(0, 1, 16), (0, 2, 24)]}
+    output = Output(BlockState(offers))
+    assert compat.limit_offers(output, states) == Output(BlockState(kept))
+    assert output == Output(BlockState(offers))  # which other connectors have, too
+    output = Output(partial_tail_offloads=offers)
+    assert compat.limit_offers(output, states) == Output(partial_tail_offloads=kept)
+    for output in (Output(), Output(BlockState(kept))):
+        assert compat.limit_offers(output, states) is output

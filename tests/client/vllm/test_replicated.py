@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient, session
-from kvferry.client.vllm import scheduler_side
+from kvferry.client.vllm import request_state, scheduler_side
 from kvferry.proto.status import NamespaceStatus
 from kvferry.testing.engine import until
 from support.patient_daemon import PatientDaemon
@@ -39,7 +39,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     monkeypatch.setattr(session, "SEARCH_TIMEOUT", TIMEOUT)
     monkeypatch.setattr(scheduler_side, "LOOKUP_TIMEOUT", TIMEOUT)
-    monkeypatch.setattr(scheduler_side, "COPY_SECONDS", TIMEOUT)
+    monkeypatch.setattr(request_state, "COPY_SECONDS", TIMEOUT)
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_if_siblings_do_not_find_each_other_each_rank_stores_all_blocks(
     ranks: Any, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the third request on whose blocks a rank has not found."""
-    monkeypatch.setattr(scheduler_side, "COPY_SECONDS", 0.0)
+    monkeypatch.setattr(request_state, "COPY_SECONDS", 0.0)
     with ExitStack() as running:
         folders = [short_path / "a" / "0", short_path / "b" / "1"]
         daemons = start(running, folders, siblings_enabled="true")

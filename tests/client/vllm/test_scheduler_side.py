@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvferry.client import Code
-from kvferry.client.vllm import scheduler_side
+from kvferry.client.vllm import request_state
 from kvferry.client.vllm.scheduler_side import (
     MAX_LOADS,
     KeysSpec,
@@ -295,7 +295,7 @@ def test_a_key_that_only_its_writer_has_is_copied_when_a_request_looks_it_up(
     """
     one, two = start_fake_daemon(), start_fake_daemon()
     one.stores_once = two.stores_once = True
-    monkeypatch.setattr(scheduler_side, "COPY_SECONDS", TIMEOUT)
+    monkeypatch.setattr(request_state, "COPY_SECONDS", TIMEOUT)
     folders = str(one.directory), str(two.directory)
     config = replace(
         engine_config_at(one.directory), world_size=2, directories=folders, replicated=True
@@ -315,7 +315,7 @@ def test_a_key_that_only_its_writer_has_is_copied_when_a_request_looks_it_up(
     two.evict(A)
     side.on_schedule_end()
     assert answers(side, A) == ["retry"]
-    monkeypatch.setattr(scheduler_side, "COPY_SECONDS", 0.0)
+    monkeypatch.setattr(request_state, "COPY_SECONDS", 0.0)
     for name in ("request", "second", "third"):
         assert not side.prepare_store([A], request()).keys_to_store
         if name != "request":

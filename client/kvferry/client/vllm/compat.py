@@ -9,8 +9,8 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config as offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as vllm_scheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheTensor,
@@ -81,6 +82,9 @@ OFFLOADS_MAMBA_STATES = "layers" in {field.name for field in fields(KVCacheTenso
 _WINDOW = "get_sliding_window_size_in_chunks"
 _window_size: Any = getattr(vllm_scheduler, _WINDOW, None) or getattr(offloading_config, _WINDOW)
 
+# The states that a scheduler's output offers, in some versions before 0.33.
+_OFFERS = "partial_tail_offloads"
+
 # From 0.33 on loads may be synchronous, if this key of kv_connector_extra_config is not 0.
 SYNC_LOADS = "sync_load_budget_bytes"
 
@@ -136,6 +140,32 @@ def block_tables(scheduler_output: Any) -> Iterator[tuple[str, Any, bool]]:
     new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
     for name, block_ids, is_full_table in vllm_scheduler.yield_req_data(scheduler_output):
         yield name, block_ids, is_full_table or name in new
+
+
+def hashed_adapter(lora_request: Any) -> tuple[Any, ...]:
+    """What vLLM's block hashes contain of a LoRA adapter: its name, since 0.33 also its path."""
+    request: Any = SimpleNamespace(lora_request=lora_request)
+    return tuple(kv_cache_utils._gen_lora_extra_hash_keys(request))  # noqa: SLF001 - no call
+
+
+def limit_offers(scheduler_output: Any, requests: Mapping[str, Any]) -> Any:
+    """A scheduler's output that offers no Mamba state beyond its request's max_offload_tokens.
+
+    vLLM asserts that states in the middle of a block are within this limit, which a client sets in
+    its request, and takes 0 for no limit (vLLM 52397). requests: vLLM's state of each, by name.
+    """
+    state = getattr(scheduler_output, "kv_connector_block_state", None)
+    owner, name = (state, "boundary_state_offloads") if state else (scheduler_output, _OFFERS)
+    offers: dict[str, list[Any]] = getattr(owner, name, None) or {}
+    kept = {}
+    for request, states in offers.items():
+        if (status := requests.get(request)) is not None:
+            limit = status.max_offload_tokens
+            kept[request] = [one for one in states if limit is None or one[2] <= limit]
+    if kept == offers:
+        return scheduler_output
+    owner = replace(owner, **{name: kept})
+    return replace(scheduler_output, kv_connector_block_state=owner) if state else owner
 
 
 def layer_specs(group_spec: Any) -> tuple[Any, ...]:

@@ -22,10 +22,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from kvferry.client.vllm import compat, supported
+from kvferry.client.vllm.adapters import watch_loads
 from kvferry.client.vllm.block_owners import BlockOwners
+from kvferry.client.vllm.draft_groups import DraftGroups
 from kvferry.client.vllm.engine_config import provide_config
 from kvferry.client.vllm.held_blocks import HeldBlocks
 from kvferry.client.vllm.kv_memory import KVMemory, exports
+from kvferry.client.vllm.load_conditions import (
+    can_load_after,
+    drop_invalid_parameters,
+    may_load,
+)
 from kvferry.client.vllm.prefill_rate import PrefillRate
 from kvferry.proto.version import installed_version
 
@@ -48,6 +55,7 @@ class KVFerryConnector(OffloadingConnector):
         supported.check_kv_cache(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             supported.log_excluded_groups(kv_cache_config)
+            watch_loads()
         supported.limit_chunks(vllm_config, kv_cache_config)
         turn_synchronous_loads_off(vllm_config)
         choose_spec(vllm_config)
@@ -60,6 +68,8 @@ class KVFerryConnector(OffloadingConnector):
         # Used in the scheduler only; the last only in the worker.
         self._prefill_rate = PrefillRate()
         self._block_owners = BlockOwners()
+        if role is KVConnectorRole.SCHEDULER:
+            self._draft_groups = DraftGroups(self.connector_scheduler)
         self._held: HeldBlocks | None = None
         self._fault_tolerant: FaultTolerantWorker | None = None
         if role is KVConnectorRole.WORKER:
@@ -105,22 +115,38 @@ class KVFerryConnector(OffloadingConnector):
         if self._held is not None and meta is not None:
             self._held.report(meta.completed_jobs)
 
+    def load_adapter(self, lora_request: Any) -> None:
+        """The engine is about to load a LoRA adapter."""
+        scheduler: Any = self.connector_scheduler
+        scheduler.manager.adapters.load(compat.hashed_adapter(lora_request), lora_request)
+
+    def remove_adapter(self, lora_id: int) -> None:
+        scheduler: Any = self.connector_scheduler
+        scheduler.manager.adapters.remove(lora_id)
+
     def on_new_request(self, request: Any) -> None:
+        drop_invalid_parameters(request)
         super().on_new_request(request)
         scheduler: Any = self.connector_scheduler
+        if lora := request.lora_request:
+            hashed = compat.hashed_adapter(lora)
+            scheduler.manager.adapters.begin_request(request.request_id, hashed, lora)
         if not compat.STORES_SESSIONS and request.resumable:
             scheduler._req_status[request.request_id].max_offload_tokens = 0  # noqa: SLF001 - no call
         keys, tokens = keys_to_prefetch(scheduler, request)
-        if loads_from_prefill_engine(request):
+        if not may_load(scheduler, request):
             keys = []
         seconds = self._prefill_rate.seconds(tokens)
         scheduler.manager.request_arrived(request.request_id, keys, seconds)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         scheduler: Any = self.connector_scheduler
-        may_load = not loads_from_prefill_engine(request)
-        scheduler.manager.begin_lookups(request.request_id, may_load=may_load)
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        loads = may_load(scheduler, request) and can_load_after(scheduler, num_computed_tokens)
+        scheduler.manager.begin_lookups(request.request_id, may_load=loads)
+        matched = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if loads and matched[0] == 0:
+            self._draft_groups.count_miss(request.request_id, num_computed_tokens)
+        return matched
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._block_owners.allocate_for_load(blocks)
@@ -147,7 +173,11 @@ class KVFerryConnector(OffloadingConnector):
         self._block_owners.drop_foreign_blocks(
             scheduler, output.num_scheduled_tokens, output.finished_req_ids or ()
         )
-        metadata = super().build_connector_meta(scheduler_output)
+        requests = scheduler._req_status  # noqa: SLF001 - vLLM has no call
+        metadata = super().build_connector_meta(compat.limit_offers(output, requests))
+        for request in output.finished_req_ids or ():
+            scheduler.manager.adapters.end_request(request)
+        self._draft_groups.end_requests(output.finished_req_ids or ())
         for state, chunk in progress:  # nothing was stored: vLLM offers it again in the next step
             state.next_stored_chunk_idx = chunk
         if self._held is not None:
@@ -290,16 +320,6 @@ def choose_spec(vllm_config: Any) -> None:
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra.setdefault("spec_name", "KVFerrySpec")
     extra.setdefault("spec_module_path", "kvferry.client.vllm")
-
-
-def loads_from_prefill_engine(request: Any) -> bool:
-    """Whether another connector of a MultiConnector, such as NIXL, loads the whole prompt.
-
-    MultiConnector lets the first connector with tokens load, so a part of the prompt in host memory
-    would end that transfer. The other connector clears this key when it begins: if its load fails,
-    the request looks up what host memory has.
-    """
-    return bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
 
 
 def store_progress(scheduler: Any) -> list[tuple[Any, int]]:

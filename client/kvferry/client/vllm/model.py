@@ -166,6 +166,15 @@ def user_salt(extra: Mapping[str, Any]) -> str:
     return "" if salt is None else str(salt).strip()
 
 
+def identify_files(path: str) -> str:
+    """A text that changes with the files of a local model or adapter; "" if it has none."""
+    try:
+        files = tuple(_files(str(Path(path).expanduser())))
+    except OSError:  # they are being replaced
+        return ""
+    return digest(*files) if files else hub_snapshot(path).commit
+
+
 def _salt(vllm_config: Any) -> str:
     """The user's salt; or one of this start, if the fingerprint cannot identify everything."""
     transfer = vllm_config.kv_transfer_config

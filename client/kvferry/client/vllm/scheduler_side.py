@@ -15,17 +15,17 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvferry.client.manager import OffloadingManager
 from kvferry.client.manager_outputs import ResidencyUsage
 from kvferry.client.residency_events import OffloadingEvent
-from kvferry.client.tier_searches import Prefetch
+from kvferry.client.vllm.adapters import Adapters
 from kvferry.client.vllm.connection_log import connect_if_running
 from kvferry.client.vllm.engine_config import TIMEOUT, EngineConfig
-from kvferry.client.writers import Writers
+from kvferry.client.vllm.request_state import Keys, RequestState
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
 
@@ -40,15 +40,11 @@ LOOKUP_TIMEOUT = 2.0
 MAX_LOADS = 8
 # Seconds in which a request does not touch the same keys again.
 TOUCH_INTERVAL = 1.0
-# Seconds in which ranks are asked again to copy a key that its writer has: their daemons may not
-# know it yet, or be about to measure how fast they copy.
-COPY_SECONDS = 0.1
 # Seconds between two looks at the usage of host memory, for vLLM's metrics.
 USAGE_INTERVAL = 1.0
 # Sizes of stores that are kept for vLLM's metrics, which may be off.
 MAX_SIZES = 1024
 UNDECIDED = Lookup.HIT_PENDING, Lookup.RETRY
-Keys: TypeAlias = tuple[OffloadKey, ...]
 # The ready keys before the first lookup of a step, and without a daemon.
 NO_KEYS: tuple[Set[OffloadKey], ...] = (frozenset(),)
 
@@ -77,47 +73,6 @@ class StoreOutput:
     keys_to_store: list[OffloadKey]
     store_spec: KeysSpec
     evicted_keys: list[OffloadKey]
-
-
-@dataclass(slots=True)
-class RequestState:
-    """A request that looks keys up. since: time of its first lookup. loads: loads so far.
-
-    touched: time of the last touch, by the last key of the list and its length. prefetch: of its
-    keys below the host pool. found_below: what it found. keys, seconds: see `request_arrived`.
-    copied: the first keys of those that ranks were asked to copy, and when. copy_failed: in vain.
-    """
-
-    since: float = 0.0
-    loads: int = 0
-    touched: dict[tuple[OffloadKey, int], float] = field(default_factory=dict)
-    prefetch: Prefetch = field(default_factory=Prefetch)
-    found_below: frozenset[OffloadKey] | None = None
-    keys: Keys = ()
-    seconds: float = 0.0
-    copied: dict[OffloadKey, float] = field(default_factory=dict)
-    copy_failed: bool = False
-
-    def should_touch(self, keys: Sequence[OffloadKey], interval: float) -> bool:
-        """False if these keys were touched within `interval`. A key identifies its prefix."""
-        now, prefix = time.monotonic(), (keys[-1], len(keys))
-        if now - self.touched.get(prefix, 0.0) < interval:
-            return False
-        self.touched = {old: t for old, t in self.touched.items() if now - t < interval}
-        self.touched[prefix] = now
-        return True
-
-    def copy_from_writers(self, writers: Writers, key: OffloadKey) -> Lookup:
-        """Let the ranks copy this key and the next ones; a MISS if they could not."""
-        now = time.monotonic()
-        if now - self.copied.setdefault(key, now) > COPY_SECONDS:
-            if not self.copy_failed:  # vLLM may look the keys up in many steps
-                self.copy_failed = True
-                writers.end_copy(copied=False)
-            return Lookup.MISS
-        first = self.keys.index(key) if key in self.keys else len(self.keys)
-        writers.copy_keys(self.keys[first:] or (key,), self.seconds)
-        return Lookup.RETRY
 
 
 def catch_errors(
@@ -149,6 +104,7 @@ class SchedulerSide:
         # False after vLLM's keys did not have the namespace's length.
         self._usable = True
         self._manager = self._connect()
+        self.adapters = Adapters()
         self._ready = NO_KEYS
         self._hits = 0
         self._requests: dict[str, RequestState] = {}
@@ -210,6 +166,10 @@ class SchedulerSide:
         self._hits += 1
         return self._hit
 
+    def has_key(self, key: OffloadKey) -> bool:
+        """Whether a lookup found this key, or would find it, in this step."""
+        return all(key in ready for ready in self._ready)
+
     def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> KeysSpec:
         """If a key was evicted since its lookup, the load fails, which is a miss."""
         keys = tuple(keys)
@@ -237,6 +197,8 @@ class SchedulerSide:
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> StoreOutput:
         """Empty if nothing can be stored, not None: then vLLM would offer all keys again."""
+        if not self.adapters.may_use_keys(req_context.req_id):
+            return StoreOutput([], KeysSpec(()), [])
         last = req_context.req_id in self._ended_requests
         return self._offer_keys(keys, last) or StoreOutput([], KeysSpec(()), [])
 
@@ -263,6 +225,7 @@ class SchedulerSide:
 
         If a daemon is disconnected, reconnecting does the reset.
         """
+        self.adapters.reset()
         self._ready = NO_KEYS
         self._ended += self._loads.values()
         self._loads.clear()

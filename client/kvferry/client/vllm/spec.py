@@ -12,6 +12,7 @@ from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 
 from kvferry.client.vllm import compat
 from kvferry.client.vllm.connection_log import ConnectionLog
+from kvferry.client.vllm.draft_groups import DRAFT_MISSES
 from kvferry.client.vllm.engine_config import (
     BlockSizes,
     EngineConfig,
@@ -90,10 +91,16 @@ class KVFerrySpec(base.OffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG003 - vLLM's signature
-        """Those of vLLM's host tier, without the number of skipped stores, which the daemon has."""
+        """Those of vLLM's host tier, without the number of skipped stores, which the daemon has.
+
+        And the number of requests whose drafting layers alone missed.
+        """
         from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
         definitions: dict[str, Any] = CPUOffloadingSpec.build_metric_definitions({})
+        definitions[DRAFT_MISSES] = base.OffloadingCounterMetadata(
+            "Requests that found the target model's KV but not that of its drafting layers."
+        )
         return definitions
 
     def __init__(self, config: Any) -> None:

@@ -1,0 +1,59 @@
+"""RequestState: what the scheduler's side knows of one request. Used in the scheduler's thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvferry.client.tier_searches import Prefetch
+from kvferry.client.writers import Writers
+from kvferry.proto.keys import Lookup, OffloadKey
+
+# Seconds in which ranks are asked again to copy a key that its writer has: their daemons may not
+# know it yet, or be about to measure how fast they copy.
+COPY_SECONDS = 0.1
+
+Keys: TypeAlias = tuple[OffloadKey, ...]
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request that looks keys up. since: time of its first lookup. loads: loads so far.
+
+    touched: time of the last touch, by the last key of the list and its length. prefetch: of its
+    keys below the host pool. found_below: what it found. keys, seconds: see `request_arrived`.
+    copied: the first keys of those that ranks were asked to copy, and when. copy_failed: in vain.
+    """
+
+    since: float = 0.0
+    loads: int = 0
+    touched: dict[tuple[OffloadKey, int], float] = field(default_factory=dict)
+    prefetch: Prefetch = field(default_factory=Prefetch)
+    found_below: frozenset[OffloadKey] | None = None
+    keys: Keys = ()
+    seconds: float = 0.0
+    copied: dict[OffloadKey, float] = field(default_factory=dict)
+    copy_failed: bool = False
+
+    def should_touch(self, keys: Sequence[OffloadKey], interval: float) -> bool:
+        """False if these keys were touched within `interval`. A key identifies its prefix."""
+        now, prefix = time.monotonic(), (keys[-1], len(keys))
+        if now - self.touched.get(prefix, 0.0) < interval:
+            return False
+        self.touched = {old: t for old, t in self.touched.items() if now - t < interval}
+        self.touched[prefix] = now
+        return True
+
+    def copy_from_writers(self, writers: Writers, key: OffloadKey) -> Lookup:
+        """Let the ranks copy this key and the next ones; a MISS if they could not."""
+        now = time.monotonic()
+        if now - self.copied.setdefault(key, now) > COPY_SECONDS:
+            if not self.copy_failed:  # vLLM may look the keys up in many steps
+                self.copy_failed = True
+                writers.end_copy(copied=False)
+            return Lookup.MISS
+        first = self.keys.index(key) if key in self.keys else len(self.keys)
+        writers.copy_keys(self.keys[first:] or (key,), self.seconds)
+        return Lookup.RETRY
