@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvferry.client import Refused
+from kvferry.testing.plugin import StartKvferryd
 from support.vllm_stand_ins import vllm_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -176,3 +177,82 @@ def test_groups_that_vllm_does_not_cache_are_named_in_the_log(
     log_excluded_groups(caches)
     assert "CircularBufferSpec of keys" in caplog.text
     assert "FullAttentionSpec" not in caplog.text
+
+
+def warning(
+    caplog: pytest.LogCaptureFixture, mamba: int, attention: int, tokens: int | None, context: int
+) -> str:
+    """Of a hybrid model with blocks of so many tokens, and prefixes that end every `tokens`."""
+    from vllm.v1 import kv_cache_interface as interface
+
+    from kvferry.client.vllm.supported import warn_of_unwritten_copies
+
+    states = {"shapes": ((1,),), "dtypes": (torch.int8,), "mamba_cache_mode": "align"}
+    specs: list[Any] = [interface.FullAttentionSpec(block_size=attention, **SHAPE)]
+    if mamba:
+        specs.append(interface.MambaSpec(block_size=mamba, **states))
+    groups = [interface.KVCacheGroupSpec([str(n)], spec) for n, spec in enumerate(specs)]
+    caches = SimpleNamespace(kv_cache_groups=groups, cache_hit_alignment_tokens=tokens)
+    config = vllm_config("engine", {})
+    config.parallel_config.decode_context_parallel_size = context
+    caplog.clear()
+    warn_of_unwritten_copies(config, caches)
+    return caplog.text
+
+
+def test_prefixes_that_end_inside_blocks_are_warned_of(
+    core: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    assert not warning(caplog, mamba=16, attention=16, tokens=16, context=1)
+    assert not warning(caplog, mamba=16, attention=16, tokens=None, context=1)
+    assert not warning(caplog, mamba=0, attention=16, tokens=4, context=1)
+    found = warning(caplog, mamba=16, attention=16, tokens=4, context=1)
+    assert "every 4 tokens, inside blocks of 16" in found
+    assert "start vLLM without --prefix-match-unit" in found
+    if hasattr(FullAttentionSpec, "dcp_sharded"):
+        found = warning(caplog, mamba=16, attention=16, tokens=16, context=2)
+        assert "every 16 tokens, inside blocks of 32" in found
+
+
+def test_an_engine_whose_prefixes_end_inside_blocks_warns_at_start(
+    core: Any, start_kvferryd: StartKvferryd, caplog: pytest.LogCaptureFixture
+) -> None:
+    from kvferry.client.vllm import compat
+
+    if not compat.OFFLOADS_MAMBA_STATES:
+        pytest.skip("this vLLM cannot offload Mamba states")
+    daemon = start_kvferryd()
+    for states, warns in (("aligned states", False), ("partial states", True)):
+        caplog.clear()
+        core.EngineCore(daemon.directory, ("full", states)).close()
+        assert ("inside blocks of 16" in caplog.text) is warns
+
+
+def test_vllm_copies_a_block_that_is_not_written_yet(
+    core: Any, start_kvferryd: StartKvferryd
+) -> None:
+    """Why `warn_of_unwritten_copies` warns. kvferry stores and loads nothing here."""
+    from kvferry.client.vllm import compat
+
+    if not compat.OFFLOADS_MAMBA_STATES:
+        pytest.skip("this vLLM cannot offload Mamba states")
+    daemon = start_kvferryd()
+    groups = ("full", "partial states")
+    engine = core.EngineCore(daemon.directory, groups, blocks=23, kv_role="kv_consumer")
+    numbers = iter(range(1, 900))
+
+    def tokens(count: int) -> list[int]:
+        return [next(numbers) for _ in range(count)]
+
+    prefix = tokens(16)
+    # The state after 12 tokens of the prefix remains cached, its attention block does not: the
+    # short requests need 17 blocks, which evicts the block but leaves 17 without a hash.
+    engine.run(prefix)
+    assert engine.run([*prefix[:12], *tokens(20)]) == [12]
+    engine.run(*[tokens(3) for _ in range(8)])
+    # In one step, the first computes the prefix, and the second begins at that state.
+    assert engine.run([*prefix, *tokens(40)], [*prefix, *tokens(30)]) == [0, 12]
+    assert engine.wrong[0].startswith("request-11 in full, at 12 tokens")
+    engine.close()

@@ -196,6 +196,16 @@ def is_host_resident(kv_cache_config: Any) -> bool:
     return any(getattr(part, "host_resident", False) for part in parts)
 
 
+def tokens_between_hits(vllm_config: Any, kv_cache_config: Any) -> int | None:
+    """Tokens between two positions at which a prefix in vLLM's own cache may end.
+
+    Before 0.32 vLLM gives only those that the user chose.
+    """
+    resolved: int | None = getattr(kv_cache_config, "cache_hit_alignment_tokens", None)
+    chosen: int | None = vllm_config.cache_config.prefix_match_unit
+    return chosen if resolved is None else resolved
+
+
 def is_cuda() -> bool:
     from vllm.platforms import current_platform
 

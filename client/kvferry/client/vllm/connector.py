@@ -55,6 +55,7 @@ class KVFerryConnector(OffloadingConnector):
         supported.check_kv_cache(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             supported.log_excluded_groups(kv_cache_config)
+            supported.warn_of_unwritten_copies(vllm_config, kv_cache_config)
             watch_loads()
         supported.limit_chunks(vllm_config, kv_cache_config)
         turn_synchronous_loads_off(vllm_config)

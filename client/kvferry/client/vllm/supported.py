@@ -119,6 +119,37 @@ def log_excluded_groups(kv_cache_config: Any) -> None:
         vllm_log.info("kvferry: not offloaded, as vLLM does not cache them: %s", names)
 
 
+def warn_of_unwritten_copies(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Warn if requests may begin inside a cached block, as with --prefix-match-unit.
+
+    vLLM copies that block before the step's forward pass. It hashes blocks when it schedules the
+    requests that fill them, so the block may be one that a request of the same step has yet to
+    write. Its Mamba groups exclude these blocks (cached_blocks_this_step), its attention groups do
+    not. The connector has no part in this, but stores what is computed from such a copy.
+    """
+    tokens = compat.tokens_between_hits(vllm_config, kv_cache_config)
+    specs = [
+        spec
+        for group in offloaded_groups(kv_cache_config)
+        for spec in compat.layer_specs(group.kv_cache_spec)
+    ]
+    if tokens is None or not any(isinstance(spec, MambaSpec) for spec in specs):
+        return
+    context = vllm_config.parallel_config.decode_context_parallel_size
+    block = max(
+        spec.block_size * (context if getattr(spec, "dcp_sharded", False) else 1) for spec in specs
+    )
+    if tokens < block:
+        log.warning(
+            "kvferry: vLLM may compute with wrong KV, also without a connector: prefixes end every "
+            "%d tokens, inside blocks of %d, and a request may copy such a block before another "
+            "one of the same step has written it; start vLLM without --prefix-match-unit and with "
+            "--decode-context-parallel-size 1",
+            tokens,
+            block,
+        )
+
+
 def _check_layer(spec: Any) -> None:
     name = type(spec).__name__
     if isinstance(spec, MambaSpec):
