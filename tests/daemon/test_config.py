@@ -192,8 +192,8 @@ def test_a_value_with_a_nul_is_refused(write: Any) -> None:
 def test_a_path_that_is_not_utf8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments and the environment have bytes; ZeroMQ and the workers' arguments have UTF-8."""
     path = os.fsdecode(b"/run/\xff")
-    for flag, key in (("--runtime-dir", "runtime_dir"), ("--tier-disk", "tiers.disk.path")):
-        message = str(read_refused(f"{flag}={path}", "--tier-disk-size=1GiB"))
+    for flag, key in (("--runtime-dir", "runtime_dir"), ("--tiers-disk-path", "tiers.disk.path")):
+        message = str(read_refused(f"{flag}={path}", "--tiers-disk-size=1GiB"))
         assert message.startswith(f"[bad_config] {key} = '/run/\\udcff' is not UTF-8")
     monkeypatch.setenv("RUNTIME_DIRECTORY", path)
     assert "runtime_dir = '/run/\\udcff' is not UTF-8" in str(read_refused())

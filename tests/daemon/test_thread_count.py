@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.daemon import config_reader
@@ -27,16 +28,20 @@ def test_each_tier_and_checksum_thread_counts() -> None:
     assert needed() > alone
     more = needed("--siblings-enabled", "false", "--integrity-threads", "100")
     assert more == needed("--siblings-enabled", "false", "--integrity-threads", "1") + 99
-    disk = ("--tier-disk", "/disk", "--tier-disk-size", "1GiB")
+    disk = ("--tiers-disk-path", "/disk", "--tiers-disk-size", "1GiB")
     assert needed(*disk) - alone == 2 * (needed() - alone)
 
 
 def test_a_daemon_has_fewer_threads_than_it_needs(tmp_path: Path) -> None:
-    tier = {"tier_disk": tmp_path, "tier_disk_size": "16MiB", "siblings_enabled": "true"}
-    config = config_reader.read(["--tier-disk", "/disk", "--tier-disk-size", "16MiB"])
+    tier: dict[str, Any] = {
+        "tiers_disk_path": tmp_path,
+        "tiers_disk_size": "16MiB",
+        "siblings_enabled": "true",
+    }
+    config = config_reader.read(["--tiers-disk-path", "/disk", "--tiers-disk-size", "16MiB"])
     with LocalDaemon(pool_bytes=16 << 20, **tier) as daemon:
         with OffloadClient(daemon.directory) as client:
             until(lambda: [each.state for each in client.status().tiers] == ["on"] * 2)
-        processes = [daemon.pid, *children_of(daemon.pid, b"kvferry.daemon")]
+        processes = [daemon.pid, *children_of(daemon.pid, b"kvferryd: ")]
         assert len(processes) == 4
         assert sum(ProcessUsage.of(pid).threads for pid in processes) < needed_threads(config)

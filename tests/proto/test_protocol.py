@@ -14,7 +14,8 @@ from kvferry.proto.specs import MAX_COUNT
 
 
 def fields(*fields: Any, name: str = "Message", **options: Any) -> Any:
-    return msgspec.defstruct(name, fields, **{"array_like": True, "tag": "message"} | options)
+    options = {"array_like": True, "tag": "message"} | options
+    return msgspec.defstruct(name, fields, **options)
 
 
 class Kind(Enum):

@@ -115,7 +115,7 @@ def start(
     """Start an engine with LoRA."""
     from vllm.config import LoRAConfig
 
-    class LoRAEngine(core.EngineCore):  # type: ignore[misc, name-defined]  # vLLM has no types
+    class LoRAEngine(core.EngineCore):  # type: ignore[misc]  # vLLM has no types
         def _set_up(self, config: Any, groups: tuple[str, ...]) -> None:
             config.lora_config = LoRAConfig(max_lora_rank=8, max_loras=1)
             config.cache_config.enable_prefix_caching = self.caches_prefixes

@@ -28,7 +28,7 @@ def test_requests_that_miss_the_draft_alone_are_counted_and_warned_of_once(
 
     misses = []
 
-    class CountingEngine(core.EngineCore):  # type: ignore[misc, name-defined]  # vLLM has no types
+    class CountingEngine(core.EngineCore):  # type: ignore[misc]  # vLLM has no types
         def _count_sources(self, stats: Any) -> None:
             values = (getattr(stats, "kv_connector_stats", None) or {}).get("data", {})
             misses.extend(values.get(DRAFT_MISSES, {}).values())

@@ -17,7 +17,21 @@ from kvferry.client.vllm.options import (
 )
 
 NAN, INFINITE = float("nan"), float("inf")
-NUMBERS = "x", "", [1], {}, True, NAN, INFINITE, -INFINITE, -1, 1.5, 1 << 60, "0x10", "1 2"
+NUMBERS: tuple[Any, ...] = (
+    "x",
+    "",
+    [1],
+    {},
+    True,
+    NAN,
+    INFINITE,
+    -INFINITE,
+    -1,
+    1.5,
+    1 << 60,
+    "0x10",
+    "1 2",
+)
 # Wrong values of each option, and words of the message.
 WRONG: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cpu_bytes_to_use": (
