@@ -37,8 +37,13 @@ def keys_from(start: int, count: int) -> list[bytes]:
     return [data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES)]
 
 
+def size_of(count: int) -> int:
+    """A bound on the tier that so many keys do not reach."""
+    return 2 * count * META_OF.slot_bytes
+
+
 def make_root(root: Path, count: int) -> None:
-    DiskTier(str(root), 16 << 30).close()
+    DiskTier(str(root), size_of(count)).close()
     directory = root / NAMESPACE
     directory.mkdir()
     (directory / META).write_bytes(msgspec.json.encode(META_OF))
@@ -58,7 +63,7 @@ def make_root(root: Path, count: int) -> None:
 def open_root(root: Path, count: int) -> None:
     """In a process of its own."""
     before, cpu = ProcessUsage.of(os.getpid()).private, time.process_time()
-    tier = DiskTier(str(root), 16 << 30)
+    tier = DiskTier(str(root), size_of(count))
     private, cpu = ProcessUsage.of(os.getpid()).private - before, time.process_time() - cpu
     first = tier.contains(NAMESPACE, keys_from(0, BATCH))
     # The first field that follows the name counts clock ticks since the boot.

@@ -93,4 +93,4 @@ def test_a_users_tests_pass(tmp_path: Path) -> None:
 
 def is_kvferryd(pid: str) -> bool:
     path = Path("/proc") / pid / "cmdline"
-    return os.path.exists(path) and b"kvferry.daemon" in path.read_bytes()
+    return os.path.exists(path) and b"kvferry" in path.read_bytes()

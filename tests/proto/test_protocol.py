@@ -14,8 +14,8 @@ from kvferry.proto.specs import MAX_COUNT
 
 
 def fields(*fields: Any, name: str = "Message", **options: Any) -> Any:
-    options = {"array_like": True, "tag": "message"} | options
-    return msgspec.defstruct(name, fields, **options)
+    chosen: dict[str, Any] = {"array_like": True, "tag": "message", **options}
+    return msgspec.defstruct(name, fields, **chosen)
 
 
 class Kind(Enum):

@@ -73,9 +73,9 @@ class Catalog:
         """Drop up to `count` of the coldest keys. Returns their slots, which are busy then; none as
         long as nothing can be written."""
         victims = self.table.take_victims(count)
-        taken = [each.slot for each in takewhile(self._clear_hint, victims)]
-        for victim in victims[len(taken) :]:
-            self.table.occupy_slot(victim)
+        taken = list(takewhile(self._clear_hint, victims))
+        for slot in victims[len(taken) :]:
+            self.table.keep_victim(slot)
         self.evictions += len(taken)
         return taken
 
@@ -96,8 +96,8 @@ class Catalog:
         self._write_hint(slot, FREE)
         self.table.free_slot(slot)
 
-    def _clear_hint(self, victim: Entry) -> bool:
-        return self._write_hint(victim.slot, FREE)
+    def _clear_hint(self, slot: int) -> bool:
+        return self._write_hint(slot, FREE)
 
     def _write_hint(self, slot: int, generation: int, key: bytes = b"") -> bool:
         """False if that fails: then the next process finds the hint that the slot had before."""

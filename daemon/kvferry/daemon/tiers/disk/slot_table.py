@@ -1,17 +1,20 @@
 """The slots of a namespace in memory: their states, which key is in which, and which was used last.
 
 Arrays over all slots that the namespace may ever have; the kernel allocates their pages when they
-are first written. The caller holds the lock of the store.
+are first written. A key takes 29 bytes at most: 8 of its hash, 8 of the stamp, 1 of the state, and
+6 to 12 of the index. The caller holds the lock of the store.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvferry.daemon.tiers.disk.hints import FREE, RETIRED, UNKNOWN, Hints
+from kvferry.daemon.tiers.disk.key_index import KeyIndex, hash_key, hash_keys
 from kvferry.daemon.tiers.disk.slab import MAX_GENERATION
 
 # Slots sampled for each one that is evicted: on average the victim is among the coldest 6 %.
@@ -37,12 +40,14 @@ class SlotTable:
 
     def __init__(self, max_slots: int) -> None:
         self._states = np.zeros(max_slots, np.uint8)
-        self._readers = np.zeros(max_slots, np.uint16)
         self._stamps = np.zeros(max_slots, np.int64)
-        # By slot, up to the last one that was ever added.
-        self._keys: list[bytes] = []
-        self._slots: dict[bytes, int] = {}
-        self._free: list[int] = []
+        self._hashes = np.zeros(max_slots, np.uint64)
+        self._index = KeyIndex(self._hashes)
+        # No slot from this one on was ever added.
+        self._end = 0
+        self._free = array("q")
+        # Reads in progress, by slot.
+        self._readers: dict[int, int] = {}
         self._random = np.random.default_rng()
         # The latest stamp.
         self.clock = 0
@@ -50,18 +55,18 @@ class SlotTable:
 
     @property
     def used(self) -> int:
-        return len(self._slots)
+        return len(self._index)
 
     def find(self, keys: Sequence[bytes]) -> list[int | None]:
         """The slot of each key."""
-        return list(map(self._slots.get, keys))
+        return [self._index.find(hash_key(key)) for key in keys]
 
     # Slabs
 
     def add_slots(self, slots: range) -> None:
         """Add the free slots of a new slab."""
         self._add(slots, _FREE)
-        self._free += reversed(slots)
+        self._free.extend(reversed(slots))
 
     def restore_slots(self, slots: range, hints: Hints) -> None:
         """Add the slots of a slab, with their hints. Call `end_restore` after the last slab.
@@ -73,23 +78,17 @@ class SlotTable:
         for generation, state in ((FREE, _FREE), (RETIRED, _RETIRED), (UNKNOWN, _UNKNOWN)):
             self._states[part][generations == generation] = state
         self._stamps[part] = generations
-        for at in np.flatnonzero(generations <= 0).tolist():
-            hints.keys[at] = b""
-        self._keys[part] = hints.keys
-        self._slots.update(zip(hints.keys, slots, strict=True))
-        self._slots.pop(b"", None)
-        self._free += (np.flatnonzero(generations == FREE)[::-1] + slots.start).tolist()
+        self._hashes[part] = hash_keys(hints.keys, len(slots))
+        free = np.flatnonzero(generations == FREE)[::-1] + slots.start
+        self._free.frombytes(free.astype(np.int64).tobytes())
         self.retired += int(np.count_nonzero(generations == RETIRED))
         self.clock = max(self.clock, int(generations.max()))
 
     def end_restore(self) -> list[int]:
         """Free each slot whose key is in another one, too, with a later stamp. Returns these."""
-        used = np.flatnonzero(self._states == _USED)
-        if used.size == self.used:
-            return []
-        used = used[np.argsort(self._stamps[used])]
-        self._slots = {self._keys[slot]: slot for slot in used.tolist()}
-        stale = [slot for slot in used.tolist() if self._slots[self._keys[slot]] != slot]
+        used = np.flatnonzero(self._states[: self._end] == _USED)
+        used = used[np.argsort(self._stamps[used], kind="stable")]
+        stale: list[int] = self._index.build(used).tolist()
         for slot in stale:
             self.free_slot(slot)
         return stale
@@ -99,10 +98,11 @@ class SlotTable:
         part = slice(slots.start, slots.stop)
         used = np.flatnonzero(self._states[part] == _USED) + slots.start
         for slot in used.tolist():
-            del self._slots[self._keys[slot]]
+            self._index.remove(slot)
         self.retired -= int(np.count_nonzero(self._states[part] == _RETIRED))
         self._add(slots, _ABSENT)
-        self._free = [slot for slot in self._free if slot not in slots]
+        free = np.array(self._free, np.int64)
+        self._free = array("q", free[(free < slots.start) | (free >= slots.stop)].tobytes())
         return used.size
 
     # Slots
@@ -110,37 +110,42 @@ class SlotTable:
     def take_free(self, count: int) -> list[int]:
         """Up to `count` free slots; they are busy from now on."""
         cut = max(0, len(self._free) - count)
-        taken, self._free = self._free[cut:][::-1], self._free[:cut]
+        taken = self._free[cut:].tolist()[::-1]
+        del self._free[cut:]
         self._states[taken] = _BUSY
         return taken
 
-    def take_victims(self, count: int) -> list[Entry]:
+    def take_victims(self, count: int) -> list[int]:
         """Up to `count` of the least recently used slots, which are busy from now on."""
-        taken: list[Entry] = []
+        taken: list[int] = []
         for _ in range(4):
             if len(taken) == count or not self.used:
                 break
             wanted = count - len(taken)
-            sample = np.unique(self._random.integers(0, len(self._keys), SAMPLED * wanted))
-            sample = sample[(self._states[sample] == _USED) & (self._readers[sample] == 0)]
-            coldest = sample[np.argsort(self._stamps[sample], kind="stable")]
-            for slot in coldest[:wanted].tolist():
-                taken.append(Entry(slot, self._keys[slot], int(self._stamps[slot])))
+            sample = np.unique(self._random.integers(0, self._end, SAMPLED * wanted))
+            sample = sample[self._states[sample] == _USED]
+            coldest = sample[np.argsort(self._stamps[sample], kind="stable")].tolist()
+            for slot in [each for each in coldest if each not in self._readers][:wanted]:
+                taken.append(slot)
                 self._vacate(slot, _BUSY)
         return taken
+
+    def keep_victim(self, slot: int) -> None:
+        """A slot of `take_victims` was not written: it has its key as before."""
+        self._states[slot] = _USED
+        self._index.insert(slot)
 
     def occupy_slot(self, entry: Entry) -> int | None:
         """A slot has a block. Returns the slot that had the key before; it is still used."""
         slot, key, stamp = entry
-        before = self._slots.get(key)
         self._states[slot], self._stamps[slot] = _USED, stamp
-        self._keys[slot], self._slots[key] = key, slot
+        self._hashes[slot] = hash_key(key)
         self.clock = max(self.clock, stamp)
-        return before
+        return self._index.insert(slot)
 
     def is_latest(self, entry: Entry) -> bool:
         """Whether the table does not have this key with a later stamp."""
-        slot = self._slots.get(entry.key)
+        slot = self._index.find(hash_key(entry.key))
         return slot is None or bool(self._stamps[slot] < entry.stamp)
 
     def free_slot(self, slot: int) -> None:
@@ -154,17 +159,19 @@ class SlotTable:
 
     def unknown_slots(self, count: int) -> list[int]:
         """Up to `count` slots whose headers must be read."""
-        states = self._states[: len(self._keys)]
+        states = self._states[: self._end]
         found: list[int] = np.flatnonzero(states == _UNKNOWN)[:count].tolist()
         return found
 
     # Use
 
     def begin_read(self, slot: int) -> None:
-        self._readers[slot] += 1
+        self._readers[slot] = self._readers.get(slot, 0) + 1
 
     def end_read(self, slot: int) -> None:
         self._readers[slot] -= 1
+        if not self._readers[slot]:
+            del self._readers[slot]
 
     def next_stamp(self) -> int:
         # The last one only after damage; then the order of eviction is lost.
@@ -177,7 +184,8 @@ class SlotTable:
     def in_use(self, slots: range) -> bool:
         """Whether one of these slots is being read or written."""
         part = slice(slots.start, slots.stop)
-        return bool(self._readers[part].any() or (self._states[part] == _BUSY).any())
+        reading = any(slot in slots for slot in self._readers)
+        return reading or bool((self._states[part] == _BUSY).any())
 
     def is_known(self, slots: range) -> bool:
         """Whether no header of these slots must be read."""
@@ -190,12 +198,11 @@ class SlotTable:
         return float(stamps.mean()) if stamps.size else 0.0
 
     def _add(self, slots: range, state: int) -> None:
-        self._keys += [b""] * (slots.stop - len(self._keys))
-        self._keys[slots.start : slots.stop] = [b""] * len(slots)
+        self._end = max(self._end, slots.stop)
         self._states[slots.start : slots.stop] = state
 
     def _vacate(self, slot: int, state: int) -> None:
         """The slot does not have its key from now on."""
-        if self._slots.get(self._keys[slot]) == slot:
-            del self._slots[self._keys[slot]]
-        self._keys[slot], self._states[slot] = b"", state
+        if self._states[slot] == _USED:
+            self._index.remove(slot)
+        self._states[slot] = state

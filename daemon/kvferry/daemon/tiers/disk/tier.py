@@ -19,6 +19,7 @@ import msgspec
 import structlog
 
 from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage, is_part_of
+from kvferry.daemon.tiers.disk.key_index import MAX_SLOTS
 from kvferry.daemon.tiers.disk.meta import META, StoreMeta, read_meta
 from kvferry.daemon.tiers.disk.namespace_store import SMALL_FILES, NamespaceStore
 from kvferry.daemon.tiers.disk.root_files import (
@@ -201,7 +202,7 @@ class DiskTier:
 
     def _make_store(self, directory: Path, meta: StoreMeta) -> NamespaceStore:
         max_slots = self._size // meta.slot_bytes + meta.slots_per_slab
-        return NamespaceStore(directory, meta, max_slots, self._grow)
+        return NamespaceStore(directory, meta, min(max_slots, MAX_SLOTS), self._grow)
 
     def _create_store(self, blocks: Blocks) -> NamespaceStore | None:
         """A store for a namespace that has none. None if that is not possible."""
