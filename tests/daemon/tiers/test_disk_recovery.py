@@ -240,6 +240,18 @@ def test_a_directory_that_is_no_tier_is_refused(tmp_path: Path, files: list[str]
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    "files", [{"format": "kvferry disk tier 1\n"}, {"lock": "", "state": "{}"}], ids=str
+)
+def test_a_tier_of_another_build_is_refused(tmp_path: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(Refused, match="of another build of kvferry") as refused:
+        DiskTier(str(tmp_path), SIZE)
+    assert f"rm -r {tmp_path}" in refused.value.message
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
+
+
 def test_a_full_file_system_is_reported_as_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,10 @@ from kvferry.proto.errors import Code, Refused
 LOCK = "lock"
 # Identifies the root of a tier, and the format of everything below it.
 FORMAT = "format"
-FORMAT_TEXT = b"kvferry disk tier 2\n"
+FORMAT_NAME = b"kvferry disk tier "
+FORMAT_TEXT = FORMAT_NAME + b"2\n"
+# Of builds that noted no format.
+OLD_FILES = LOCK, "state"
 
 _NAME = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _TRASH = re.compile(r"trash-[0-9A-Za-z_-]{1,64}-\d+")
@@ -62,6 +65,12 @@ def prepare_root(root: Path) -> None:
             f"{found.st_mode & 0o7777:04o}; give it to user {user} alone (chown, chmod 700)"
         )
         raise Refused(Code.BAD_CONFIG, message, str(root))
+    if _is_of_another_build(root):
+        message = (
+            f"tiers.disk.path {root} is the disk tier of another build of kvferry, whose format this "
+            f"build does not read; delete it (rm -r {root}), or name another directory"
+        )
+        raise Refused(Code.BAD_CONFIG, message, str(root))
     if foreign := foreign_entry(root):
         message = (
             f"tiers.disk.path {root} contains {foreign!r}, and no disk tier; name a directory "
@@ -91,6 +100,15 @@ def foreign_entry(root: Path) -> str | None:
     if _has_format(root):
         return None
     return next(iter(foreign_entries(root)), None)
+
+
+def _is_of_another_build(root: Path) -> bool:
+    """Whether the root has another format, or the files of builds that noted none."""
+    try:
+        noted = read_file(root / FORMAT, 2 * len(FORMAT_TEXT))
+    except (FileNotFoundError, NotAFileError, PermissionError):
+        return all((root / name).is_file() for name in OLD_FILES)
+    return noted.startswith(FORMAT_NAME) and noted != FORMAT_TEXT
 
 
 def note_format(root: Path) -> None:
