@@ -339,6 +339,10 @@ def test_the_help_states_the_minimum_of_staging() -> None:
             ["--pool-siz=1GiB"],
             "unknown argument --pool-siz (did you mean --pool-size?); see kvferryd --help",
         ),
+        (
+            ["--tiers-disk", "/a"],
+            "unknown argument --tiers-disk (did you mean --tiers-disk-path?); see kvferryd --help",
+        ),
         (["--colour"], "unknown argument --colour; see kvferryd --help"),
         (["/run"], "unknown argument /run; see kvferryd --help"),
         (["--pool-size"], "argument --pool-size: expected one argument"),

@@ -36,6 +36,8 @@ SIZES = (
     "tiers.custom.rate",
     "tiers.mooncake.rate",
 )
+# Of a word and what is suggested for it, 0 to 1.
+MIN_LIKENESS = 0.6
 # The form of a device: "cpu", an index or a UUID.
 DEVICE = r"cpu|[0-9]+|[A-Z]+-.+"
 
@@ -238,8 +240,12 @@ def _with_description(error: str) -> str:
 
 def _suggestion(word: str, words: Sequence[str]) -> str:
     """A question with the most similar of `words`; empty if none is similar."""
-    similar = difflib.get_close_matches(word, words, 1)
-    return f" (did you mean {similar[0]}?)" if similar else ""
+
+    def likeness(other: str) -> float:
+        return difflib.SequenceMatcher(None, other, word).ratio()
+
+    best = max(words, key=likeness)  # of equal ones the first
+    return f" (did you mean {best}?)" if likeness(best) >= MIN_LIKENESS else ""
 
 
 def flag_of(key: str) -> str:
