@@ -45,6 +45,7 @@ class FakeRequest:
     num_output_tokens: int = 0
     kv_transfer_params: None = None
     kv_hints: None = None
+    lora_request: None = None
     skip_reading_prefix_cache: bool = False
     resumable: bool = False
     status: RequestStatus = RequestStatus.RUNNING

@@ -100,9 +100,9 @@ class Adapters:
 
 def log_change(lora: Any) -> None:
     log.warning(
-        "kvferry: the weights of the LoRA adapter %r have changed, or may have: its requests "
-        "neither load nor store KV before reset_prefix_cache with reset_connector. Call it after "
-        "each change, or load changed weights from another path (%s) and under another name",
+        "kvferry: the weights of the LoRA adapter %r (%s) have changed, or may have: its requests "
+        "neither load nor store KV before reset_prefix_cache is called with reset_connector. Call "
+        "it after each change, or load changed weights under another name and from another path",
         lora.lora_name,
         lora.lora_path,
     )
