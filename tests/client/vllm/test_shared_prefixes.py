@@ -47,7 +47,7 @@ def test_windows_and_states_are_found_at_the_retention_interval(
     daemon = start_kvferryd()
     for interval, tokens in zip((0, 64), found, strict=True):
 
-        class Engine(core.EngineCore):  # type: ignore[misc, name-defined]  # vLLM has no types
+        class Engine(core.EngineCore):  # type: ignore[misc]  # vLLM has no types
             retention = interval
 
             def _set_up(self, config: Any, groups: tuple[str, ...]) -> None:
