@@ -67,8 +67,8 @@ def prepare_root(root: Path) -> None:
         raise Refused(Code.BAD_CONFIG, message, str(root))
     if _is_of_another_build(root):
         message = (
-            f"tiers.disk.path {root} is the disk tier of another build of kvferry, whose format this "
-            f"build does not read; delete it (rm -r {root}), or name another directory"
+            f"tiers.disk.path {root} is the disk tier of another build of kvferry, whose format "
+            f"this build does not read; delete it (rm -r {root}), or name another directory"
         )
         raise Refused(Code.BAD_CONFIG, message, str(root))
     if foreign := foreign_entry(root):
