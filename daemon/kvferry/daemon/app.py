@@ -58,7 +58,7 @@ from kvferry.daemon.systemd import Supervisor
 from kvferry.daemon.thread_count import needed_threads
 from kvferry.daemon.tier_config import SiblingsTierConfig
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
-from kvferry.daemon.tiers.siblings.key_table import TABLES_BYTES, KeyTables
+from kvferry.daemon.tiers.siblings.key_table import TABLES_BYTES, HeldKeys
 from kvferry.daemon.tiers.siblings.lent_memory import MappedWindows
 from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.tiers.tiering import SiblingMemory, Tiering, description_of, start_tiers
@@ -150,7 +150,7 @@ async def run(
     siblings, tier_configs = None, config.tiers.used
     if (own_tier := siblings_tier(config, endpoint.directory)) is not None:
         windows = MappedWindows(engine, pool, partial(TableFile, writable=False))
-        siblings = SiblingMemory(windows, KeyTables(own_tier.keys))
+        siblings = SiblingMemory(windows, HeldKeys(own_tier.keys))
         tier_configs = (own_tier, *tier_configs)
     core = Core(
         identity_of(engine, config.limits),

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvferry.daemon.memory.fd_closer import close_later
+from kvferry.daemon.memory.foreign_memory import WORD, ForeignMemory
 from kvferry.proto.errors import Code, Failed, Refused
 from kvferry.proto.layout import Int64s
 from kvferry.proto.sizes import format_size
@@ -159,6 +160,10 @@ class ReadOnlyFiles:
             self.close()
             raise
 
+    def copy_to(self, address: int, at: int, nbytes: int) -> None:
+        """Copy a range of the files to memory of this process. Releases the GIL."""
+        ctypes.memmove(address, self.address + at, nbytes)
+
     def close(self) -> None:
         """Unmap the memory. Nothing may access it."""
         _done(_libc.munmap(self._begin, self._reserved))
@@ -228,22 +233,23 @@ def _check_kept(kept: Sequence[int], sizes: Sequence[int]) -> None:
 class TimelineReader:
     """Reads the timeline page of an engine. Any thread.
 
-    Raises Refused (NOT_SHAREABLE) if the page is not sealed. The caller owns the descriptor.
+    Raises Refused (NOT_SHAREABLE, BAD_LAYOUT) if the page is not sealed, or too small. The caller
+    owns the descriptor.
     """
 
     def __init__(self, descriptor: int) -> None:
-        check_sealed(descriptor, "the timeline page")
-        self._page = MappedFile(descriptor, PAGE)
-        self._value = ctypes.c_uint64.from_address(self._page.address + TIMELINE_VALUE_AT)
-        self._revoked = ctypes.c_uint64.from_address(self._page.address + TIMELINE_REVOKED_AT)
+        page = ForeignMemory(descriptor, "the timeline page", PAGE)
+        self._value = page.column(WORD, TIMELINE_VALUE_AT, 1)
+        self._revoked = page.column(WORD, TIMELINE_REVOKED_AT, 1)
 
     def reached(self, value: int) -> bool:
         """Whether the timeline has reached a value. It only grows."""
-        return self._value.value >= value
+        return self._value.read() >= value
 
     def is_revoked(self) -> bool:
         """Whether the engine has abandoned all of its transfers."""
-        return self._revoked.value != 0
+        return self._revoked.read() != 0
 
     def close(self) -> None:
-        self._page.close()
+        """Unmap the page. It must not be read again."""
+        del self._value, self._revoked

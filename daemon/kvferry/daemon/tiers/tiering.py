@@ -42,7 +42,7 @@ from kvferry.daemon.tiers.drop_queue import DropQueue
 from kvferry.daemon.tiers.generations import Generations
 from kvferry.daemon.tiers.messages import TierBlocks, UsageRequest
 from kvferry.daemon.tiers.read_rate import ReadRate
-from kvferry.daemon.tiers.siblings.key_table import KeyTables
+from kvferry.daemon.tiers.siblings.key_table import HeldKeys
 from kvferry.daemon.tiers.siblings.lent_memory import MappedWindows
 from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles
@@ -65,7 +65,7 @@ class SiblingMemory:
     the tables of their keys."""
 
     windows: MappedWindows
-    keys: KeyTables
+    keys: HeldKeys
 
 
 def description_of(tier: TierConfig, siblings: SiblingMemory | None = None) -> TierDescription:
@@ -74,7 +74,7 @@ def description_of(tier: TierConfig, siblings: SiblingMemory | None = None) -> T
     through, find_held, lent = tier.write == WRITE_THROUGH, None, None
     is_siblings = isinstance(tier, SiblingsTierConfig)
     if isinstance(tier, SiblingsTierConfig) and siblings is not None:
-        find_held = None if tier.store_all else siblings.keys.find_held
+        find_held = None if tier.store_all else siblings.keys.find
         lent = siblings.windows
     return TierDescription(
         tier.name, through, min_uses, tier.locality, is_siblings, find_held, lent
@@ -264,7 +264,7 @@ class Tiering:
         tier, action = self._tiers[place], search.action
         results: Sequence[Result] = [Result.MISS] * len(action.keys)
         # Without siblings, no request waits for the process.
-        if tier.siblings is None or tier.siblings.keys.find_held(action.store, action.keys):
+        if tier.siblings is None or tier.siblings.keys.find(action.store, action.keys):
             results = await tier.client.contains(
                 action.store, action.keys, FIND_SECONDS, search.note_places
             )

@@ -16,7 +16,7 @@ import pytest
 from kvferry.daemon.tiers.base import Blocks, Result, block_checksum
 from kvferry.daemon.tiers.siblings import sibling_link
 from kvferry.daemon.tiers.siblings import tier as siblings_tier
-from kvferry.daemon.tiers.siblings.key_table import TABLES_BYTES, KeyTables
+from kvferry.daemon.tiers.siblings.key_table import TABLES_BYTES, HeldKeys, KeyTables
 from kvferry.daemon.tiers.siblings.tier import SiblingsTier
 from kvferry.proto import messages as wire
 from kvferry.proto.lending import (
@@ -44,8 +44,8 @@ class SiblingsTierFixture:
         self.folder, self._stack = folder, stack
         tables = sealed_memfd("keys", TABLES_BYTES)
         stack.callback(os.close, tables)
-        self.tables = KeyTables(tables, writable=True)
-        self.read_tables = KeyTables(tables)
+        self.tables = KeyTables(tables)
+        self.read_tables = HeldKeys(tables)
         self.own = self._directory("own")
         self.tier = SiblingsTier(self.own, [folder], self.tables)
         stack.callback(self._end)
@@ -210,10 +210,10 @@ def test_a_block_whose_checksum_is_late_is_asked_for_again(
 def test_keys_with_other_bytes_are_not_found_again(tiers: SiblingsTierFixture) -> None:
     tiers.sibling("one", KEYS[:3])
     tiers.wait_until_on("one")
-    assert tiers.read_tables.find_held(STORE, KEYS) == set(KEYS[:3])
+    assert tiers.read_tables.find(STORE, KEYS) == set(KEYS[:3])
     tiers.tier.drop(STORE, KEYS[1:3])
     until(lambda: tiers.tier.contains(STORE, KEYS[:3]) == [True, False, False])
-    assert tiers.read_tables.find_held(STORE, KEYS) == set(KEYS[:1])
+    assert tiers.read_tables.find(STORE, KEYS) == set(KEYS[:1])
 
 
 def test_a_reset_reaches_siblings_that_have_just_started(tiers: SiblingsTierFixture) -> None:
@@ -235,10 +235,10 @@ def test_a_sibling_that_has_left_gives_its_table_to_another(tiers: SiblingsTierF
     (tiers.folder / "one" / "kvferry.sock").unlink()
     tiers.sibling("two", KEYS[:1])
     until(lambda: tiers.current_states() == {"two": "on"})
-    assert tiers.read_tables.find_held(STORE, KEYS) == {KEYS[0]}
+    assert tiers.read_tables.find(STORE, KEYS) == {KEYS[0]}
     tiers.tier.note_pool({}, ())
     until(lambda: not tiers.current_states())
-    assert tiers.read_tables.find_held(STORE, KEYS) == set()
+    assert tiers.read_tables.find(STORE, KEYS) == set()
 
 
 def test_a_daemon_of_another_user_is_named_and_not_used(

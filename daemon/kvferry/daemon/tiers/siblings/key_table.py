@@ -4,22 +4,24 @@ A sibling may have a million keys; as Python objects those of seven siblings tak
 that is in a table by mistake costs one question to the sibling, or a store that is left out. If a
 bucket is full, a key that is added replaces another, which is then not found there.
 
-The process of the tier writes the tables, and the daemon reads them: it does not store what a
-sibling has, as long as the process runs. A read beside a write finds some keys and others not,
-which is harmless.
+The process of the tier writes the tables (KeyTables), and the daemon reads them (HeldKeys): it does
+not store what a sibling has, as long as the process runs. A read beside a write finds some keys and
+others not, which is harmless.
 """
 
 from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
 
 from kvferry.daemon.core.layout import Bools, Int64s
+from kvferry.daemon.memory.foreign_memory import WORD, ForeignMemory, SharedWords
 from kvferry.daemon.memory.shared_memory import free_file
 
 # With a million keys a bucket has eight on average, and one in a thousand is full. 16 MiB.
@@ -28,12 +30,13 @@ TABLE_BYTES = BUCKETS * WAYS * 8
 # Siblings times namespaces in use. A sibling beyond that is not used, and gets no resets.
 MAX_TABLES = 64
 # A page with a number per table: not 0 if the sibling's blocks can be copied now. Then the time at
-# which the process has last shown that it runs, in seconds of the monotonic clock.
-_HEAD_BYTES = mmap.PAGESIZE
+# which the process has last shown that it runs, in nanoseconds of the monotonic clock.
+_HEAD_BYTES, _SHOWN_AT = mmap.PAGESIZE, MAX_TABLES * 8
 # Seconds without such a sign after which the daemon finds no keys. It comes once per second.
 RUNS_SECONDS = 3
 # Memory that is neither written nor read takes none.
 TABLES_BYTES = _HEAD_BYTES + MAX_TABLES * TABLE_BYTES
+_BUCKET = np.dtype((np.uint64, (WAYS,)))
 Hashes: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 
 
@@ -48,27 +51,29 @@ def hash_keys(store: str, keys: Iterable[bytes]) -> Hashes:
 class KeyTable:
     """The hashes of the keys that one sibling has of one namespace.
 
-    rows: (BUCKETS, WAYS), zeros; None: memory of its own. flag: (1,), see `is_active`.
+    rows: (BUCKETS, WAYS), zeros; None: memory of its own. show: called when `is_active` is set.
     """
 
-    def __init__(self, rows: Hashes | None = None, flag: Hashes | None = None) -> None:
+    def __init__(
+        self, rows: Hashes | None = None, show: Callable[[bool], None] = lambda _: None
+    ) -> None:
         self._rows = np.zeros((BUCKETS, WAYS), np.uint64) if rows is None else rows
-        self._flag = np.zeros(1, np.uint64) if flag is None else flag
+        self._is_active, self._show = False, show
         self.count = 0
 
     @property
     def is_active(self) -> bool:
         """Whether blocks with these keys can be copied now."""
-        return bool(self._flag[0])
+        return self._is_active
 
     @is_active.setter
     def is_active(self, active: bool) -> None:
-        self._flag[0] = active
+        self._is_active = active
+        self._show(active)
 
     def contains(self, hashes: Hashes) -> Bools:
         """Which of these are in the table; (n,)."""
-        found: Bools = (self._rows[_buckets(hashes)] == hashes[:, None]).any(axis=1)
-        return found
+        return _have(self._rows[_buckets(hashes)], hashes)
 
     def add(self, hashes: Hashes) -> None:
         left = np.unique(hashes)
@@ -102,34 +107,53 @@ class KeyTable:
 
 
 class KeyTables:
-    """All tables, in a memfd of TABLES_BYTES. The caller owns the descriptor.
+    """The tables as the process of the tier writes them, in a memfd of TABLES_BYTES.
 
-    writable: for the process of the tier, which frees what an earlier one has written.
+    Frees what an earlier process has written. The caller owns the descriptor.
     """
 
-    def __init__(self, descriptor: int, *, writable: bool = False) -> None:
-        if writable:
-            free_file(descriptor)
-        access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        memory = mmap.mmap(descriptor, TABLES_BYTES, prot=access)
-        self._flags = flags = np.frombuffer(memory, np.uint64, MAX_TABLES)
-        self._shown = np.frombuffer(memory, np.float64, 1, offset=flags.nbytes)
-        shape = MAX_TABLES, BUCKETS, WAYS
-        rows = np.frombuffer(memory, np.uint64, offset=_HEAD_BYTES).reshape(shape)
-        self.tables = [KeyTable(rows[at], flags[at : at + 1]) for at in range(MAX_TABLES)]
+    def __init__(self, descriptor: int) -> None:
+        free_file(descriptor)
+        memory = mmap.mmap(descriptor, TABLES_BYTES)
+        flags = SharedWords(memory, 0, MAX_TABLES)
+        self._shown = SharedWords(memory, _SHOWN_AT, 1)
+        rows = np.frombuffer(memory, _BUCKET, offset=_HEAD_BYTES).reshape(-1, BUCKETS, WAYS)
+        self.tables = [KeyTable(rows[at], partial(flags.write, at)) for at in range(MAX_TABLES)]
 
     def show_running(self) -> None:
-        """Show the daemon that the process of the tier runs. The process's end."""
-        self._shown[0] = time.monotonic()
+        """Show the daemon that the process of the tier runs."""
+        self._shown.write(0, time.monotonic_ns())
 
-    def find_held(self, store: str, keys: Sequence[bytes]) -> set[bytes]:
-        """Those of these keys of a namespace's store that a sibling has. The daemon's end."""
-        active = [self.tables[at] for at in np.flatnonzero(self._flags).tolist()]
-        if not active or time.monotonic() - self._shown[0] > RUNS_SECONDS:
+
+class HeldKeys:
+    """The tables as the daemon reads them. The caller owns the descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        memory = ForeignMemory(descriptor, "the memory for keys of siblings", TABLES_BYTES)
+        self._flags = memory.column(WORD, 0, MAX_TABLES)
+        self._shown = memory.column(WORD, _SHOWN_AT, 1)
+        self._buckets = memory.column(_BUCKET, _HEAD_BYTES, MAX_TABLES * BUCKETS)
+
+    def find(self, store: str, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of these keys of a namespace's store that a sibling has."""
+        active = np.flatnonzero(self._flags.copy(_ALL_TABLES)).tolist()
+        silent_ns = time.monotonic_ns() - self._shown.read()
+        if not active or silent_ns > RUNS_SECONDS * 1_000_000_000:
             return set()
         hashes = hash_keys(store, keys)
-        held: Bools = np.logical_or.reduce([table.contains(hashes) for table in active])
+        buckets, held = _buckets(hashes), np.zeros(hashes.size, np.bool_)
+        for table in active:
+            held |= _have(self._buckets.copy(buckets + table * BUCKETS), hashes)
         return {keys[place] for place in np.flatnonzero(held).tolist()}
+
+
+_ALL_TABLES = np.arange(MAX_TABLES)
+
+
+def _have(buckets: Hashes, hashes: Hashes) -> Bools:
+    """Which of some hashes are in their buckets, (n, WAYS)."""
+    found: Bools = (buckets == hashes[:, None]).any(axis=1)
+    return found
 
 
 def _buckets(hashes: Hashes) -> Int64s:

@@ -41,7 +41,7 @@ MAX_LENT_FILES = 8192
 
 def open_tier(options: Mapping[str, Any], _memory: HostMemory) -> SiblingsTier:
     directories = [Path(directory) for directory in options["directories"]]
-    tables = KeyTables(options["keys"], writable=True)
+    tables = KeyTables(options["keys"])
     os.close(options["keys"])
     return SiblingsTier(Path(options["own"]), directories, tables)
 
