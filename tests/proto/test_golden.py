@@ -299,7 +299,7 @@ MESSAGES: dict[str, Any] = {
     "daemon/tiers_found": wire.TiersFound(10, 2, 1),
     "daemon/namespace_lent": NamespaceLent(11, 3),
     "daemon/pool_lent": PoolLent(12, 1 << 30, 64, 66, (7, 8)),
-    "daemon/pool_lent-table": PoolLent(12, 1 << 30, 64, 66, (7, 8), (64 << 30) + 4096, 9),
+    "daemon/pool_lent-table": PoolLent(12, 1 << 30, 64, 66, (7, 8), (64 << 30) + 4096, 9, 10, 3),
     "daemon/blocks_located": BlocksLocated(
         13, (1 << 40, ABSENT, UNCOMMITTED), ((1 << 64) - 1, 0, 0)
     ),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+import msgspec
 import zmq
 
 from kvferry.proto import messages as wire
@@ -33,7 +34,8 @@ CHUNK = 1 << 16
 class FakeSibling:
     """Answers each message with what `answer` returns; honest where a test replaces nothing.
 
-    received: all messages. descriptors: by the handles of PoolLent; table: that of the block table.
+    received: all messages. descriptors: by the handles of PoolLent; table: that of the block table,
+    which is the incarnation page, too.
     keys: of its namespace.
     """
 
@@ -71,7 +73,8 @@ class FakeSibling:
                 return [lent, wire.Snapshot(0, 0, False, self.keys, True, self.generation)]
             case BorrowPool(number):
                 handles = tuple(each for each in self.descriptors if each != self.table)
-                return [PoolLent(number, CHUNK, 0, len(handles), handles, table=self.table)]
+                pool = PoolLent(number, CHUNK, 0, len(handles), handles)
+                return [msgspec.structs.replace(pool, table=self.table, page=self.table)]
             case LocateBlocks(number, keys):
                 return [BlocksLocated(number, *[(0,) * len(keys)] * 3)]
             case ResetLent(number):

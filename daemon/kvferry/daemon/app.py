@@ -51,7 +51,7 @@ from kvferry.daemon.persistence.checksum_client import ChecksumClient
 from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
 from kvferry.daemon.persistence.recovery import RecoveredState, chunks_of, recover_pool
 from kvferry.daemon.persistence.region_store import RegionStore
-from kvferry.daemon.persistence.table_file import TableFile
+from kvferry.daemon.persistence.table_file import LentTable
 from kvferry.daemon.reload import Reload
 from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor
@@ -149,7 +149,7 @@ async def run(
     shutdown, reports, metrics = Shutdown(), ReportQueue(), Metrics()
     siblings, tier_configs = None, config.tiers.used
     if (own_tier := siblings_tier(config, endpoint.directory)) is not None:
-        windows = MappedWindows(engine, pool, partial(TableFile, writable=False))
+        windows = MappedWindows(engine, pool, LentTable)
         siblings = SiblingMemory(windows, HeldKeys(own_tier.keys))
         tier_configs = (own_tier, *tier_configs)
     core = Core(
@@ -203,7 +203,9 @@ async def run(
                 publisher.publish,
                 probe.receive_reply,
             )
-            lent = LentPool(pool.descriptors, pool.chunk_bytes, region_store.descriptor_of)
+            lent = LentPool(
+                pool.descriptors, pool.chunk_bytes, kept.incarnation, region_store.descriptor_of
+            )
             server = Server(core, endpoint, reports, owners, status, lent)
             region_store.restore_regions(kept.fds, core.restore_region)
             tensors = kept_tensor_store.restore_tensors(kept.fds, core.restore_kept_tensors)

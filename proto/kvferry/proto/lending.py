@@ -79,7 +79,9 @@ class PoolLent(Message):
     All chunks of the pool but the last have `chunk_bytes`. end: after the last chunk with a part of
     the namespace; there may be more chunks than handles. start: of the namespace, in bytes in the
     pool, in the first chunk that is lent. table: handle of its block table, whose versions show
-    whether a block has changed; None if it is in no file.
+    whether a block has changed; None if it is in no file. page: handle of a page that begins with
+    the pool's incarnation, a uint64, which is `incarnation` as long as this daemon has the pool:
+    a later daemon changes it before anything writes to the pool. table, page: with `first` only.
     """
 
     request_id: Id
@@ -89,6 +91,8 @@ class PoolLent(Message):
     handles: Annotated[tuple[Id, ...], Meta(max_length=MAX_LENT_CHUNKS)]
     start: Count = 0
     table: Id | None = None
+    page: Id | None = None
+    incarnation: Count = 0
 
 
 class BlocksLocated(Message):
@@ -97,7 +101,7 @@ class BlocksLocated(Message):
     offsets: in bytes in the pool; ABSENT, or UNCOMMITTED if the checksum is not computed yet.
     checksums: XXH3 of each block's bytes, seeded with that of its key. versions: in the block
         table. After a copy, the bytes are those of the block only if they have this checksum, or if
-        the block table still has this version.
+        the block table still has this version and the pool its incarnation.
     """
 
     request_id: Id

@@ -14,6 +14,7 @@ from kvferry.daemon.app import DESCRIPTORS, check_descriptors, make_engine
 from kvferry.daemon.config import Config, PoolConfig
 from kvferry.daemon.engine.reference import ReferenceEngine
 from kvferry.daemon.memory.available_memory import available_memory
+from kvferry.daemon.memory.incarnation import PoolIncarnation
 from kvferry.daemon.memory.pool import HostPool, check_fits
 from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.daemon.systemd import Supervisor
@@ -47,6 +48,7 @@ def test_a_released_pool_makes_room_for_the_next_one(
     supervisor.stored_fds = {
         f"pool-{number:05}": os.dup(descriptor) for number, descriptor in enumerate(old)
     }
+    supervisor.stored_fds["incarnation"] = PoolIncarnation().descriptor
     spares: list[int] = []
 
     def check(nbytes: int, *, spare: int) -> None:

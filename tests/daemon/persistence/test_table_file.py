@@ -15,12 +15,19 @@ import pytest
 from kvferry.daemon.core.block_table import BlockTable
 from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.memory.shared_memory import PAGE
-from kvferry.daemon.persistence.table_file import LINES_AT, RECORD_BYTES, TableFile, mark_void
+from kvferry.daemon.persistence.table_file import (
+    LINES_AT,
+    RECORD_BYTES,
+    LentTable,
+    TableFile,
+    mark_void,
+)
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from kvferry.shm.memfd import sealed_memfd
+from support.writing_process import READS, writing_process
 
 KEY = 5
 BLOCKS = 6
@@ -105,27 +112,44 @@ def test_an_invalidated_table_is_refused() -> None:
             read_file(file)
 
 
+@pytest.mark.parametrize("open_table", [TableFile, LentTable])
 @pytest.mark.parametrize("nbytes", [1, 4096, (4 << 20) + 1])
-def test_memory_that_is_no_table_is_refused_and_closed(nbytes: int) -> None:
+def test_memory_that_is_no_table_is_refused_and_closed(
+    nbytes: int, open_table: type[TableFile | LentTable]
+) -> None:
     descriptor = sealed_memfd("other", nbytes)
     with pytest.raises(Refused) as refused:
-        TableFile(descriptor, writable=False)
+        open_table(descriptor)
     assert refused.value.code == Code.BAD_LAYOUT
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
 
 
-def test_a_table_that_is_refused_is_void_for_siblings_that_have_mapped_it() -> None:
-    """Its blocks get other owners, and no version grows with what these write."""
+def test_another_daemon_sees_whether_blocks_have_changed() -> None:
     with new_file() as file:
-        mapped = TableFile(os.dup(file.descriptor), writable=False)
-        os.pwrite(file.descriptor, b"x", PAGE + 20)
-        first = np.array([0])
-        for writable, valid in ((False, True), (True, False)):
-            with pytest.raises(Refused, match="wrong CRC"):
-                TableFile(os.dup(file.descriptor), writable=writable)
-            assert mapped.unchanged(first, first).tolist() == [valid]
-        mapped.close()
+        table, blocks = LentTable(os.dup(file.descriptor)), np.array([3, 1])
+        assert table.num_blocks == BLOCKS
+        assert table.unchanged(blocks, np.zeros(2, np.int64)).tolist() == [True, True]
+        file.lines["version"][1] += 1
+        assert table.unchanged(blocks, np.zeros(2, np.int64)).tolist() == [True, False]
+        assert table.unchanged(blocks, np.ones(2, np.int64)).tolist() == [False, True]
+        mark_void(file.descriptor)
+        assert table.unchanged(blocks, np.zeros(2, np.int64)).tolist() == [False, False]
+
+
+def test_a_table_whose_record_is_replaced_is_not_void_meanwhile() -> None:
+    """For other daemons, and if the daemon is killed."""
+    prepare = "\n".join(
+        (
+            "from kvferry.daemon.persistence.table_file import TableFile",
+            "file = TableFile(descriptor)",
+        )
+    )
+    first = np.zeros(1, np.int64)
+    with new_file() as file:
+        table = LentTable(os.dup(file.descriptor))
+        with writing_process(file.descriptor, prepare, "file.update(file.record)"):
+            assert all(table.unchanged(first, first).all() for _ in range(READS))
 
 
 def test_a_hostile_record_is_refused() -> None:
@@ -136,7 +160,7 @@ def test_a_hostile_record_is_refused() -> None:
         head = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little")
         os.pwrite(file.descriptor, head + data, PAGE)
         with pytest.raises(Refused, match="recursion"):
-            TableFile(os.dup(file.descriptor), writable=False)
+            TableFile(os.dup(file.descriptor))
 
 
 def test_memory_that_can_shrink_is_refused(tmp_path: Any) -> None:

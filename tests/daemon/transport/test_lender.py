@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.daemon.core.records import namespace_owner
 from kvferry.daemon.core.tier_actions import LendPool
+from kvferry.daemon.memory.incarnation import PoolIncarnation
 from kvferry.daemon.transport import lender as lender_module
 from kvferry.daemon.transport.lender import LentPool, check_sibling, lend_pool
 from kvferry.proto.errors import Code, Refused
@@ -19,6 +20,7 @@ from kvferry.shm.memfd import sealed_memfd
 
 CHUNK, UID = 4096, os.geteuid()
 OWNER = namespace_owner("namespace")
+INCARNATION = PoolIncarnation()
 
 
 class HeldFds:
@@ -47,7 +49,7 @@ def fds() -> Iterator[HeldFds]:
 def pool() -> Iterator[LentPool]:
     """A pool of 100 chunks."""
     chunks = [sealed_memfd("chunk", CHUNK) for _ in range(100)]
-    yield LentPool(chunks, CHUNK)
+    yield LentPool(chunks, CHUNK, INCARNATION)
     for chunk in chunks:
         os.close(chunk)
 
@@ -77,16 +79,20 @@ def test_many_chunks_are_lent_in_parts(pool: LentPool, fds: HeldFds) -> None:
     assert (lent.first, len(lent.handles)) == (MAX_LENT_CHUNKS, 100 - MAX_LENT_CHUNKS)
 
 
-def test_the_block_table_is_lent_with_the_first_chunks(fds: HeldFds) -> None:
+def test_the_block_table_and_the_incarnation_are_lent_with_the_first_chunks(fds: HeldFds) -> None:
     chunks = [sealed_memfd("chunk", CHUNK) for _ in range(2)]
-    pool = LentPool(chunks, CHUNK, lambda owner: chunks[1] * (owner == OWNER))
+    pool = LentPool(chunks, CHUNK, INCARNATION, lambda owner: chunks[1] * (owner == OWNER))
     lent = lend(pool, fds, 0, 2)
     assert lent.table == fds.held[2]
     assert os.fstat(fds.held[2]).st_ino == os.fstat(chunks[1]).st_ino
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.write(fds.held[2], b"x")
+    assert (lent.page, lent.incarnation) == (fds.held[3], 1)
+    assert os.fstat(fds.held[3]).st_ino == os.fstat(INCARNATION.descriptor).st_ino
+    for held in fds.held[2:]:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.write(held, b"x")
     fds.held.clear()
-    assert lend(pool, fds, 0, 2, 1).table is None
+    later = lend(pool, fds, 0, 2, 1)
+    assert (later.table, later.page) == (None, None)
     for chunk in chunks:
         os.close(chunk)
 

@@ -7,7 +7,8 @@ It is a memfd, so it outlives the daemon while another process has its descripto
     PAGE + RECORD_BYTES        record 1
     LINES_AT                   a line for each host block (core/block_lines.py)
 
-A record is written where the valid one is not, then the number changes. Event loop only.
+A record is written where the valid one is not, then the number changes. A sibling has mapped the
+file to be read only, and may read it at any time. Event loop only, except LentTable.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import mmap
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
 import numpy as np
 
-from kvferry.daemon.core.block_lines import Lines, line_type
+from kvferry.daemon.core.block_lines import Lines, Versions, line_type
 from kvferry.daemon.core.records import RegionRecord, decode_record, encode_record
+from kvferry.daemon.memory.foreign_memory import WORD, ForeignMemory, SharedWords
 from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.layout import Bools, Int64s
@@ -33,8 +36,10 @@ MAGIC = b"kvferry2"
 # Bytes reserved for a record; pages that are never written take no memory.
 RECORD_BYTES = 1 << 20
 LINES_AT = PAGE + 2 * RECORD_BYTES
-# MAGIC, and the number of the valid record: 0 or 1.
+# MAGIC, and the number of the valid record, 0 or 1: two words.
 _HEAD = struct.Struct("<8sQ")
+_MAGIC_WORD, _NUMBER_WORD = 0, 1
+_MAGIC_VALUE = int.from_bytes(MAGIC, "little")
 # Length and CRC-32 of the record that follows.
 _RECORD = struct.Struct("<II")
 
@@ -42,30 +47,20 @@ _RECORD = struct.Struct("<II")
 class TableFile:
     """A mapped file with the block table of a region. Owns the descriptor.
 
-    lines: stay mapped as long as they are used. writable: False for the table of another daemon.
-    Raises Refused (BAD_LAYOUT, NOT_SHAREABLE) and closes the descriptor if it is no block table of
-    this version.
+    lines: stay mapped as long as they are used. Raises Refused (BAD_LAYOUT, NOT_SHAREABLE) and
+    closes the descriptor if it is no block table of this version.
     """
 
-    def __init__(self, descriptor: int, *, writable: bool = True) -> None:
+    def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         try:
             check_sealed(descriptor, "a kept block table")
-            nbytes = os.fstat(descriptor).st_size
-            if nbytes <= LINES_AT:
-                message = f"the block table has {nbytes} bytes, not more than {LINES_AT}"
-                raise Refused(Code.BAD_LAYOUT, message, nbytes)
-            access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-            self._file = mmap.mmap(descriptor, 0, prot=access)
-            self.record = self._read_record()
-            if nbytes != (expected := _file_bytes(self.record)):
-                message = f"the block table has {nbytes} bytes, but its record needs {expected}"
-                raise Refused(Code.BAD_LAYOUT, message, nbytes)
+            self._file = mmap.mmap(descriptor, _check_size(os.fstat(descriptor).st_size))
+            self.record = _read_record(self._copy_bytes, len(self._file))
+            self._head = SharedWords(self._file, 0, 2)
             dtype = line_type(self.record.key_bytes)
             self.lines: Lines = np.frombuffer(self._file, dtype, -1, LINES_AT)
-        except BaseException as error:
-            if writable and isinstance(error, KVFerryError):
-                mark_void(descriptor)  # siblings may have mapped it, and its blocks are freed
+        except BaseException:
             os.close(descriptor)
             raise
 
@@ -87,18 +82,11 @@ class TableFile:
         Raises Refused (BAD_LAYOUT) if it is too long.
         """
         data = _packed(record)
-        _, current = _HEAD.unpack_from(self._file)
-        other = 1 - current
+        other = 1 - self._head.read(_NUMBER_WORD)
         at = PAGE + other * RECORD_BYTES
         self._file[at : at + len(data)] = data
-        _HEAD.pack_into(self._file, 0, MAGIC, other)
+        self._head.write(_NUMBER_WORD, other)
         self.record = record
-
-    def unchanged(self, blocks: Int64s, versions: Int64s) -> Bools:
-        """Which blocks have not lost their contents since they had these versions. For the table of
-        another daemon, which may have become void."""
-        same: Bools = self.lines["version"][blocks] == versions
-        return same & (self._file[: len(MAGIC)] == MAGIC)
 
     def close(self) -> None:
         """Close the descriptor; a stored duplicate stays valid."""
@@ -109,34 +97,79 @@ class TableFile:
 
         An mmap has a descriptor of its own, which garbage collection would close late.
         """
-        del self.lines
+        del self.lines, self._head
         with suppress(BufferError):
             self._file.close()
 
-    def _read_record(self) -> RegionRecord:
-        magic, current = _HEAD.unpack_from(self._file)
-        if magic != MAGIC or current > 1:
-            message = f"the file begins with {magic.hex()}: no block table of this version"
-            raise Refused(Code.BAD_LAYOUT, message, magic.hex())
-        at = PAGE + current * RECORD_BYTES
-        length, crc = _RECORD.unpack_from(self._file, at)
-        data = self._file[at + _RECORD.size : at + _RECORD.size + min(length, RECORD_BYTES)]
-        if zlib.crc32(data) != crc:
-            message = f"the record of {length} bytes in the block table has a wrong CRC"
-            raise Refused(Code.BAD_LAYOUT, message, length)
+    def _copy_bytes(self, at: int, nbytes: int) -> bytes:
+        return self._file[at : at + nbytes]
+
+
+class LentTable:
+    """The block table of another daemon. Any thread.
+
+    num_blocks: number of its lines. Owns the descriptor, and closes it at once. Raises Refused
+    (BAD_LAYOUT, NOT_SHAREABLE) if it is no block table of this version.
+    """
+
+    def __init__(self, descriptor: int) -> None:
         try:
-            record = decode_record(data, RegionRecord)
-            line_type(record.key_bytes)
-        except (msgspec.MsgspecError, KVFerryError, ValueError, RecursionError) as error:
-            message = f"the record of the block table cannot be decoded: {error}"
-            raise Refused(Code.BAD_LAYOUT, message) from error
-        return record
+            memory = ForeignMemory(descriptor, "the block table")
+        finally:
+            os.close(descriptor)
+        record = _read_record(memory.copy_bytes, _check_size(memory.nbytes))
+        self.num_blocks, kind = record.num_blocks, line_type(record.key_bytes)
+        self._magic = memory.column(WORD, 0, 1)
+        self._versions = memory.column(kind, LINES_AT, self.num_blocks, "version")
+
+    def unchanged(self, blocks: Int64s, versions: Int64s) -> Bools:
+        """Which blocks have not lost their contents since they had these versions. None of them if
+        the table has become void."""
+        found: Versions = self._versions.copy(blocks)
+        same: Bools = (found == versions) & (self._magic.read() == _MAGIC_VALUE)
+        return same
+
+    def unmap(self) -> None:
+        """Unmap the file. It must not be used again."""
+        del self._magic, self._versions
 
 
 def mark_void(descriptor: int) -> None:
     """Make a file an invalid block table, for every process that has mapped it."""
     with suppress(OSError):
         os.pwrite(descriptor, bytes(len(MAGIC)), 0)
+
+
+def _check_size(nbytes: int) -> int:
+    """The size of a file. Raises Refused if it has no lines."""
+    if nbytes <= LINES_AT:
+        message = f"the block table has {nbytes} bytes, not more than {LINES_AT}"
+        raise Refused(Code.BAD_LAYOUT, message, nbytes)
+    return nbytes
+
+
+def _read_record(copy_bytes: Callable[[int, int], bytes], nbytes: int) -> RegionRecord:
+    """The valid record of a file of `nbytes`. Raises Refused."""
+    magic, current = _HEAD.unpack(copy_bytes(0, _HEAD.size))
+    if magic != MAGIC or current > 1:
+        message = f"the file begins with {magic.hex()}: no block table of this version"
+        raise Refused(Code.BAD_LAYOUT, message, magic.hex())
+    at = PAGE + current * RECORD_BYTES
+    length, crc = _RECORD.unpack(copy_bytes(at, _RECORD.size))
+    data = copy_bytes(at + _RECORD.size, min(length, RECORD_BYTES))
+    if zlib.crc32(data) != crc:
+        message = f"the record of {length} bytes in the block table has a wrong CRC"
+        raise Refused(Code.BAD_LAYOUT, message, length)
+    try:
+        record = decode_record(data, RegionRecord)
+        line_type(record.key_bytes)
+    except (msgspec.MsgspecError, KVFerryError, ValueError, RecursionError) as error:
+        message = f"the record of the block table cannot be decoded: {error}"
+        raise Refused(Code.BAD_LAYOUT, message) from error
+    if nbytes != (expected := _file_bytes(record)):
+        message = f"the block table has {nbytes} bytes, but its record needs {expected}"
+        raise Refused(Code.BAD_LAYOUT, message, nbytes)
+    return record
 
 
 def _packed(record: RegionRecord) -> bytes:

@@ -56,7 +56,8 @@ class LentFiles(msgspec.Struct, frozen=True, array_like=True):
     window: a number that no other has, also in later processes. directory: of the sibling. start:
     of the namespace, in bytes in the sibling's pool. chunks: of that pool, from the one on in which
     the namespace begins; all but the last of the pool have `chunk_bytes`. table: the file of the
-    namespace's block table.
+    namespace's block table. page: that of the pool's incarnation; another number than `incarnation`
+    there: a later daemon has the pool, and may have written anything.
     """
 
     window: int
@@ -65,6 +66,8 @@ class LentFiles(msgspec.Struct, frozen=True, array_like=True):
     start: int
     chunks: tuple[FileOf, ...]
     table: FileOf
+    page: FileOf
+    incarnation: int
 
 
 class _Tagged(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -9,8 +9,11 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from kvferry.daemon.core.records import RegionOwner
 from kvferry.daemon.core.tier_actions import LendPool
+from kvferry.daemon.memory.incarnation import PoolIncarnation
 from kvferry.daemon.transport.accept_gate import NONE_LEFT, fds_exhausted
 from kvferry.daemon.transport.fd_server import FdServer
 from kvferry.proto.errors import Code, Refused
@@ -26,6 +29,7 @@ class LentPool:
 
     descriptors: Sequence[int]
     chunk_bytes: int
+    incarnation: PoolIncarnation
     table_of: Callable[[RegionOwner], int | None] = lambda _: None
 
 
@@ -46,11 +50,17 @@ def lend_pool(pool: LentPool, fd_server: FdServer, action: LendPool) -> PoolLent
         fd_server.hold_fd(action.session, _readable(descriptor))
         for descriptor in pool.descriptors[first:end][:MAX_LENT_CHUNKS]
     )
-    table, descriptor = None, None if action.first else pool.table_of(action.owner)
-    if descriptor is not None:
-        table = fd_server.hold_fd(action.session, _readable(descriptor))
     number, start = action.request_id, action.start
-    return PoolLent(number, chunk_bytes, min(first, end), end, handles, start, table)
+    lent = PoolLent(number, chunk_bytes, min(first, end), end, handles, start)
+    table = None if action.first else pool.table_of(action.owner)
+    if table is None:
+        return lent
+    return msgspec.structs.replace(
+        lent,
+        table=fd_server.hold_fd(action.session, _readable(table)),
+        page=fd_server.hold_fd(action.session, _readable(pool.incarnation.descriptor)),
+        incarnation=pool.incarnation.number,
+    )
 
 
 def check_sibling(uid: int) -> None:

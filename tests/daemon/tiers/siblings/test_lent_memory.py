@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,9 @@ from structlog.testing import capture_logs
 
 from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.core.records import RegionRecord
+from kvferry.daemon.memory.incarnation import PoolIncarnation
 from kvferry.daemon.memory.pool import HostPool
-from kvferry.daemon.persistence.table_file import TableFile, mark_void
+from kvferry.daemon.persistence.table_file import LentTable, TableFile, mark_void
 from kvferry.daemon.tiers.messages import FileOf, LentFiles
 from kvferry.daemon.tiers.siblings.lent_memory import MappedWindows
 from kvferry.proto.errors import Code, Failed
@@ -66,8 +66,7 @@ class LentMemoryFixture:
         stack.callback(self.pool.close, self.registrar)
         self.pool.ready_bytes = self.pool.nbytes
         stack.callback(setattr, self.pool, "ready_bytes", 0)
-        open_table = partial(TableFile, writable=False)
-        self.windows = MappedWindows(self.registrar, self.pool, open_table)
+        self.windows = MappedWindows(self.registrar, self.pool, LentTable)
         self.chunks = [sealed_memfd("chunk", size) for size in (CHUNK, CHUNK, CHUNK // 2)]
         for number, chunk in enumerate(self.chunks):
             stack.callback(os.close, chunk)
@@ -75,12 +74,15 @@ class LentMemoryFixture:
             os.pwrite(chunk, content(at, os.fstat(chunk).st_size), 0)
         self.table = TableFile.create(RECORD)
         stack.callback(self.table.close)
+        self.incarnation = PoolIncarnation()
+        stack.callback(os.close, self.incarnation.descriptor)
         self.files = self.lent(1)
         stack.callback(self.update)
 
     def lent(self, window: int, chunk_bytes: int = CHUNK, start: int = START) -> LentFiles:
         chunks, table = tuple(map(file_of, self.chunks)), file_of(self.table.descriptor)
-        return LentFiles(window, "/run/sibling", chunk_bytes, start, chunks, table)
+        page, number = file_of(self.incarnation.descriptor), self.incarnation.number
+        return LentFiles(window, "/run/sibling", chunk_bytes, start, chunks, table, page, number)
 
     def update(self, *files: LentFiles) -> None:
         asyncio.run(self.windows.update(files, os.getpid()))
@@ -160,8 +162,9 @@ def test_all_of_a_window_is_closed(lent: LentMemoryFixture) -> None:
     assert open_files() == before
 
 
-def open_files() -> tuple[int, int]:
-    return count_memfds("chunk"), count_memfds("kvferry-block-table")
+def open_files() -> tuple[int, ...]:
+    names = "chunk", "kvferry-block-table", "kvferry-incarnation"
+    return tuple(map(count_memfds, names))
 
 
 def test_a_window_that_is_not_mapped_has_no_blocks(lent: LentMemoryFixture) -> None:
@@ -191,6 +194,23 @@ def test_in_a_void_block_table_all_have_changed(lent: LentMemoryFixture) -> None
     rows = lent.resolve(START)
     mark_void(lent.table.descriptor)
     assert lent.windows.unchanged(rows).tolist() == [False]
+
+
+def test_if_another_daemon_has_the_pool_all_have_changed(lent: LentMemoryFixture) -> None:
+    """It may not have got this block table, whose versions then do not grow."""
+    lent.update(lent.files)
+    rows = lent.resolve(START)
+    PoolIncarnation(lent.incarnation.descriptor)
+    assert lent.windows.unchanged(rows).tolist() == [False]
+
+
+def test_memory_of_an_earlier_daemon_stays_void_if_it_is_mapped_later(
+    lent: LentMemoryFixture,
+) -> None:
+    """The tier's process has got its descriptors before the daemon ended."""
+    PoolIncarnation(lent.incarnation.descriptor)
+    lent.update(lent.files)
+    assert lent.windows.unchanged(lent.resolve(START)).tolist() == [False]
 
 
 def test_memory_that_is_no_longer_lent_is_unmapped_after_the_last_load(

@@ -7,7 +7,8 @@ own pool, by an offset from its start. Blocks can be loaded from a window once i
 stays mapped until the last load from it has ended: the memory of a sibling that dies stays as long.
 
 Nothing is held at the sibling. Before anything writes a block there, its version in the sibling's
-block table grows; so a load whose versions are the same afterwards has read the right bytes.
+block table grows, or, if a later daemon has the pool, the pool's incarnation changes. So a load for
+which both are the same afterwards has read the right bytes.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ import msgspec
 import numpy as np
 import structlog
 
-from kvferry.daemon.core.block_lines import Lines
 from kvferry.daemon.core.layout import Bools, Int64s
+from kvferry.daemon.memory.foreign_memory import WORD, ForeignColumn, ForeignMemory
 from kvferry.daemon.memory.pool import HostPool, HostRegistrar
-from kvferry.daemon.memory.shared_memory import ReadOnlyFiles
+from kvferry.daemon.memory.shared_memory import PAGE, ReadOnlyFiles
 from kvferry.daemon.tiers.messages import FileOf, LentFiles
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.sizes import format_size
@@ -44,13 +45,10 @@ T = TypeVar("T")
 class BlockTableFile(Protocol):
     """The block table of a sibling's namespace, as persistence/table_file.py reads it."""
 
-    lines: Lines
+    num_blocks: int
 
     def unchanged(self, blocks: Int64s, versions: Int64s) -> Bools:
         """Which blocks have not lost their contents since they had these versions."""
-
-    def close(self) -> None:
-        """Close its descriptor."""
 
     def unmap(self) -> None:
         """Unmap it."""
@@ -60,23 +58,29 @@ class BlockTableFile(Protocol):
 class _Window:
     """The memory of one namespace at one sibling.
 
-    files: those that are mapped. end: of the last mapped byte in the sibling's pool. offset: the
-    distance in bytes from the start of the own pool to byte 0 of the sibling's pool. holds: the
-    number of blocks that loads in flight read.
+    files: those that are mapped. incarnation: the word of the sibling's page. offset: the distance
+    in bytes from the start of the own pool to byte 0 of the sibling's pool. holds: the number of
+    blocks that loads in flight read.
     """
 
     files: LentFiles
     memory: ReadOnlyFiles
     table: BlockTableFile
+    incarnation: ForeignColumn
     offset: int
-    end: int
     holds: int = 0
+
+    @property
+    def end(self) -> int:
+        """Of the last mapped byte, in the sibling's pool."""
+        first = self.files.start // self.files.chunk_bytes
+        return first * self.files.chunk_bytes + self.memory.nbytes
 
 
 class MappedWindows:
     """The windows that can be used. Satisfies LentMemory.
 
-    pool: the own one. open_table: opens a block table, and owns its descriptor; raises Refused.
+    pool: the own one. open_table: opens a block table, and closes its descriptor; raises Refused.
     Event loop only, except where a method says otherwise.
     """
 
@@ -159,7 +163,7 @@ class MappedWindows:
             files = window.files
             ends, blocks = offsets + block_bytes, (offsets - files.start) // block_bytes
             usable = (offsets >= files.start) & (ends <= window.end)
-            usable &= blocks < window.table.lines.size
+            usable &= blocks < window.table.num_blocks
             if not may_span:
                 usable &= offsets // files.chunk_bytes == (ends - 1) // files.chunk_bytes
             windows = np.full(these.size, number)
@@ -170,8 +174,8 @@ class MappedWindows:
     def unchanged(self, rows: Int64s) -> Bools:
         same = np.zeros(rows.shape[1], np.bool_)
         for number in np.unique(rows[0]).tolist():
-            if (window := self._mapped(number)) is not None:
-                these = rows[0] == number
+            window, these = self._mapped(number), rows[0] == number
+            if window is not None and window.incarnation.read() == window.files.incarnation:
                 same[these] = window.table.unchanged(rows[2, these], rows[3, these])
         return same
 
@@ -213,17 +217,19 @@ class MappedWindows:
                     raise InterruptedError(errno.EINTR, "the daemon ends")
                 self._engine.pin(address, size, writable=False)
                 undo.callback(self._engine.unpin, address)
+            page = _open_file(files.page, pid)
+            opened.callback(os.close, page)
+            incarnation = ForeignMemory(page, "the sibling's incarnation page", PAGE)
             table = self._open_table(_open_file(files.table, pid))
             undo.pop_all()
         begin = files.start // chunk_bytes * chunk_bytes
         offset = memory.address - self._pool.address - begin
-        return _Window(files, memory, table, offset, begin + memory.nbytes)
+        return _Window(files, memory, table, incarnation.column(WORD, 0, 1), offset)
 
     def _unmap(self, window: _Window) -> None:
         for address, _ in self._chunks_of(window.memory):
             self._engine.unpin(address)
         window.memory.close()
-        window.table.close()
         window.table.unmap()
 
     def _chunks_of(self, memory: ReadOnlyFiles) -> Iterator[tuple[int, int]]:

@@ -12,10 +12,7 @@ import weakref
 from itertools import count
 from pathlib import Path
 
-import numpy as np
-
 from kvferry.daemon.memory.shared_memory import ReadOnlyFiles
-from kvferry.daemon.tiers.block_memory import view_memory
 from kvferry.daemon.tiers.messages import FileOf, LentFiles
 from kvferry.proto.errors import Code, Refused
 from kvferry.shm.memfd import check_sealed
@@ -39,6 +36,8 @@ class MappedPool:
         self.window = next(_windows)
         self._chunks = list[int]()
         self._table: int | None = None
+        # The incarnation page, and what it must say.
+        self._page, self._incarnation = -1, 0
         self._open = list[int]()
         weakref.finalize(self, _close_all, self._open)
         self._memory: ReadOnlyFiles | None = None
@@ -61,6 +60,11 @@ class MappedPool:
         self._open.append(descriptor)
         self._table = descriptor
 
+    def add_page(self, descriptor: int, incarnation: int) -> None:
+        """Add the incarnation page of the pool, and the number that the sibling named."""
+        self._open.append(descriptor)
+        self._page, self._incarnation = descriptor, incarnation
+
     def map(self) -> None:
         """Map the chunks. Raises OSError."""
         self._memory = ReadOnlyFiles(self._chunks, self._chunk_bytes)
@@ -68,11 +72,13 @@ class MappedPool:
 
     def files_of(self, directory: Path) -> LentFiles | None:
         """What the daemon needs to map it, too; None if it has no block table."""
-        if self._table is None:
+        if self._table is None or self._page < 0:
             return None
         chunks, table = tuple(map(_file_of, self._chunks)), _file_of(self._table)
-        place = self._chunk_bytes, self._start
-        return LentFiles(self.window, str(directory), *place, chunks, table)
+        place, page = (self._chunk_bytes, self._start), _file_of(self._page)
+        return LentFiles(
+            self.window, str(directory), *place, chunks, table, page, self._incarnation
+        )
 
     def copy_block(self, offset: int, nbytes: int, address: int) -> bool:
         """Copy a block to memory of this process. False if it is not in the mapped chunks.
@@ -82,9 +88,7 @@ class MappedPool:
         memory, at = self._memory, offset - self.first * self._chunk_bytes
         if memory is None or not 0 <= at <= memory.nbytes - nbytes:
             return False
-        source = np.frombuffer(view_memory(memory.address + at, nbytes), np.uint8)
-        target = np.frombuffer(view_memory(address, nbytes), np.uint8)
-        target[:] = source
+        memory.copy_to(address, at, nbytes)
         return True
 
 

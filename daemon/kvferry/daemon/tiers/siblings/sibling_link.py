@@ -229,6 +229,8 @@ class SiblingLink:
                 pool.add_chunk(await self._fetch_fd(session, handle))
             if lent.table is not None:
                 pool.add_table(await self._fetch_fd(session, lent.table))
+            if lent.page is not None:
+                pool.add_page(await self._fetch_fd(session, lent.page), lent.incarnation)
             first += len(lent.handles)
             if first >= lent.end or not lent.handles:
                 pool.map()
