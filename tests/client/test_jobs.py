@@ -232,6 +232,8 @@ def test_a_large_job_needs_the_size_of_a_host_block(session: ClientSession) -> N
         (1, (STORE[0], KeyLoadStoreSpec((b"k" * 65,))), 0),
         (1, (KeyLoadStoreSpec(cast(Any, ("key",))), STORE[0]), 0),
         (1, (STORE[0], [b"key"]), 0),
+        (1, STORE[0], 0),
+        (1, None, 0),
     ],
 )
 def test_a_job_that_no_daemon_can_decode_is_refused_by_the_client(
@@ -255,7 +257,7 @@ def test_group_sizes_may_be_arrays_or_are_refused(session: ClientSession, sizes:
 
 
 @pytest.mark.parametrize("method", ["cancel", "wait"])
-@pytest.mark.parametrize("job_ids", [[-1], range(65537)])
+@pytest.mark.parametrize("job_ids", [[-1], range(65537), 5, None])
 def test_job_ids_that_no_daemon_can_decode_are_refused_by_the_client(
     session: ClientSession, method: str, job_ids: Any
 ) -> None:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import pickle
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
 import pytest
 
-from kvferry.client import Code, Fingerprint, OffloadClient, Refused, shared_empty
+from kvferry.client import (
+    Code,
+    Fingerprint,
+    OffloadClient,
+    Refused,
+    Timeline,
+    shared_empty,
+)
 from kvferry.client.validation import check_fields
 from kvferry.proto.messages import AllocateKVCaches, Hello, OpenNamespace
 from support.raw_client import one_tensor
@@ -72,6 +82,16 @@ def open_namespace(fingerprint: Any = None, **arguments: Any) -> Callable[[Offlo
             "key_bytes must be .* from 1 to 64 .got 65.",
         ),
         (open_namespace("llama"), "fingerprint must be a Fingerprint .got llama."),
+        (
+            open_namespace(Fingerprint("llama", 64, extra=cast(Any, None))),
+            "extra must be a list .*got None",
+        ),
+        (
+            open_namespace(Fingerprint("llama", 64, extra=cast(Any, ((1, 2), ("a", "b"))))),
+            "extra must be a list .*got 2",
+        ),
+        (register(timeline="cpu"), "timeline must be a Timeline or None; .*Timeline.create"),
+        (allocate(timeline=1), "timeline must be a Timeline or None; .*Timeline.create"),
         (lambda client: client.release_kv_caches("x" * 300), "engine must be a text of 1 to 256"),
     ],
 )
@@ -132,6 +152,32 @@ def test_an_invalid_name_is_refused(fake_daemon: FakeDaemon, arguments: dict[str
     with pytest.raises(Refused, match=f"{name} must be a text of . to 256 characters"):
         OffloadClient(fake_daemon.directory, **arguments)
     assert fake_daemon.received == []
+
+
+@pytest.mark.parametrize("timeout", ["1", math.nan, b"1", [1]])
+def test_a_timeout_that_is_no_number_is_refused(
+    fake_daemon: FakeDaemon, client: OffloadClient, timeout: Any
+) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: OffloadClient(fake_daemon.directory, timeout=timeout),
+        lambda: client.status(timeout=timeout),
+    ]
+    for call in calls:
+        with pytest.raises(Refused, match="timeout must be a number of seconds") as refused:
+            call()
+        assert refused.value.code == Code.BAD_SPEC
+
+
+def test_what_belongs_to_a_process_cannot_be_pickled(client: OffloadClient) -> None:
+    """A pickled timeline would be a copy, whose signals reach nobody."""
+    bound: dict[object, str] = {
+        client: "create a client in each process",
+        Timeline.create("cpu"): "pass only its values to other processes; or create it with Time",
+    }
+    for value, instead in bound.items():
+        for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match=f"cannot be pickled or copied: .*{instead}"):
+                copied(value)
 
 
 def test_numbers_may_be_numpy_numbers() -> None:

@@ -13,6 +13,7 @@ from kvferry.proto.specs import (
     CPULoadStoreSpec,
     Direction,
     GPULoadStoreSpec,
+    KeyLoadStoreSpec,
     as_block_ids,
 )
 
@@ -68,6 +69,21 @@ def test_invalid_block_ids_are_refused(given_ids: Any) -> None:
     with pytest.raises(Refused) as caught:
         CPULoadStoreSpec(given_ids)
     assert caught.value.code == Code.BAD_SPEC
+
+
+@pytest.mark.parametrize("name", ["group_sizes", "block_indices"])
+@pytest.mark.parametrize("value", [5, [[1], [2, 3]]])
+def test_counts_that_are_no_list_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(Refused, match=f"{name} is not a list of counts") as caught:
+        GPULoadStoreSpec([1], **{name: value})
+    assert caught.value.code == Code.BAD_SPEC
+
+
+def test_keys_that_are_no_list_are_refused() -> None:
+    for keys, keep in ((None, ()), ((b"key",), 5)):
+        with pytest.raises(Refused, match="is no list of keys") as caught:
+            KeyLoadStoreSpec(keys, keep=keep)
+        assert caught.value.code == Code.BAD_KEY
 
 
 def test_specs_are_equal_by_value_and_kind() -> None:

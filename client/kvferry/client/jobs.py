@@ -148,7 +148,11 @@ def checked_id(what: str, value: SupportsIndex) -> int:
 
 def checked_ids(job_ids: Iterable[int]) -> tuple[int, ...]:
     """Job ids as a tuple. Raises Refused (BAD_SPEC)."""
-    ids = tuple(checked_id("job_id", job_id) for job_id in job_ids)
+    try:
+        ids = tuple(checked_id("job_id", job_id) for job_id in job_ids)
+    except TypeError:
+        message = "job_ids must be a list of integers"
+        raise Refused(Code.BAD_SPEC, message, job_ids) from None
     if len(ids) > MAX_JOB_IDS:
         raise Refused(
             Code.BAD_SPEC, f"{len(ids)} job ids were given; give at most {MAX_JOB_IDS}", len(ids)
@@ -161,7 +165,12 @@ def checked_spec(spec: TransferSpec, namespace: ClientNamespace | None) -> Trans
 
     namespace: that of the client, if it has opened one. Raises Refused (BAD_SPEC, BAD_KEY).
     """
-    if len(spec) != 2 or type(spec[0]) not in _SIDES or type(spec[1]) not in _SIDES:
+    if (
+        not isinstance(spec, tuple | list)
+        or len(spec) != 2
+        or type(spec[0]) not in _SIDES
+        or type(spec[1]) not in _SIDES
+    ):
         message = "spec must be a pair of a GPULoadStoreSpec and a host-side spec"
         raise Refused(Code.BAD_SPEC, message, spec)
     for side in spec:

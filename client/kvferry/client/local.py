@@ -18,13 +18,14 @@ import tempfile
 import time
 from pathlib import Path
 
+from kvferry.client.process_bound import ProcessBound
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, error_of
 
 # Seconds between two checks whether the daemon is ready.
 _POLL_INTERVAL = 0.01
 
 
-class LocalDaemon:
+class LocalDaemon(ProcessBound):
     """Start kvferryd on a device; the constructor returns when it is ready.
 
     device: "cpu", a GPU's index or its UUID. pool_bytes: size of the host pool. options: further
@@ -33,6 +34,8 @@ class LocalDaemon:
     Raises the error that kvferryd reports if it does not start (NO_DEVICE, BAD_CONFIG...), else
     Gone (DAEMON_GONE, TIMEOUT) with its log.
     """
+
+    INSTEAD = "pass its `directory`"
 
     def __init__(
         self,

@@ -13,11 +13,12 @@ from kvferry.client.endpoint import locate_daemon
 from kvferry.client.jobs import TransferResult
 from kvferry.client.link import ClientLink
 from kvferry.client.namespace import ClientNamespace
+from kvferry.client.process_bound import ProcessBound
 from kvferry.client.session import ClientSession, ConnectionState
 from kvferry.client.session_state import SessionState
 from kvferry.client.splitting import key_batches
 from kvferry.client.tier_searches import TierSearch
-from kvferry.client.validation import check_fields
+from kvferry.client.validation import check_fields, checked_seconds
 from kvferry.proto.errors import Gone
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.memory import HostRegion
@@ -52,11 +53,13 @@ class ClientOptions(TypedDict, total=False):
     state: SessionState | None
 
 
-class NonBlockingClient:
+class NonBlockingClient(ProcessBound):
     """The part of a client that never waits.
 
     link_type: how it waits. directory, and the others: see OffloadClient and ClientOptions.
     """
+
+    INSTEAD = "create a client in each process"
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class NonBlockingClient:
     ) -> None:
         client = type(self).__name__ if client is None else client
         check_fields(Hello, client=client, engine=engine)
+        checked_seconds("timeout", timeout)
         # The directory in which a daemon may not have started yet.
         self._named: Path | str | None = None
         if callable(directory):
@@ -273,4 +277,5 @@ class NonBlockingClient:
             self._link.poll_often(now)
 
     def _begin_call(self, timeout: float | None) -> Call:
-        return Call(self._link, self.timeout if timeout is None else timeout)
+        seconds = self.timeout if timeout is None else timeout
+        return Call(self._link, checked_seconds("timeout", seconds))

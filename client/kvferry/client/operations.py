@@ -157,7 +157,7 @@ async def register_kv_caches(
     from kvferry.client.tensors.canonical import CanonicalKVCaches, canonicalize
 
     session, call = self._session, self._begin_call(timeout)
-    _check_new_registration(session, host_bytes)
+    _check_new_registration(session, host_bytes, timeline)
     if not isinstance(kv_caches, CanonicalKVCaches):
         kv_caches = canonicalize(kv_caches, **canonical)
     if timeline is not None:
@@ -198,7 +198,7 @@ async def allocate_kv_caches(
     from kvferry.client.tensors.sharing import check_device_visible, map_tensors
 
     session, call = self._session, self._begin_call(timeout)
-    _check_new_registration(session, host_bytes)
+    _check_new_registration(session, host_bytes, timeline)
     check_fields(AllocateKVCaches, layout=layout, host_bytes=host_bytes, keep=keep)
     await call.connected()
     assert session.welcome is not None
@@ -318,9 +318,15 @@ async def close(self: NonBlockingClient, /, timeout: float = 1.0) -> None:
         link.close()
 
 
-def _check_new_registration(session: ClientSession, host_bytes: int | None) -> None:
-    """Raise Refused (BAD_LAYOUT, ALREADY_REGISTERED) if this client cannot register KV caches."""
+def _check_new_registration(
+    session: ClientSession, host_bytes: int | None, timeline: Timeline | None
+) -> None:
+    """Raise Refused (BAD_LAYOUT, BAD_MESSAGE, ALREADY_REGISTERED) if this client cannot register
+    KV caches."""
     session.check_region(host_bytes)
+    if timeline is not None and not isinstance(timeline, Timeline):
+        message = "timeline must be a Timeline or None; create one with Timeline.create"
+        raise Refused(Code.BAD_MESSAGE, message, timeline)
     if session.restore.registration is not None:
         message = (
             "this client has already registered KV caches; register all of an engine in one call, "

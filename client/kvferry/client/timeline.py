@@ -18,27 +18,32 @@ import ctypes
 import mmap
 import operator
 import os
-import re
 import weakref
 from contextlib import ExitStack, suppress
 from typing import Any, SupportsIndex
 
+from kvferry.client.process_bound import ProcessBound
+from kvferry.client.validation import checked_device
 from kvferry.cuda.driver import driver
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.specs import MAX_INT
 from kvferry.shm.memfd import sealed_memfd
 from kvferry.shm.timeline_page import TIMELINE_REVOKED_AT, TIMELINE_VALUE_AT
 
-_DEVICE = re.compile(r"cpu(:[0-9]+)?|cuda(:(?P<ordinal>[0-9]+))?")
 
-
-class Timeline:
+class Timeline(ProcessBound):
     """Create one with `Timeline.create(device)`; pass it to register_kv_caches.
 
+    It cannot be pickled: another process would signal a copy, whose values reach nobody.
     kind: "cpu" or "cuda", the device type of the KV tensors.
     Garbage collection of a timeline that was not closed synchronizes its GPU, whose stream may
     still write to the page.
     """
+
+    INSTEAD = (
+        "signal it there, and pass only its values to other processes; or create it with "
+        "Timeline.create in the process that signals, and register the KV caches there"
+    )
 
     def __init__(self, ordinal: int | None) -> None:
         self.kind = "cpu" if ordinal is None else "cuda"
@@ -55,11 +60,7 @@ class Timeline:
 
         Raises Refused (NO_DEVICE) for any other.
         """
-        named = _DEVICE.fullmatch(str(device))
-        if named is None:
-            message = 'device must be "cpu", "cuda", "cuda:1" or a torch.device of these'
-            raise Refused(Code.NO_DEVICE, message, device)
-        return cls(int(named["ordinal"] or 0) if named[0].startswith("cuda") else None)
+        return cls(checked_device(device))
 
     @property
     def reached(self) -> int:

@@ -6,6 +6,9 @@ receives a value out of bounds cannot decode the message; the error raised here 
 
 from __future__ import annotations
 
+import math
+import operator
+import re
 from typing import Any
 
 import msgspec
@@ -14,6 +17,7 @@ from msgspec import inspect
 from kvferry.proto.codec import readable
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.message import Message
+from kvferry.proto.specs import MAX_COUNT
 
 # Message fields whose argument has another name, which is vLLM's.
 _ARGUMENT_NAMES = {"quota_bytes": "cpu_bytes_to_use", "policy": "eviction_policy"}
@@ -27,6 +31,41 @@ def check_fields(message: type[Message], **given: object) -> None:
     for field in msgspec.structs.fields(message):
         if field.name in given:
             _check(_ARGUMENT_NAMES.get(field.name, field.name), given[field.name], field.type)
+
+
+def checked_number(name: str, value: Any, least: int = 0) -> int:
+    """A whole number, of Python or numpy. Raises Refused (BAD_LAYOUT)."""
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if not least <= number < MAX_COUNT:
+        message = f"{name} must be a whole number from {least} to {MAX_COUNT - 1}"
+        raise Refused(Code.BAD_LAYOUT, message, value)
+    return number
+
+
+def checked_seconds(name: str, value: Any) -> float:
+    """A duration, which may be 0 or in the past. Raises Refused (BAD_SPEC)."""
+    try:
+        seconds = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise Refused(Code.BAD_SPEC, f"{name} must be a number of seconds", value)
+    return seconds
+
+
+_DEVICE = re.compile(r"cpu(:[0-9]+)?|cuda(:(?P<ordinal>[0-9]+))?")
+
+
+def checked_device(device: object) -> int | None:
+    """The ordinal of a GPU; None for the CPU. Raises Refused (NO_DEVICE)."""
+    named = _DEVICE.fullmatch(str(device))
+    if named is None:
+        message = 'device must be "cpu", "cuda", "cuda:1" or a torch.device of these'
+        raise Refused(Code.NO_DEVICE, message, device)
+    return int(named["ordinal"] or 0) if named[0].startswith("cuda") else None
 
 
 def _check(name: str, value: Any, kind: Any) -> None:

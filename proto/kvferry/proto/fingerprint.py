@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from typing import Annotated
 
 import msgspec
@@ -37,7 +38,8 @@ class Fingerprint(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     extra: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "extra", tuple(sorted(self.extra)))
+        with suppress(TypeError):  # what cannot be sorted cannot be encoded, and is refused then
+            msgspec.structs.force_setattr(self, "extra", tuple(sorted(self.extra)))
 
     @property
     def name(self) -> str:

@@ -169,6 +169,15 @@ def _check_integers(array: np.ndarray[Any, Any]) -> None:
         raise Refused(Code.BAD_SPEC, text, int(array.max()))
 
 
+def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
+    """The values of a list or an array. Raises Refused (BAD_SPEC) for anything else."""
+    try:
+        return tuple(np.asarray(values).tolist())
+    except (TypeError, ValueError):
+        text = f"{name} is not a list of counts; pass a list of integers"
+        raise Refused(Code.BAD_SPEC, text, values) from None
+
+
 class _Spec(msgspec.Struct, array_like=True, frozen=True, eq=False, forbid_unknown_fields=True):
     block_ids: AnyIds
 
@@ -204,7 +213,7 @@ class GPULoadStoreSpec(_Spec, tag="gpu", frozen=True, eq=False):
         for name in ("group_sizes", "block_indices"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, tuple):
-                msgspec.structs.force_setattr(self, name, tuple(np.asarray(value).tolist()))
+                msgspec.structs.force_setattr(self, name, _as_tuple(name, value))
 
     def check(self) -> None:
         """Raise Refused if no daemon could decode this."""
@@ -257,12 +266,20 @@ class KeyLoadStoreSpec(
         for name in ("keys", "keep"):
             value = getattr(self, name)
             if not isinstance(value, tuple):
-                msgspec.structs.force_setattr(self, name, tuple(value))
+                msgspec.structs.force_setattr(self, name, _as_keys(name, value))
 
     def check(self) -> None:
         """Raise Refused if no daemon could decode this."""
         check_keys(self.keys)
         check_keys(self.keep)
+
+
+def _as_keys(name: str, keys: Any) -> tuple[OffloadKey, ...]:
+    try:
+        return tuple(keys)
+    except TypeError:
+        text = f"{name} is no list of keys; pass a list of bytes"
+        raise Refused(Code.BAD_KEY, text, keys) from None
 
 
 def check_keys(keys: Sequence[OffloadKey]) -> None:

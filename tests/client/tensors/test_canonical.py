@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -316,20 +317,50 @@ def test_a_tensor_without_canonical_form_is_refused_by_name(
     assert any(part in message for part in why.split("|")), message
 
 
-@pytest.mark.parametrize("num_blocks", [0, -1])
-def test_blocks_are_at_least_one(num_blocks: int) -> None:
-    refused(new_tensor(2, N, SIZE), num_blocks=num_blocks)
-
-
 def test_a_block_dimension_that_does_not_fit_is_refused() -> None:
     assert "multiple" in refused(new_tensor(2, N, SIZE), dim=2)
-    for dim in (-2, 3):
-        refused(new_tensor(2, N, SIZE), dim=dim)
+    refused(new_tensor(2, N, SIZE), dim=3)
 
 
-@pytest.mark.parametrize("page", [0, -2, 2 * SIZE + 1])
-def test_a_page_that_does_not_fit_its_block_is_refused(page: int) -> None:
+def test_a_page_that_does_not_fit_its_block_is_refused() -> None:
+    page = 2 * SIZE + 1
     assert f"a page of {page} bytes" in refused(new_tensor(2, N, SIZE), page=page)
+
+
+TENSOR = new_tensor(N, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(
+            ({"num_blocks": number}, "num_blocks must be a whole number from 1 to")
+            for number in (0, -1, float(N), str(N), None, True, 1 << 70)
+        ),
+        ({"block_dim": -2}, "block_dim must be a whole number from 0 to"),
+        ({"block_dim": 0.0}, "block_dim must be a whole number from 0 to"),
+        ({"page_size_bytes": 4}, "page_size_bytes must be a dict of layer name to bytes"),
+        *(
+            ({"page_size_bytes": {"a": page}}, "page_size_bytes of layer 'a' must be a whole")
+            for page in (0, -2, 4.0)
+        ),
+        ({"groups": "a"}, "groups must be a list with a list of layer names"),
+        ({"groups": ["a"]}, "groups must be a list with a list of layer names"),
+        ({"groups": 5}, "groups must be a list with a list of layer names"),
+        ({"kv_caches": [TENSOR]}, "kv_caches must be a dict of layer name to tensor"),
+        ({"kv_caches": TENSOR}, "kv_caches must be a dict of layer name to tensor"),
+        ({"kv_caches": None}, "kv_caches must be a dict of layer name to tensor"),
+        *(
+            ({"kv_caches": {"a": value}}, "layer 'a' must be a tensor, or a list of tensors")
+            for value in (None, "b", 5, [[1, 2]])
+        ),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_refused(arguments: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"kv_caches": {"a": TENSOR}, "num_blocks": N}
+    with pytest.raises(Refused, match=message) as caught:
+        canonicalize(**given | arguments)
+    assert caught.value.code == Code.BAD_LAYOUT
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import tempfile
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,42 @@ def test_memory_that_is_not_shared(kvferryd: LocalDaemon) -> None:
             assert alternative in refused.value.message
         tensor = shared_empty((8, 2, 4, 2, 8), torch.float32)
         assert client.register_kv_caches({"layer": tensor}, num_blocks=8).num_blocks > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        *(
+            ((shape,), Code.BAD_LAYOUT)
+            for shape in (
+                (0, 64),
+                (8, 0),
+                (8, -1),
+                (8.0, 64),
+                ("8", 64),
+                8,
+                "ab",
+                None,
+                (1 << 40, 1 << 40),
+            )
+        ),
+        *(
+            (((8, 64), dtype), Code.BAD_LAYOUT)
+            for dtype in ("int77", 5, object, np.dtype("V0"), [1])
+        ),
+        (((8, 64), None, "tpu"), Code.NO_DEVICE),
+        (((8, 64), None, None), Code.NO_DEVICE),
+    ],
+)
+def test_a_tensor_that_cannot_be_made_is_refused(arguments: Any, code: Code) -> None:
+    with pytest.raises(Refused) as refused:
+        shared_empty(*arguments)
+    assert refused.value.code == code
+
+
+def test_a_tensor_may_have_one_element() -> None:
+    assert shared_empty(()).shape == ()
+    assert shared_empty([8, 64], device="cpu:0").shape == (8, 64)
 
 
 def test_a_dtype_of_numpy_makes_a_numpy_array(kvferryd: LocalDaemon) -> None:

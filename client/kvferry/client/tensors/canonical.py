@@ -25,6 +25,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from kvferry.client.arrays import KVTensors, address_of, form_of, int8_view, is_tensor
+from kvferry.client.validation import checked_number
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
@@ -85,14 +86,22 @@ def canonicalize(
     block_dim: the dimension that counts blocks, if it is ambiguous.
     Raises Refused (BAD_LAYOUT) with the layer's name if there is no canonical form.
     """
+    num_blocks = checked_number("num_blocks", num_blocks, least=1)
+    if block_dim is not None:
+        block_dim = checked_number("block_dim", block_dim)
+    _check_mapping("kv_caches", kv_caches, "layer name to tensor")
+    if not kv_caches:
+        message = "kv_caches has no layer; pass each layer's KV tensor by its name"
+        raise Refused(Code.BAD_LAYOUT, message, kv_caches)
+    _check_groups(groups)
+    pages = _checked_pages(page_size_bytes or {})
     numbers: dict[tuple[int, int, int], int] = {}
     views: list[_View] = []
     refs: dict[str, list[TensorRef]] = {}
     for name, value in kv_caches.items():
         refs[name] = []
-        for tensor in [value] if is_tensor(value) else value:
-            page = None if page_size_bytes is None else page_size_bytes.get(name)
-            for view in _views(name, tensor, num_blocks, page, block_dim):
+        for tensor in _tensors(name, value):
+            for view in _views(name, tensor, num_blocks, pages.get(name), block_dim):
                 number = numbers.setdefault(view.rows, len(views))
                 if number == len(views):
                     views.append(view)
@@ -105,6 +114,41 @@ def canonicalize(
     )
     LayoutArrays.from_layout(layout)  # checks it
     return CanonicalKVCaches(layout, tuple(view.tensor() for view in views))
+
+
+def _check_mapping(name: str, value: Any, what: str) -> None:
+    if not isinstance(value, Mapping):
+        message = f"{name} must be a dict of {what}"
+        raise Refused(Code.BAD_LAYOUT, message, type(value).__name__)
+
+
+def _check_groups(groups: Any) -> None:
+    if groups is None:
+        return
+    if not _is_list(groups) or not all(map(_is_list, groups)):
+        message = "groups must be a list with a list of layer names for each group"
+        raise Refused(Code.BAD_LAYOUT, message, groups)
+
+
+def _checked_pages(pages: Any) -> dict[str, int]:
+    _check_mapping("page_size_bytes", pages, "layer name to bytes")
+    return {
+        name: checked_number(f"page_size_bytes of layer {name!r}", page, least=1)
+        for name, page in pages.items()
+    }
+
+
+def _tensors(name: str, value: Any) -> Sequence[Any]:
+    """The KV tensors of a layer."""
+    tensors = [value] if is_tensor(value) else value
+    if not _is_list(tensors) or not all(map(is_tensor, tensors)):
+        message = f"the KV cache of layer {name!r} must be a tensor, or a list of tensors"
+        raise Refused(Code.BAD_LAYOUT, message, type(value).__name__)
+    return list(tensors)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _group(names: Sequence[str], refs: Mapping[str, list[TensorRef]]) -> tuple[TensorRef, ...]:
@@ -125,8 +169,6 @@ def _views(
     name: str, tensor: Any, num_blocks: int, page: int | None, block_dim: int | None
 ) -> Iterator[_View]:
     """The canonical tensors of one KV tensor."""
-    if num_blocks < 1:
-        raise _refusal(name, tensor, f"num_blocks is {num_blocks}; give at least 1")
     form = form_of(tensor)
     shape = form.shape
     if not math.prod(shape):

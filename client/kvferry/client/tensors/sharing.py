@@ -29,6 +29,7 @@ from kvferry.client.arrays import (
 )
 from kvferry.client.tensors.canonical import CanonicalKVCaches
 from kvferry.client.tensors.device import device_ordinal, map_device_memory, mapped_memory_at
+from kvferry.client.validation import checked_device, checked_number
 from kvferry.cuda.driver import driver
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.memory import Allocation, CudaAllocation, FdAllocation, Location
@@ -82,23 +83,48 @@ def shared_empty(shape: Sequence[int], dtype: Any = None, device: object = "cpu"
 
     dtype: torch's or numpy's; default: int8. The result is torch's tensor, or, with a dtype of
     numpy or without torch, a numpy array. A device other than the CPU needs torch.
+    Raises Refused (BAD_LAYOUT, NO_DEVICE).
     """
-    if not str(device).startswith("cpu"):
+    shape, ordinal, found = _checked_shape(shape), checked_device(device), torch_if_installed()
+    is_torch = found is not None and (dtype is None or isinstance(dtype, found.dtype))
+    if not is_torch:
+        dtype = _checked_dtype(dtype)
+    if ordinal is not None:
         torch = import_torch()
-        return torch.empty(tuple(shape), dtype=dtype or torch.int8, device=str(device))
-    count, found = math.prod(shape), torch_if_installed()
-    if found is not None and (dtype is None or isinstance(dtype, found.dtype)):
+        return torch.empty(shape, dtype=dtype or torch.int8, device=str(device))
+    count = math.prod(shape)
+    if found is not None and is_torch:
         dtype = dtype or found.int8
         memory = _new_memory(count * dtype.itemsize)
-        return found.frombuffer(memory, dtype=dtype, count=count).view(tuple(shape))
-    dtype = np.dtype(dtype or np.int8)
+        return found.frombuffer(memory, dtype=dtype, count=count).view(shape)
     memory = _new_memory(count * dtype.itemsize)
-    return np.frombuffer(memory, dtype=dtype, count=count).reshape(tuple(shape))
+    return np.frombuffer(memory, dtype=dtype, count=count).reshape(shape)
+
+
+def _checked_shape(shape: Any) -> tuple[int, ...]:
+    try:
+        sizes = tuple(checked_number("each size of a shape", size, least=1) for size in shape)
+    except TypeError:
+        message = "shape must be a list of whole numbers, such as (num_blocks, page_size_bytes)"
+        raise Refused(Code.BAD_LAYOUT, message, shape) from None
+    checked_number("the number of elements of a shape", math.prod(sizes))
+    return sizes
+
+
+def _checked_dtype(dtype: Any) -> np.dtype[Any]:
+    """A dtype of numpy. Raises Refused (BAD_LAYOUT)."""
+    try:
+        found: np.dtype[Any] = np.dtype(dtype or np.int8)
+    except TypeError:
+        found = np.dtype(object)
+    if found.hasobject or not found.itemsize:
+        message = "dtype must be a type of numbers of torch or numpy, such as torch.bfloat16"
+        raise Refused(Code.BAD_LAYOUT, message, dtype)
+    return found
 
 
 def _new_memory(nbytes: int) -> mmap.mmap:
-    """New shared memory, of one byte at least."""
-    nbytes = max(1, nbytes)
+    """New shared memory."""
     descriptor = os.memfd_create("kvferry-tensor", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, nbytes)
