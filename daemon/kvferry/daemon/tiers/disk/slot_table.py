@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.daemon.tiers.disk.hints import FREE, RETIRED, UNKNOWN, Hints
-from kvferry.daemon.tiers.disk.key_index import KeyIndex, hash_key, hash_keys
 from kvferry.daemon.tiers.disk.slab import MAX_GENERATION
+from kvferry.daemon.tiers.disk.slot_index import SlotIndex, hash_key, hash_keys
 
 # Slots sampled for each one that is evicted: on average the victim is among the coldest 6 %.
 SAMPLED = 16
@@ -42,7 +42,7 @@ class SlotTable:
         self._states = np.zeros(max_slots, np.uint8)
         self._stamps = np.zeros(max_slots, np.int64)
         self._hashes = np.zeros(max_slots, np.uint64)
-        self._index = KeyIndex(self._hashes)
+        self._index = SlotIndex(self._hashes)
         # No slot from this one on was ever added.
         self._end = 0
         self._free = array("q")

@@ -20,7 +20,6 @@ import msgspec
 import structlog
 
 from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage, is_part_of
-from kvferry.daemon.tiers.disk.key_index import MAX_SLOTS
 from kvferry.daemon.tiers.disk.meta import META, StoreMeta, read_meta
 from kvferry.daemon.tiers.disk.namespace_store import SMALL_FILES, NamespaceStore
 from kvferry.daemon.tiers.disk.root_files import (
@@ -35,6 +34,7 @@ from kvferry.daemon.tiers.disk.root_files import (
 )
 from kvferry.daemon.tiers.disk.shares import Shares
 from kvferry.daemon.tiers.disk.slab import slot_bytes_of
+from kvferry.daemon.tiers.disk.slot_index import MAX_SLOTS
 from kvferry.daemon.tiers.durable_files import sync_directory, write_file
 from kvferry.daemon.tiers.own_files import NotAFileError
 from kvferry.proto.errors import Code, Refused

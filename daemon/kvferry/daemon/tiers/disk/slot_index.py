@@ -39,7 +39,7 @@ def hash_keys(keys: Iterable[bytes], count: int) -> Hashes:
     return np.fromiter(map(hash, keys), np.int64, count).view(np.uint64)
 
 
-class KeyIndex:
+class SlotIndex:
     """The slot of each hash. The hash of a slot must not change while the index has the slot."""
 
     def __init__(self, hashes: Hashes) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.tiers.disk.key_index import KeyIndex
+from kvferry.daemon.tiers.disk.slot_index import SlotIndex
 
 SLOTS = 400
 # Hashes of two parts whose places are few, at the start and at the end of the part, so that most of
@@ -26,7 +26,7 @@ steps = st.lists(
 @given(steps)
 def test_the_index_equals_a_dictionary(script: list[tuple[str, int]]) -> None:
     hash_of = np.zeros(SLOTS, np.uint64)
-    index, model = KeyIndex(hash_of), dict[int, int]()
+    index, model = SlotIndex(hash_of), dict[int, int]()
     for slot, (verb, key_hash) in enumerate(script):
         match verb:
             case "insert":
@@ -48,7 +48,7 @@ def test_the_index_equals_a_dictionary(script: list[tuple[str, int]]) -> None:
 @given(st.lists(hashes, max_size=SLOTS))
 def test_of_slots_with_one_hash_the_last_is_indexed(given_hashes: list[int]) -> None:
     hash_of = np.array(given_hashes, np.uint64)
-    index = KeyIndex(hash_of)
+    index = SlotIndex(hash_of)
     others = index.build(np.arange(len(given_hashes)))
     last = {key_hash: slot for slot, key_hash in enumerate(given_hashes)}
     assert {key_hash: index.find(key_hash) for key_hash in given_hashes} == last
