@@ -117,13 +117,14 @@ def test_there_is_a_directory_for_each_rank() -> None:
         check_options({"kvferry_dirs": "/one"}, ranks=2)
 
 
-def test_a_directory_may_have_no_daemon_yet_but_is_no_file(tmp_path: Path) -> None:
+def test_a_directory_may_have_no_daemon_yet_but_not_several(tmp_path: Path) -> None:
     assert read_directories({"kvferry_dirs": str(tmp_path / "later")}, 1)
     (tmp_path / "file").write_text("")
     with pytest.raises(Refused, match="not a runtime directory"):
         read_directories({"kvferry_dirs": str(tmp_path / "file")}, 1)
-    for name in ("GPU-1", "GPU-2"):  # which of them is meant is known when it connects
+    for name in ("GPU-1", "GPU-2"):
         (tmp_path / name).mkdir()
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(str(tmp_path / name / "kvferry.sock"))
-    assert read_directories({"kvferry_dirs": str(tmp_path)}, 1) == (str(tmp_path),)
+    with pytest.raises(Refused, match="kvferry_dirs: 2 daemons run; name the directory of one"):
+        read_directories({"kvferry_dirs": str(tmp_path)}, 1)

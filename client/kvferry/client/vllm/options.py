@@ -16,7 +16,7 @@ from typing import Any
 
 from kvferry.client.endpoint import resolve_directory
 from kvferry.client.session_state import NamespaceOptions
-from kvferry.proto.errors import Code, Gone, Refused
+from kvferry.proto.errors import Code, Refused
 from kvferry.proto.opening import policy_name
 from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.specs import MAX_COUNT
@@ -83,7 +83,7 @@ def read_directories(extra: Options, ranks: int) -> tuple[str, ...]:
             advice = "write the path that its daemon has as runtime_dir"
             raise _refuse(DIRECTORIES, directory, "not a directory", advice)
         try:
-            with suppress(Gone, OSError):  # a daemon may start later
+            with suppress(OSError):  # a directory that this user cannot read
                 resolve_directory(Path(directory))
         except Refused as error:
             raise _named(DIRECTORIES, error) from None
