@@ -209,6 +209,8 @@ class ClientLink:
         if text != self._logged:
             self._logged = text
             level = logging.WARNING if session.refused is None else logging.ERROR
+            if session.gone is None and session.incarnation == 1:
+                level = logging.INFO
             client = f"{session.client} of engine {session.engine}"
             log.log(level, "kvferry: %s: %s", client, text)
 
