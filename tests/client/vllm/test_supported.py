@@ -100,8 +100,8 @@ def test_vllm_checks_the_configuration_before_it_loads_weights(
 
     local = ChunkedLocalAttentionSpec(block_size=16, **SHAPE, attention_chunk_size=32)
     monkeypatch.setattr(type(current_platform), "support_hybrid_kv_cache", lambda _: True)
-    monkeypatch.setattr(core._model(), "attention_chunk_size", 32)
     options = {"kvferry_dirs": "nowhere", "cpu_bytes_to_use": 1 << 20}
+    monkeypatch.setattr(core._config(options).model_config, "attention_chunk_size", 32)
     configured = refusal(core._config, options)
     if compat.can_offload_local_attention():
         assert not configured
