@@ -8,7 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -194,6 +194,16 @@ def forbidden(_: pytest.FixtureRequest) -> ErrorInfo:
     return raised(lambda: Admission("").check_process(Credentials(61001, 61001, 4711)))
 
 
+def several_daemons(request: pytest.FixtureRequest) -> ErrorInfo:
+    parent: Path = request.getfixturevalue("short_path")
+    with ExitStack() as bound:
+        for name in ("GPU-1", "GPU-2"):
+            (parent / name).mkdir()
+            socket_ = bound.enter_context(socket.socket(socket.AF_UNIX))
+            socket_.bind(str(parent / name / "kvferry.sock"))
+        return raised(lambda: cli_status.locate_daemon(parent))
+
+
 def bad_config(_: pytest.FixtureRequest) -> ErrorInfo:
     return raised(lambda: config_reader.read(["--copy-staging", "much"]))
 
@@ -341,6 +351,7 @@ CASES = {
     Code.STALE: stale,
     Code.BUSY: busy,
     Code.FORBIDDEN: forbidden,
+    Code.SEVERAL_DAEMONS: several_daemons,
     Code.BAD_CONFIG: bad_config,
     Code.NO_DEVICE: no_device,
     Code.ENDPOINT_IN_USE: endpoint_in_use,

@@ -25,17 +25,16 @@ import statistics
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
-
-from vllm.v1.outputs import ModelRunnerOutput
+from typing import TYPE_CHECKING, Any
 
 from kvferry.client import LocalDaemon
-from support.vllm_core import EngineCore
-from support.vllm_runner import TOKENS
+
+if TYPE_CHECKING:
+    from support.vllm_core import EngineCore
 
 ROUNDS = 11
-# GPU blocks in a host block, the default of kvferry for 16 tokens.
-FACTOR = 4
+# Tokens of a GPU block; GPU blocks in a host block, the default of kvferry.
+TOKENS, FACTOR = 16, 4
 OWN_CALLS = {
     "manager": (
         "request_arrived begin_lookups lookup prepare_store touch is_resetting on_schedule_end"
@@ -52,6 +51,8 @@ def main() -> None:
 
 
 def measure(tokens: int) -> None:
+    from support.vllm_core import EngineCore
+
     blocks = tokens // TOKENS
     prompt = random.Random(1).choices(range(900), k=tokens)
     with LocalDaemon("cpu", pool_bytes=512 << 20) as daemon:
@@ -146,6 +147,8 @@ def step(engine: EngineCore) -> None:
     if engine.scheduler.connector is not None:
         engine.step()
         return
+    from vllm.v1.outputs import ModelRunnerOutput
+
     scheduler = engine.scheduler
     output = scheduler.schedule()
     for new in output.scheduled_new_reqs:

@@ -15,6 +15,7 @@ import pytest
 
 from kvferry.client import Code, Gone, LocalDaemon, OffloadClient, Refused, endpoint
 from kvferry.proto import runtime_directory
+from kvferry.proto.errors import KVFerryError
 from kvferry.testing.plugin import StartKvferryd
 from support.time_limits import PROMPTLY, TIMEOUT
 
@@ -145,13 +146,16 @@ def test_a_daemon_is_found_by_the_name_of_its_device_in_cuda(
 
 
 @pytest.mark.parametrize(
-    ("device", "message"),
-    [("GPU-377e", "several daemons run"), ("GPU-4", "no daemon runs for device GPU-4")],
+    ("device", "error", "message"),
+    [
+        ("GPU-377e", Refused, "3 daemons run; name the directory of one"),
+        ("GPU-4", Gone, "no daemon runs for device GPU-4"),
+    ],
 )
 def test_a_device_without_one_daemon_is_reported(
-    gpu_directories: list[Path], device: str, message: str
+    gpu_directories: list[Path], device: str, error: type[KVFerryError], message: str
 ) -> None:
-    with pytest.raises(Gone, match=message):
+    with pytest.raises(error, match=message):
         endpoint.find_daemon(device)
 
 

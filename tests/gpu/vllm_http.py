@@ -29,7 +29,7 @@ from typing import Any
 from support.vllm_measure import Record, measure_link, print_figures, print_set, summary
 from support.vllm_models import LARGE, kv_bytes
 from support.vllm_process import CONNECTORS, GpuDaemon, make_prompts
-from support.vllm_server import Answer, VLLMServer
+from support.vllm_server import ServedAnswer, VLLMServer
 
 TOKENS = 24576
 CLIENTS, ROUNDS, STEP, GENERATED = 32, 4, 2048, 32
@@ -139,7 +139,7 @@ def measure_chat(servers: dict[str, VLLMServer], _: Record, reps: int) -> Record
                 continue
             prompts = make_prompts(CLIENTS, 1500 + number, ROUNDS * STEP)
 
-            def talk(ids: list[int], server: VLLMServer = server) -> list[Answer]:
+            def talk(ids: list[int], server: VLLMServer = server) -> list[ServedAnswer]:
                 return [server.ask(ids[: turn * STEP], GENERATED) for turn in range(1, ROUNDS + 1)]
 
             began = time.perf_counter()

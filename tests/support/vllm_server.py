@@ -19,7 +19,7 @@ VOCABULARY = 32000
 START_SECONDS = 5 * TIMEOUT
 
 
-class Answer(NamedTuple):
+class ServedAnswer(NamedTuple):
     """Seconds to the first token and to the last one; prompt tokens that were found in a cache."""
 
     first: float
@@ -67,7 +67,7 @@ class VLLMServer:
                 raise EngineEnded("vllm serve did not start")
             time.sleep(0.2)
 
-    def ask(self, prompt: list[int], tokens: int = 1) -> Answer:
+    def ask(self, prompt: list[int], tokens: int = 1) -> ServedAnswer:
         """Any thread."""
         body = json.dumps(
             {
@@ -93,7 +93,7 @@ class VLLMServer:
             raise EngineEnded(f"vllm serve answered {reply.status}")
         connection.close()
         details = json.loads(chunk)["usage"]["prompt_tokens_details"] or {}
-        return Answer(first - began, last - began, details.get("cached_tokens") or 0)
+        return ServedAnswer(first - began, last - began, details.get("cached_tokens") or 0)
 
     def forget(self) -> None:
         """Empty the GPU's prefix cache."""
