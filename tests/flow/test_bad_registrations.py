@@ -75,7 +75,7 @@ def refusal_of(raw: RawClient, **fields: Any) -> str:
         ({"locations": (Location(1, 0),)}, Code.BAD_LAYOUT),
         ({"allocations": (FdAllocation(999, 512),)}, Code.UNKNOWN_HANDLE),
         ({"timeline": 999}, Code.UNKNOWN_HANDLE),
-        ({"host_bytes": 1 << 27}, Code.POOL_FULL),
+        ({"host_bytes": 1 << 25}, Code.POOL_FULL),
     ],
     ids=["location", "handle", "timeline", "size"],
 )

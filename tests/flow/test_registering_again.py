@@ -143,7 +143,7 @@ def test_a_client_that_does_not_reconnect_ends_with_its_registration(
 def test_a_refused_registration_keeps_its_session(kvferryd: LocalDaemon, method: Any) -> None:
     with OffloadClient(kvferryd.directory, engine="large") as client:
         with pytest.raises(Refused) as refused:
-            method(client, shared_empty((8, 64)), host_bytes=1 << 27)
+            method(client, shared_empty((8, 64)), host_bytes=1 << 25)
         assert refused.value.code == Code.POOL_FULL
         method(client, shared_empty((8, 64)), host_bytes=512)
         assert can_store(client)
