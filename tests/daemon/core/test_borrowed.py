@@ -159,12 +159,17 @@ def test_each_search_finds_the_keys_again(fixture: NamespacesFixture) -> None:
     assert reply_of(search(fixture, b"a", "-")) == (1, 0)
 
 
-def test_they_are_forgotten_after_a_while(fixture: NamespacesFixture) -> None:
-    search(fixture, b"ab", "ss")
-    later = NOW + BORROWED_SECONDS
-    actions = fixture.core.handle("a", wire.FindInTiers(8, each(b"a")), later)
-    assert key_events_of(actions) == [("abandoned", b"ab")]
-    assert fixture.loadable("a", b"ab") == b""
+def test_those_that_have_changed_are_forgotten_after_a_while(
+    fixture: NamespacesFixture, memory: FakeMemory
+) -> None:
+    """A conversation that goes on later finds the others, also if it searches for its new keys."""
+    search(fixture, b"abc", "sss")
+    memory.changed = {1}
+    for later in (NOW + BORROWED_SECONDS - 1, NOW + BORROWED_SECONDS, NOW + 2 * BORROWED_SECONDS):
+        actions = fixture.core.handle("a", wire.FindInTiers(8, each(b"d")), later)
+        first = later == NOW + BORROWED_SECONDS
+        assert key_events_of(actions) == ([("abandoned", b"b")] if first else None)
+    assert fixture.loadable("a", b"abc") == b"ac"
 
 
 def test_a_reset_forgets_them(fixture: NamespacesFixture) -> None:
@@ -173,9 +178,12 @@ def test_a_reset_forgets_them(fixture: NamespacesFixture) -> None:
     assert fixture.loadable("a", b"ab") == b""
 
 
-def test_a_key_that_is_here_is_not_reported_as_forgotten(fixture: NamespacesFixture) -> None:
+def test_a_key_that_is_here_is_not_reported_as_forgotten(
+    fixture: NamespacesFixture, memory: FakeMemory
+) -> None:
     search(fixture, b"a", "s")
     fixture.stored("a", b"a")
+    memory.changed = {0}
     later = NOW + BORROWED_SECONDS
     actions = fixture.core.handle("a", wire.FindInTiers(8, each(b"ab")), later)
     assert key_events_of(actions) is None
@@ -200,13 +208,16 @@ def test_the_newest_are_kept_if_there_are_too_many(memory: FakeMemory) -> None:
     assert borrowed.places([keys[0], keys[2]]) == [1]
 
 
-def test_a_key_that_is_found_again_is_kept_longer(memory: FakeMemory) -> None:
+def test_a_key_that_is_found_again_is_looked_at_later(memory: FakeMemory) -> None:
     borrowed = BorrowedKeys(memory, Cache(1))
     places = np.full((2, 3), 1)
     borrowed.add([b"a", b"b"], places, PAGE, 0, NOW)
     borrowed.add([b"a"], places[:1], PAGE, 0, NOW + 5)
+    memory.changed = {0}
     borrowed.expire(NOW + BORROWED_SECONDS)
     assert borrowed.places([b"a", b"b"]) == [0]
+    borrowed.expire(NOW + 5 + BORROWED_SECONDS)
+    assert borrowed.places([b"a", b"b"]) == []
 
 
 def test_without_siblings_nothing_is_borrowed() -> None:

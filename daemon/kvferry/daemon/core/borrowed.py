@@ -2,14 +2,15 @@
 
 A search in the tiers finds them (promotions.py). Nothing is held at the sibling: after the copy, a
 load counts only if the sibling's block table still has the version of each block. Mirrors see the
-keys as stored until the first search after BORROWED_SECONDS. Every search finds them again. Called
-by the core, on the event loop.
+keys as stored. After BORROWED_SECONDS the next search compares the versions, and forgets the keys
+whose blocks have changed. A search that finds a key again replaces its place. Called by the core,
+on the event loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ from kvferry.daemon.core.tier_actions import LentMemory
 from kvferry.proto.keys import EventKind, Lookup, OffloadKey
 
 # A request is scheduled within this time after its search. Meanwhile a sibling hardly evicts the
-# block, which the search has marked as used; later a load of it would fail more often.
+# block, which the search has marked as used; later it may have, and a load of it would fail.
 BORROWED_SECONDS = 10.0
 # Of one namespace; those found first are forgotten first.
 MAX_BORROWED = 1 << 16
@@ -82,14 +83,15 @@ class BorrowedKeys:
         self._add_events(EventKind.BORROWED, added)
 
     def expire(self, now: float) -> None:
-        """Forget the keys that were found too long ago."""
+        """Of the keys that were found too long ago, forget those whose blocks have changed."""
         surplus = max(0, len(self._found) - MAX_BORROWED)
-        old = list(islice(self._found, surplus))
-        for key, (_, until) in islice(self._found.items(), surplus, None):
-            if until > now:
-                break
-            old.append(key)
-        self.forget(old)
+        self.forget(list(islice(self._found, surplus)))
+        late = [key for key, _ in takewhile(lambda each: each[1][1] <= now, self._found.items())]
+        if late:
+            self.forget(self.blocks_of(late).changed_keys())
+            for key in late:
+                if (found := self._found.pop(key, None)) is not None:
+                    self._found[key] = found[0], now + BORROWED_SECONDS
 
     def forget(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
