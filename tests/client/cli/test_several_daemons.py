@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.client import LocalDaemon
+from kvferry.client.cli import status
 from support.command_line import kvferry
 
 Captured = pytest.CaptureFixture[str]
@@ -44,7 +45,8 @@ def test_a_check_fails_if_one_is_not_healthy(
     parent, started = daemons
     sick = started[1].pid
     monkeypatch.setattr(
-        "kvferry.client.cli.status.summarize_health",
+        status,
+        "summarize_health",
         lambda report: (report.pid != sick, "well" if report.pid != sick else "sick"),
     )
     assert kvferry("status", "-d", str(parent), "--check") == 1
@@ -62,6 +64,9 @@ def test_one_must_be_named_where_something_is_changed(
     assert str(parent / "GPU-1") in error
 
 
-def test_shells_can_complete_the_commands(capsys: Captured) -> None:
-    assert kvferry("--show-completion", "bash") == 0
+def test_shells_can_complete_the_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
+    assert kvferry("--show-completion") == 0
     assert "kvferry" in capsys.readouterr().out
