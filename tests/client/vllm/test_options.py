@@ -71,9 +71,26 @@ def test_a_wrong_value_is_refused(key: str, value: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("eviction_polcy", "eviction_policy"),
+        ("cpu-bytes-to-use", "cpu_bytes_to_use"),
+        ("STORE_THRESHOLD", "store_threshold"),
+        ("blocksize", "block_size"),
+        ("kvfery_salt", "kvferry_salt"),
+    ],
+)
+def test_a_misspelled_key_is_refused(key: str, meant: str) -> None:
+    with pytest.raises(Refused, match=rf"use {meant}\b") as refused:
+        check_options({key: 1})
+    assert refused.value.value == key
+
+
+@pytest.mark.parametrize(
     "extra",
     [
         {},
+        {"cpu_bytes_to_use_per_rank": 1, "num_cpu_blocks": 1, "lazy_offload": True, "tiers": []},
         {"spec_name": "KVFerrySpec", "block_size": 16, "kvferry_exported_kv": False},
         {"block_size": "32"},
         {"blocks_per_chunk": 4.0, "block_size": None},

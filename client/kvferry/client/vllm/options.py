@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ QUOTA, POLICY, THRESHOLD = "cpu_bytes_to_use", "eviction_policy", "store_thresho
 TOKENS_PER_CHUNK, BLOCKS_PER_CHUNK = "block_size", "blocks_per_chunk"
 CHUNK_KEYS = TOKENS_PER_CHUNK, BLOCKS_PER_CHUNK
 PROMPT_ONLY = "offload_prompt_only"
+ALL_KEYS = *KVFERRY_KEYS, QUOTA, POLICY, THRESHOLD, *CHUNK_KEYS, PROMPT_ONLY
+# From this similarity on, a key is taken for a misspelled one. The keys of vLLM's other connectors
+# reach 0.67.
+MISSPELLED = 0.85
 # The bounds of a layout's block_size_factor, and of a name in a fingerprint.
 MAX_BLOCKS_PER_CHUNK, MAX_NAME = 4096, 256
 
@@ -36,13 +41,16 @@ Options = Mapping[str, Any]
 
 
 def check_options(extra: Options, ranks: int = 1) -> None:
-    """Raise Refused (BAD_CONFIG) for unknown keys that begin with "kvferry", and invalid values.
+    """Raise Refused (BAD_CONFIG) for misspelled keys and invalid values.
 
-    extra: the kv_connector_extra_config. ranks: of the engine.
+    extra: the kv_connector_extra_config, also with keys that kvferry does not read. ranks: of the
+    engine.
     """
-    for key in extra.keys() - set(KVFERRY_KEYS):
-        if key.startswith("kvferry"):
-            message = f"unknown key in kv_connector_extra_config; use {', '.join(KVFERRY_KEYS)}"
+    for key in extra.keys() - set(ALL_KEYS):
+        meant = get_close_matches(key.lower().replace("-", "_"), ALL_KEYS, 1, MISSPELLED)
+        if meant or key.startswith("kvferry"):
+            advice = f"use {' or '.join(meant or KVFERRY_KEYS)}"
+            message = f"unknown key in kv_connector_extra_config; {advice}"
             raise Refused(Code.BAD_CONFIG, message, key)
     exported, prompt_only = extra.get(EXPORTED_KV), extra.get(PROMPT_ONLY, True)
     if not isinstance(exported, bool | None):
