@@ -23,6 +23,7 @@ import msgspec
 from msgspec.msgpack import Ext
 
 from kvferry.proto.messages import Error, Hello, StatusReport, StatusRequest
+from kvferry.proto.protocol import format_protocol
 from support.raw_client import RawClient
 from support.time_limits import TIMEOUT
 
@@ -188,7 +189,7 @@ class Attacker:
                 return
             if isinstance(answer, Error):
                 self.codes[answer.error.code] += 1
-                if answer.error.value == f"{number} to {number}":
+                if answer.error.value == format_protocol(number):
                     return
 
 
