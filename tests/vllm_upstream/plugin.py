@@ -66,11 +66,13 @@ def replace_classes() -> None:
     from vllm.platforms.interface import UnspecifiedPlatform
     from vllm.v1.kv_offload.base import OffloadingManager
 
+    from kvferry.client.vllm.adapters import Adapters
     from vllm_upstream.daemon_worker import ConnectorOverDaemon, WorkerOfTests, give_daemon
 
     # Some tests give the connector one of vLLM's managers, which lacks what kvferry's has besides.
     for name in ("request_arrived", "begin_lookups", "is_resetting"):
         setattr(OffloadingManager, name, lambda *_, **__: None)
+    OffloadingManager.adapters = Adapters()
     UnspecifiedPlatform.device_type = "cpu"
     UnspecifiedPlatform.support_hybrid_kv_cache = classmethod(lambda cls: True)
     offloading_connector.OffloadingConnector = ConnectorOverDaemon
