@@ -63,7 +63,8 @@ class ConnectorOverDaemon(KVFerryConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         if "kvferry_dirs" not in extra:
-            host = {"kvferry_dirs": daemon.directory(), "cpu_bytes_to_use": HOST_BYTES}
+            directories = [daemon.directory()] * vllm_config.parallel_config.world_size
+            host = {"kvferry_dirs": directories, "cpu_bytes_to_use": HOST_BYTES}
             extra |= {**host, "kvferry_salt": str(next(_numbers)), **extra}
         if "block_size" not in extra:
             extra.setdefault("blocks_per_chunk", 1)
