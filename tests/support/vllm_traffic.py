@@ -60,8 +60,7 @@ class RandomRequests:
 
         self._engine, self._rng = engine, rng
         self._resets, self._connector_resets = resets, connector_resets
-        # Before 0.30 a failed load ends an engine with several groups, and a reset that preempts
-        # ends it if the next step loads.
+        # Before 0.30 a failed load ends an engine with several groups.
         self._fragile = not compat.REPORTS_FAILED_REQUESTS
         self._beginnings = [self._tokens(SHARED) for _ in range(BEGINNINGS)]
         self._prompts = deque([self._beginnings[0]], 20)
@@ -96,7 +95,7 @@ class RandomRequests:
 
     def _reset(self) -> None:
         engine, rng = self._engine, self._rng
-        preempts = rng.random() < 0.3 and not self._fragile
+        preempts = rng.random() < 0.3
         if preempts:  # vLLM refuses it during a step
             engine.finish_steps()
             preempts = not engine.waits_for_loads()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -166,6 +167,23 @@ def limit_offers(scheduler_output: Any, requests: Mapping[str, Any]) -> Any:
         return scheduler_output
     owner = replace(owner, **{name: kept})
     return replace(scheduler_output, kv_connector_block_state=owner) if state else owner
+
+
+@contextmanager
+def without_new_loads(scheduler: Any, preempted: Iterable[str]) -> Iterator[None]:
+    """Hide the loads of this step of preempted requests from vLLM before 0.33.
+
+    A reset of its cache can preempt a request that the next step loads again. vLLM asserts that all
+    jobs of a preempted request are stores. scheduler: its OffloadingConnectorScheduler.
+    """
+    new = scheduler._current_batch_load_jobs.keys()  # noqa: SLF001 - no call
+    states = [scheduler._req_status.get(request) for request in preempted]  # noqa: SLF001
+    hidden = [(state.transfer_jobs, state.transfer_jobs & new) for state in states if state]
+    for jobs, loads in hidden:
+        jobs.difference_update(loads)
+    yield
+    for jobs, loads in hidden:
+        jobs.update(loads)
 
 
 def layer_specs(group_spec: Any) -> tuple[Any, ...]:

@@ -175,7 +175,8 @@ class KVFerryConnector(OffloadingConnector):
             scheduler, output.num_scheduled_tokens, output.finished_req_ids or ()
         )
         requests = scheduler._req_status  # noqa: SLF001 - vLLM has no call
-        metadata = super().build_connector_meta(compat.limit_offers(output, requests))
+        with compat.without_new_loads(scheduler, output.preempted_req_ids or ()):
+            metadata = super().build_connector_meta(compat.limit_offers(output, requests))
         for request in output.finished_req_ids or ():
             scheduler.manager.adapters.end_request(request)
         self._draft_groups.end_requests(output.finished_req_ids or ())
