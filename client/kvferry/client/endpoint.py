@@ -105,7 +105,7 @@ def find_all_daemons(directory: Path | None) -> list[Path]:
     if found or (directory is not None and inaccessible):
         return found or inaccessible
     if directory is None:
-        return [find_daemon()]  # names what was searched
+        return [find_daemon()]  # its error names the searched directories
     message = f"no kvferry.sock in {directory} or a directory in it; start kvferryd, or name "
     message += "another directory"
     raise Gone(Code.DAEMON_GONE, message, str(directory))

@@ -36,7 +36,7 @@ SIZES = (
     "tiers.custom.rate",
     "tiers.mooncake.rate",
 )
-# Of a word and what is suggested for it, 0 to 1.
+# The least similarity of a wrong word and the suggested one, from 0 to 1.
 MIN_LIKENESS = 0.6
 # The form of a device: "cpu", an index or a UUID.
 DEVICE = r"cpu|[0-9]+|[A-Z]+-.+"

@@ -38,7 +38,7 @@ BAR_WIDTH = 20
 def locate_daemon(directory: Path | None) -> Path:
     """A daemon's runtime directory: `directory`, the only one in it, or the only daemon's (None).
 
-    Raises Refused (SEVERAL_DAEMONS), or Gone (DAEMON_GONE), naming what was searched.
+    Raises Refused (SEVERAL_DAEMONS), or Gone (DAEMON_GONE) with the searched directories.
     """
     if directory is None:
         return find_daemon()

@@ -1,7 +1,7 @@
 """LoRA adapters whose weights change while the engine runs. Used in the scheduler's thread.
 
 vLLM's block hashes contain an adapter's name, and in newer versions its path, but not its weights.
-If other weights are loaded under the same hashes, what is stored belongs to the old ones. So
+If other weights are loaded under the same hashes, the stored blocks belong to the old ones. So
 requests with such an adapter neither load nor store, until a reset has removed all keys. Requests
 that were there before the reset never do: they may have KV of several weights.
 
@@ -28,7 +28,7 @@ log = logging.getLogger("kvferry")
 
 @dataclass(slots=True)
 class Adapter:
-    """What is known of the adapter with these block hashes.
+    """The loads of an adapter, which is identified by its block hashes.
 
     loaded_as: the id and the path of its last load. files: identifies its files at that time; "" if
     that is not known. removed: from the engine, so that its next use loads it. changes: how often

@@ -60,7 +60,7 @@ class ConnectionLog:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        # The sessions so far, of all ranks. What was logged last.
+        # Number of sessions so far, of all ranks; the lines of the last message.
         self._sessions = 0
         self._logged: list[str] = []
 

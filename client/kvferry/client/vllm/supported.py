@@ -125,7 +125,7 @@ def warn_of_unwritten_copies(vllm_config: Any, kv_cache_config: Any) -> None:
     vLLM copies that block before the step's forward pass. It hashes blocks when it schedules the
     requests that fill them, so the block may be one that a request of the same step has yet to
     write. Its Mamba groups exclude these blocks (cached_blocks_this_step), its attention groups do
-    not. The connector has no part in this, but stores what is computed from such a copy.
+    not. This also happens without a connector. kvferry stores the KV computed from such a copy.
     """
     tokens = compat.tokens_between_hits(vllm_config, kv_cache_config)
     specs = [
