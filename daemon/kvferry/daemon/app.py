@@ -15,6 +15,7 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -27,7 +28,7 @@ from kvferry.daemon.access.admission import Admission
 from kvferry.daemon.access.runtime_directory import Endpoint
 from kvferry.daemon.config import Config, HealthConfig, LimitsConfig
 from kvferry.daemon.core.actions import OwnRequest, PoolRegistered
-from kvferry.daemon.core.core import Core
+from kvferry.daemon.core.core import Core, PoolBounds
 from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.regions import MAX_REGIONS
 from kvferry.daemon.core.transfers import MAX_GPU_BLOCKS
@@ -48,22 +49,19 @@ from kvferry.daemon.observability.metrics import Metrics
 from kvferry.daemon.observability.probe import HOST_BYTES, Probe
 from kvferry.daemon.os_errors import refuse_os_errors
 from kvferry.daemon.persistence.checksum_client import ChecksumClient
+from kvferry.daemon.persistence.epoch_page import EpochPage, EpochSync, open_epoch_page
 from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
 from kvferry.daemon.persistence.recovery import RecoveredState, chunks_of, recover_pool
 from kvferry.daemon.persistence.region_store import RegionStore
-from kvferry.daemon.persistence.table_file import LentTable
 from kvferry.daemon.reload import Reload
 from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor
 from kvferry.daemon.thread_count import needed_threads
-from kvferry.daemon.tier_config import SiblingsTierConfig
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
-from kvferry.daemon.tiers.siblings.key_table import TABLES_BYTES, HeldKeys
-from kvferry.daemon.tiers.siblings.lent_memory import MappedWindows
 from kvferry.daemon.tiers.tier_process import PoolFiles
-from kvferry.daemon.tiers.tiering import SiblingMemory, Tiering, description_of, start_tiers
+from kvferry.daemon.tiers.tiering import Tiering, description_of, start_tiers
 from kvferry.daemon.transport.accept_gate import max_client_fd
-from kvferry.daemon.transport.action_owners import ActionOwners
+from kvferry.daemon.transport.action_owners import ActionOwners, Persistence
 from kvferry.daemon.transport.lender import LentPool
 from kvferry.daemon.transport.server import Server
 from kvferry.daemon.transport.status import StatusAssembler
@@ -73,7 +71,6 @@ from kvferry.proto.process import check_threads
 from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.status import Limits
 from kvferry.proto.version import kvferry_version
-from kvferry.shm.memfd import sealed_memfd
 
 log = structlog.get_logger()
 
@@ -104,6 +101,7 @@ def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
         exit_with_error(supervisor, "refused to start", error, 2)
     with contextlib.closing(endpoint):
         try:
+            epochs = open_epoch_page(config.state_directory)
             with refuse_os_errors(config.directory):
                 pool, kept = make_pool(config, supervisor)
         except KVFerryError as error:
@@ -112,7 +110,7 @@ def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
             signals = SignalHandlers(
                 supervisor, Reload(arguments, config, partial(apply_config, endpoint))
             )
-            uvloop.run(run(config, engine, pool, endpoint, kept, signals))
+            uvloop.run(run(config, engine, endpoint, Memory(pool, kept, epochs), signals))
         except Refused as error:  # an error before it serves
             exit_with_error(supervisor, "refused to start", error, 2)
         except KVFerryError as error:
@@ -136,29 +134,33 @@ GC_THRESHOLDS = 10_000, 50, 100_000
 SWITCH_INTERVAL = 1e-4
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What earlier daemons may have left. epochs: those of this host."""
+
+    pool: HostPool
+    kept: RecoveredState
+    epochs: EpochPage
+
+
 async def run(
     config: Config,
     engine: CopyEngine,
-    pool: HostPool,
     endpoint: Endpoint,
-    kept: RecoveredState,
+    memory: Memory,
     signals: SignalHandlers,
 ) -> None:
+    pool, kept, epochs = memory.pool, memory.kept, memory.epochs
     log_denied_calls(engine.numa_node)
     gc.set_threshold(*GC_THRESHOLDS)  # before a million keys are restored
     shutdown, reports, metrics = Shutdown(), ReportQueue(), Metrics()
-    siblings, tier_configs = None, config.tiers.used
-    if (own_tier := siblings_tier(config, endpoint.directory)) is not None:
-        windows = MappedWindows(engine, pool, LentTable)
-        siblings = SiblingMemory(windows, HeldKeys(own_tier.keys))
-        tier_configs = (own_tier, *tier_configs)
+    tier_configs = config.tiers.used
     core = Core(
         identity_of(engine, config.limits),
-        pool.nbytes,
-        HOST_BYTES,
-        max_regions(),
+        PoolBounds(pool.nbytes, HOST_BYTES, max_regions()),
+        epochs,
         metrics.jobs.count_job,
-        tuple(description_of(tier, siblings) for tier in tier_configs),
+        tuple(map(description_of, tier_configs)),
     )
     # Before the socket exists: a user who sees it may send SIGTERM.
     with signals.handled(shutdown.stop, config.stop.with_process):
@@ -169,21 +171,21 @@ async def run(
             tiers = start_tiers(
                 tier_configs,
                 pool_files,
-                endpoint.directory,
                 core.writes,
                 reports.put_reports,
-                siblings,
             )
             publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
             worker = DeviceWorker(engine, pool, reports.put_reports, shutdown.fail)
             scrub_rate = parse_bytes(config.integrity.scrub_rate)
             region_store = RegionStore(checksums, kept.fd_store, reports.put_reports, scrub_rate)
             kept_tensor_store = KeptTensorStore(kept.fd_store)
+            epoch_sync = EpochSync(epochs, reports.put_reports)
             tiering = Tiering(
                 tiers,
                 core.writes,
                 reports.put_reports,
                 metrics.jobs.observe_promotion,
+                core.resets.epochs_in_use,
             )
             probe = Probe(lambda message: reports.put_reports((OwnRequest(message),)), pool.address)
             health = Health(
@@ -197,8 +199,7 @@ async def run(
             metrics_server = make_metrics_server(config, metrics, status)
             owners = ActionOwners(
                 worker,
-                region_store,
-                kept_tensor_store,
+                Persistence(region_store, kept_tensor_store, epoch_sync),
                 tiering,
                 publisher.publish,
                 probe.receive_reply,
@@ -241,7 +242,6 @@ async def run(
             await server.close()
             if shutdown.error is not None:
                 raise shutdown.error
-            await tiering.send_drops()
         await publisher.close()
         if metrics_server:
             await asyncio.to_thread(metrics_server.close)
@@ -261,16 +261,6 @@ def identity_of(engine: CopyEngine, limits: LimitsConfig) -> DaemonIdentity:
         Limits(MAX_MESSAGE_BYTES, MAX_GPU_BLOCKS, stores + loads, stores, loads),
         time.monotonic(),
     )
-
-
-def siblings_tier(config: Config, own: Path) -> SiblingsTierConfig | None:
-    """The tier of siblings; None if that is off. own: the daemon's directory."""
-    if not config.siblings.enabled:
-        return None
-    further = map(Path, filter(None, config.siblings.directories.split(":")))
-    keys = sealed_memfd("kvferry-sibling-keys", TABLES_BYTES)
-    directories = config.directory, *further
-    return SiblingsTierConfig(own, directories, keys, config.siblings.store_all)
 
 
 def log_denied_calls(numa_node: int | None) -> None:

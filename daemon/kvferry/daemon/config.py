@@ -6,6 +6,7 @@ in the sample file; a test compares the two.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -234,6 +235,14 @@ class Config(Section, frozen=True):
             "default: $RUNTIME_DIRECTORY, else $XDG_RUNTIME_DIR/kvferry, else /tmp/kvferry-UID"
         ),
     ] = ""
+    state_dir: Annotated[
+        str,
+        Meta(
+            description="directory of the file that has the resets of all namespaces; the same one "
+            "for all daemons of this host and user, on a disk if there is a disk tier; "
+            "default: $STATE_DIRECTORY, else runtime_dir"
+        ),
+    ] = ""
     pool: PoolConfig = PoolConfig()
     copy: CopyConfig = CopyConfig()
     integrity: IntegrityConfig = IntegrityConfig()
@@ -254,6 +263,14 @@ class Config(Section, frozen=True):
         if self.runtime_dir:
             return Path(self.runtime_dir)
         return default_directory()
+
+    @property
+    def state_directory(self) -> Path:
+        if self.state_dir:
+            return Path(self.state_dir)
+        if systemd := os.environ.get("STATE_DIRECTORY"):
+            return Path(systemd.split(":")[0])
+        return self.directory
 
 
 def options(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -48,6 +48,7 @@ Rate: TypeAlias = Annotated[
 
 class DiskTierConfig(Section, frozen=True):
     name: ClassVar[str] = "disk"
+    is_shared: ClassVar[bool] = False
     module: ClassVar[str] = "kvferry.daemon.tiers.disk"
     locality: ClassVar[str | None] = "LOCAL"
 
@@ -88,6 +89,13 @@ class CustomTierConfig(Section, frozen=True):
     options: Annotated[
         dict[str, Any], Meta(description="table that is passed to open_tier; in a flag as TOML")
     ] = msgspec.field(default_factory=dict)
+    shared: Annotated[
+        bool,
+        Meta(
+            description="whether other hosts use the storage of the tier, too; it is then a "
+            "SharedTier"
+        ),
+    ] = False
     write: WritePolicy = "clean_ahead"
     admit_after: AdmitAfter = 1
     rate: Rate = "0"
@@ -96,9 +104,14 @@ class CustomTierConfig(Section, frozen=True):
     def is_used(self) -> bool:
         return bool(self.module)
 
+    @property
+    def is_shared(self) -> bool:
+        return self.shared
+
 
 class MooncakeTierConfig(Section, frozen=True):
     name: ClassVar[str] = "mooncake"
+    is_shared: ClassVar[bool] = True
     module: ClassVar[str] = "kvferry.daemon.tiers.mooncake"
     locality: ClassVar[str | None] = "REMOTE"
 
@@ -136,31 +149,6 @@ class MooncakeTierConfig(Section, frozen=True):
         return {name: getattr(self, name) for name in names}
 
 
-class SiblingsTierConfig(msgspec.Struct, frozen=True):
-    """The pools of siblings as a tier; made from [siblings]. own: the daemon's directory.
-
-    directories: in which siblings are searched. keys: descriptor of their keys (key_table.py).
-    store_all: whether the pool stores also keys that siblings have.
-    """
-
-    own: Path
-    directories: tuple[Path, ...]
-    keys: int
-    store_all: bool
-
-    name: ClassVar[str] = "siblings"
-    module: ClassVar[str] = "kvferry.daemon.tiers.siblings.tier"
-    locality: ClassVar[str | None] = "LOCAL"
-    write: ClassVar[str] = "off"
-    admit_after: ClassVar[int] = 1
-    rate: ClassVar[str] = "0"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        directories = [str(directory) for directory in self.directories]
-        return {"own": str(self.own), "directories": directories, "keys": self.keys}
-
-
-# name: in logs, metrics and KV events. module, options: its function `open_tier(options, memory)`
+# name: in logs, metrics and KV events. is_shared: whether it is a SharedTier. module, options: its function `open_tier(options, memory)`
 # runs in the tier's process. locality: whether other hosts can load its blocks; None: not known.
-TierConfig: TypeAlias = DiskTierConfig | CustomTierConfig | MooncakeTierConfig | SiblingsTierConfig
+TierConfig: TypeAlias = DiskTierConfig | CustomTierConfig | MooncakeTierConfig

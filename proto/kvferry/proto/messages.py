@@ -51,6 +51,7 @@ from kvferry.proto.message import Message
 from kvferry.proto.results import JobResult
 from kvferry.proto.specs import (
     Count,
+    Epoch,
     Id,
     Keys,
     KVLayout,
@@ -200,9 +201,15 @@ class Touch(Message):
 
 
 class Reset(Message):
-    """Remove all keys of the session's namespace. Its KeyEvents is sent before its Done."""
+    """Remove all keys of the session's namespace, in all daemons of this host and user.
+
+    Its KeyEvents is sent before its Done. label: a reset with the label of the last one does
+    nothing more; so engines that share a namespace can each reset it for the same reason, such as a
+    version of the weights.
+    """
 
     request_id: Id
+    label: Name = ""
 
 
 class FindInTiers(Message):
@@ -281,7 +288,7 @@ class Opened(Message):
 
     unlike: other namespaces of the same model, with the fields that differ; shortened.
     reattached: the namespace existed before, with its keys. name: a hash of the fingerprint.
-    generation: grows with each reset. stores_once: whether a store leaves out what siblings have.
+    epoch: of its contents, see KeyLoadStoreSpec. stores_once: whether a store leaves out what siblings have.
     tiers: names, fastest first; without one FindInTiers promotes none.
     shortfall: why it has less host memory than its quota (without one: than the pool), or empty.
     """
@@ -294,14 +301,23 @@ class Opened(Message):
     policy: str
     store_threshold: int
     unlike: tuple[str, ...] = ()
-    generation: Count = 1
+    epoch: Epoch = 0
     tiers: tuple[str, ...] = ()
     stores_once: bool = False
     shortfall: str = ""
 
 
 class Done(Message):
+    """A reset is done: no load that is submitted from now on, at any daemon of this host and user,
+    returns a block that was stored before it.
+
+    epoch: of the namespace now. unpublished: the tiers, shared with other hosts, that could not be
+    reached. This host does not use them for the namespace until they have the reset, too.
+    """
+
     request_id: Id
+    epoch: Epoch = 0
+    unpublished: tuple[str, ...] = ()
 
 
 class Snapshot(Message):
@@ -315,7 +331,7 @@ class Snapshot(Message):
     pending: bool
     keys: Keys
     last: bool = False
-    generation: Count = 1
+    epoch: Epoch = 0
 
 
 class KeyEvents(Message):
@@ -326,7 +342,7 @@ class KeyEvents(Message):
 
     sequence: Count
     events: tuple[KeyEvent, ...]
-    generation: Count = 1
+    epoch: Epoch = 0
 
 
 class TiersFound(Message):

@@ -237,6 +237,8 @@ class CPULoadStoreSpec(_Spec, tag="cpu", frozen=True, eq=False):
         """Nothing to check: every daemon can decode this."""
 
 
+# Of the contents of a namespace: another one after each reset; 0: it was never reset.
+Epoch: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Key: TypeAlias = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 Keys: TypeAlias = Annotated[tuple[Key, ...], Meta(max_length=MAX_KEYS)]
 if TYPE_CHECKING:
@@ -253,13 +255,13 @@ class KeyLoadStoreSpec(
     The daemon chooses the host blocks. A store reserves blocks for absent keys and copies only
     those. A load with an absent key is refused as a whole (KEY_ABSENT).
 
-    generation: of the namespace when the store was decided. A store from before a reset is refused
-        (STALE). 0: not compared.
+    epoch: of the namespace when the engine began to compute the blocks of a store, from which every
+        reset makes another one. A store of another epoch is refused (STALE). None: not compared.
     keep: for a store, resident keys of the same offer. They are not evicted for it.
     """
 
     keys: AnyKeys
-    generation: Count = 0
+    epoch: Epoch | None = None
     keep: AnyKeys = ()
 
     def __post_init__(self) -> None:

@@ -22,13 +22,16 @@ from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
     BlocksWritten,
     DropStore,
+    EpochsSettled,
+    EpochsSynced,
     FetchBlocks,
     FetchReleased,
     FindKeys,
     KeysFound,
     LendPool,
-    StoreDropped,
-    StoreDroppedElsewhere,
+    SettleEpochs,
+    StoresFound,
+    SyncEpochs,
 )
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.events import HOST_POOL, Place
@@ -246,6 +249,8 @@ OwnersAction: TypeAlias = (
     | FindKeys
     | FetchBlocks
     | DropStore
+    | SyncEpochs
+    | SettleEpochs
 )
 Action: TypeAlias = (
     SendStatus | SendStream | Broadcast | CloseSession | MapTensors | LendPool | OwnersAction
@@ -369,7 +374,8 @@ Report: TypeAlias = (
     | BlocksFetched
     | FetchReleased
     | BlocksWritten
-    | StoreDropped
-    | StoreDroppedElsewhere
+    | EpochsSynced
+    | EpochsSettled
+    | StoresFound
     | Continue
 )

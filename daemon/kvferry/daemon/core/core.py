@@ -8,6 +8,7 @@ Error, and it is counted. Called by the server, on the event loop only.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.daemon.core.actions import (
@@ -28,6 +29,7 @@ from kvferry.daemon.core.actions import (
     TransferCompleted,
 )
 from kvferry.daemon.core.engine_owners import EngineOwners
+from kvferry.daemon.core.epochs import Epochs
 from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.layout import split_spec
 from kvferry.daemon.core.lending import Lending
@@ -39,13 +41,15 @@ from kvferry.daemon.core.region import Region
 from kvferry.daemon.core.regions import MAX_REGIONS, Regions
 from kvferry.daemon.core.registration import OWN, OWN_SESSION
 from kvferry.daemon.core.registrations import Registrations
+from kvferry.daemon.core.resets import Resets
 from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
     BlocksWritten,
+    EpochsSettled,
+    EpochsSynced,
     FetchReleased,
     KeysFound,
-    StoreDropped,
-    StoreDroppedElsewhere,
+    StoresFound,
     TierDescription,
 )
 from kvferry.daemon.core.transfers import JobObserver, Transfers
@@ -62,11 +66,20 @@ RegionRequest: TypeAlias = wire.OpenNamespace | wire.RegisterKVCaches | wire.All
 _RETRYABLE = Code.POOL_FULL, Code.ALREADY_REGISTERED
 
 
+@dataclass(frozen=True, slots=True)
+class PoolBounds:
+    """The host pool. own_bytes: bytes at its front for the daemon's own blocks."""
+
+    nbytes: int
+    own_bytes: int = 0
+    max_regions: int = MAX_REGIONS
+
+
 class Core:
     """All bookkeeping of a daemon.
 
-    own_bytes: bytes at the front of the pool for the daemon's own blocks. observe_job: see
-    transfers.JobObserver. tiers: those below the pool, fastest first.
+    epochs: of this host. observe_job: see transfers.JobObserver. tiers: those below the pool,
+    fastest first.
 
     errors: their number by code. writes: what the tiers take to write it. Every method is called on
     the event loop and returns without blocking.
@@ -75,9 +88,8 @@ class Core:
     def __init__(
         self,
         identity: DaemonIdentity,
-        pool_bytes: int,
-        own_bytes: int = 0,
-        max_regions: int = MAX_REGIONS,
+        pool: PoolBounds,
+        epochs: Epochs,
         observe_job: JobObserver = lambda *_: None,
         tiers: tuple[TierDescription, ...] = (),
     ) -> None:
@@ -91,8 +103,9 @@ class Core:
         # Requests, by session, that wait until a closing registration or a tier frees what they
         # need.
         self._waiting_requests: dict[str, RegionRequest] = {}
-        self._regions = Regions(pool_bytes, own_bytes, max_regions)
-        self._namespaces = Namespaces(self._regions, tiers)
+        self._regions = Regions(pool.nbytes, pool.own_bytes, pool.max_regions)
+        self._namespaces = Namespaces(self._regions, epochs, tiers)
+        self.resets = Resets(self._namespaces, epochs, tiers)
         self._promotions = Promotions(self._namespaces, tiers)
         self.lending = Lending(self._namespaces, self._promotions)
         self.writes = Writes(self._namespaces, tiers)
@@ -136,18 +149,32 @@ class Core:
 
     def handle(self, session: str, message: wire.ClientMessage, now: float) -> list[Action]:
         """Handle one message of an open session. now: time.monotonic() in seconds."""
+        actions = self._namespaces.adopt_epochs(now)
         try:
-            actions = self._dispatch(session, self._engines[session], message, now)
+            actions += self._dispatch(session, self._engines[session], message, now)
         except KVFerryError as error:
-            return [
-                *self._regions.take_changes(),
-                SendMessage(session, self.refusal_reply(message, error, session)),
-                *self._namespaces.take_key_events(),
-            ]
-        return [*self._regions.take_changes(), *actions, *self._namespaces.take_key_events()]
+            actions.append(SendMessage(session, self.refusal_reply(message, error, session)))
+        return [*self._with_changes(actions), *self.resets.take_done(now)]
+
+    def advance(self, now: float) -> list[Action]:
+        """Do what is due by `deadline`. now: time.monotonic() in seconds."""
+        adopted = self._namespaces.adopt_epochs(now)
+        return [*self._with_changes(adopted), *self.resets.take_done(now)]
+
+    @property
+    def deadline(self) -> float | None:
+        """When `advance` has something to do at the latest; None: never."""
+        deadlines = self._namespaces.deadline, self.resets.deadline
+        return min((each for each in deadlines if each is not None), default=None)
+
+    def _with_changes(self, actions: list[Action]) -> list[Action]:
+        """Actions, after changes for persistence, and before key events."""
+        changes = self._regions.take_changes()
+        return [*changes, *actions, *self._namespaces.take_key_events()]
 
     def report(self, report: Report) -> list[Action]:
         """Handle a report of the device worker, of persistence or of the tiers."""
+        done = list[Action]()
         match report:
             case TransferCompleted():
                 actions, error = self._transfers.end_transfer(report)
@@ -177,13 +204,19 @@ class Core:
             case BlocksWritten():
                 written = self.writes.end_write(report)
                 actions, error = [*written, *self._retry_requests()], None
-            case StoreDropped() | StoreDroppedElsewhere():
-                actions, error = self._promotions.handle_drop(report), None
+            case EpochsSynced(now):
+                actions, error = self.resets.end_sync(now), None
+                done = self.resets.take_done(now)
+            case StoresFound(stores, now):
+                actions, error = self.resets.note_stores(stores, now), None
+            case EpochsSettled():
+                actions, error = self.resets.settle(report), None
+                done = self.resets.take_done(report.now)
             case Continue(command):
                 return [command]
         if error is not None:
             self.errors[error.code] += 1
-        return [*self._regions.take_changes(), *actions, *self._namespaces.take_key_events()]
+        return [*self._with_changes(actions), *done]
 
     def restore_region(self, found: RecoveredRegion) -> Region:
         """Restore a region of an earlier daemon, before the first session.
@@ -208,6 +241,7 @@ class Core:
         self._waiting_requests.pop(session, None)
         self._namespaces.region_wanted = bool(self._waiting_requests)
         self._promotions.close_session(session)
+        self.resets.close_session(session)
         self.lending.close_session(session)
         deferred = self._namespaces.close_session(session)
         moved = self._transfers.moved_bytes.pop(session, 0)
@@ -291,9 +325,8 @@ class Core:
                 return self._transfers.add_wait(session, engine, message)
             case wire.FindInTiers():
                 return self._promotions.find_keys(session, message, now)
-            case wire.Reset(request_id):
-                reset = self._namespaces.handle_message(session, message)
-                return [*reset, *self._promotions.drop_store(session, request_id)]
+            case wire.Reset():
+                return self.resets.reset(session, message, now)
             case message if isinstance(message, LendingRequest):
                 return self.lending.handle(session, message)
             case wire.Subscribe() | wire.Pin() | wire.Unpin() | wire.Touch():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
-from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -20,9 +19,11 @@ from kvferry.daemon.core.borrowed import BorrowedBlocks, BorrowedKeys
 from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.cache.jobs import Pins, Reservation
+from kvferry.daemon.core.epochs import NEVER_RESET
 from kvferry.daemon.core.layout import BlockLayout, GroupExtent, Int64s, ResolvedBlocks
 from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.core.region import Region
+from kvferry.daemon.core.store_name import StoreName
 from kvferry.daemon.core.tier_actions import TierDescription
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
@@ -32,8 +33,6 @@ from kvferry.proto.messages import KeyEvent, KeyEvents, Snapshot
 from kvferry.proto.specs import MAX_KEYS, Direction, GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.proto.status import NamespaceStatus
 
-# Called with the name of a store, and keys of it.
-FindHeld: TypeAlias = Callable[[str, Sequence[OffloadKey]], Set[OffloadKey]]
 # Host blocks whose keys are in one part of a snapshot, which is encoded between other messages.
 SNAPSHOT_BLOCKS = MAX_KEYS
 
@@ -86,21 +85,19 @@ class Namespace:
         # Numbers of the registrations that use it.
         self.registrations: set[int] = set()
         self.subscribers: set[str] = set()
-        # Sessions of siblings that copy its blocks. They do not keep its region.
-        self.borrowers: set[str] = set()
-        self._find_held = next((tier.find_held for tier in tiers if tier.find_held), None)
         # Blocks that tiers may write into.
         self.promoting = 0
         self.sequence = 0
-        self.generation = 1
+        # Of its contents. While it is behind, the host has another one: nothing in it is valid.
+        self.epoch = NEVER_RESET
+        self.is_behind = False
         self.policy, self.threshold = policy, threshold
         # Why its engines have less host memory than they asked for.
         self.shortfall = ""
         min_uses = [tier.min_uses for tier in tiers]
         self.cache = Cache(region.num_blocks, policy, threshold, min_uses, region.table)
         self.cache.events.on_event = partial(changed, self)
-        lent_memory = next((tier.lent_memory for tier in tiers if tier.lent_memory), None)
-        self.borrowed = BorrowedKeys(lent_memory, self.cache)
+        self.borrowed = BorrowedKeys(None, self.cache)
         self._pages: tuple[tuple[int, ...], ...] | None = None
         # GPU blocks in a host block.
         self._factor = 0
@@ -116,15 +113,12 @@ class Namespace:
 
     @property
     def store_name(self) -> str | None:
-        """The name of its store in the tiers; None before any registration.
-
-        It ends in a hash of the composition of host blocks: blocks of another composition are not
-        found.
-        """
+        """The name of its store in the tiers; None before any registration."""
         if self._pages is None:
             return None
         composition = repr((self._pages, self._factor)).encode()
-        return f"{self.name}-{hashlib.blake2b(composition, digest_size=8).hexdigest()}"
+        digest = hashlib.blake2b(composition, digest_size=8).hexdigest()
+        return str(StoreName(self.name, digest, self.epoch))
 
     def configure(self, policy: str, threshold: int) -> None:
         """Change the eviction policy and the store threshold; keys stay."""
@@ -179,17 +173,17 @@ class Namespace:
             fingerprint=self.fingerprint,
             policy=self.policy,
             threshold=self.threshold,
-            generation=self.generation,
+            epoch=self.epoch,
             pages=self._pages,
             factor=self._factor,
         )
 
     def restore_keys(self, record: RegionRecord) -> None:
-        """Restore the keys of an earlier daemon into a new namespace.
+        """Restore the keys of an earlier daemon that are of this epoch into a new namespace.
 
         Raises ValueError if the block table of its region is damaged.
         """
-        self.generation, self._pages, self._factor = record.generation, record.pages, record.factor
+        self._pages, self._factor = record.pages, record.factor
         self.cache.restore_keys(record.factor)
 
     def check_keys(self, keys: Sequence[OffloadKey]) -> None:
@@ -211,13 +205,7 @@ class Namespace:
     ) -> tuple[ResolvedBlocks, Lease]:
         """Resolve a keyed transfer to held blocks. If it raises Refused, nothing has changed."""
         keys = host.keys
-        if direction is Direction.STORE and host.generation not in (0, self.generation):
-            raise Refused(
-                Code.STALE,
-                f"the store is of generation {host.generation}, but the namespace was reset and "
-                f"has generation {self.generation}; look the keys up again",
-                host.generation,
-            )
+        self._check_epoch(direction, host)
         self.check_keys(keys)
         group_extents = layout.group_extents(direction, gpu, len(keys))
         parts = _parts(layout, group_extents)
@@ -231,16 +219,23 @@ class Namespace:
             return layout.resolve_borrowed(group_extents, blocks, borrowed.rows[1]), lease
         return layout.resolve_extents(group_extents, blocks), lease
 
-    def reset(self, generation: int = 0) -> DeferredFree:
-        """Make every key absent, and refuse stores of the generation before. Returns the tables to
-        be freed. generation: the new one, if it is larger than the next."""
-        self.generation = max(self.generation + 1, generation)
+    def start_epoch(self, epoch: int) -> None:
+        """The contents of a new namespace, without keys yet, are of this epoch."""
+        self.epoch = epoch
+        self.region.table.begin_epoch(epoch)
+
+    def begin_epoch(self, epoch: int) -> DeferredFree:
+        """Make every key absent: the contents are of this epoch from now on. Returns the tables to
+        be freed."""
+        self.epoch, self.is_behind = epoch, False
         self.borrowed.clear()
-        return self.cache.reset()
+        return self.cache.begin_epoch(epoch)
 
     def lookups(self, keys: Sequence[OffloadKey]) -> list[Lookup | None]:
         """The lookup of each key, which is not counted. Borrowed keys are a HIT. None: it has no
         block."""
+        if self.is_behind:
+            return [None] * len(keys)
         return self.borrowed.add_to(keys, self.cache.lookups(keys))
 
     def count_prefix(self, keys: Sequence[OffloadKey]) -> int:
@@ -260,7 +255,7 @@ class Namespace:
             for event in events
             for at in range(0, max(1, len(event.keys)), MAX_KEYS)
         )
-        return KeyEvents(self.sequence, tuple(parts), self.generation)
+        return KeyEvents(self.sequence, tuple(parts), self.epoch)
 
     def snapshot(self, part_blocks: int = SNAPSHOT_BLOCKS) -> Iterator[Snapshot]:
         """All keys, in messages that are created one at a time.
@@ -268,7 +263,9 @@ class Namespace:
         A message lists the keys of `part_blocks` host blocks when it is created. Later changes are
         also in KeyEvents above the snapshot's sequence number, which the mirror applies last.
         """
-        return _snapshots(self.cache, self.sequence, self.generation, part_blocks)
+        if self.is_behind:  # its subscribers are told when it is empty
+            return iter((Snapshot(self.sequence, 0, False, (), True, self.epoch),))
+        return _snapshots(self.cache, self.sequence, self.epoch, part_blocks)
 
     def status(self) -> NamespaceStatus:
         usage = self.cache.usage
@@ -313,6 +310,21 @@ class Namespace:
         blocks[here] = pins.blocks
         return blocks, Lease(self, pins, borrowed)
 
+    def _check_epoch(self, direction: Direction, host: KeyLoadStoreSpec) -> None:
+        """Raise Refused if a transfer is of another epoch, or if nothing can be transferred now."""
+        if direction is Direction.STORE:
+            if self.is_behind or host.epoch not in (None, self.epoch):
+                raise Refused(
+                    Code.STALE,
+                    f"the blocks are of epoch {host.epoch}, but the namespace was reset since; "
+                    "compute them again before you store them",
+                    host.epoch,
+                )
+        elif self.is_behind and host.keys:
+            first = host.keys[0].hex()
+            text = f"the namespace was reset, so it has no key {first}; treat it as a miss"
+            raise Refused(Code.KEY_ABSENT, text, first)
+
     def _check_part(self, key: OffloadKey, wanted: Part) -> None:
         stored = self.cache.stored_part(key)
         if stored is not None and not stored[0] <= wanted[0] < wanted[1] <= stored[1]:
@@ -331,8 +343,7 @@ class Namespace:
         first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True)) if parts else {}
         named = {keys[at]: part for at, part in parts.items() if first[keys[at]] == at}
         held: Set[OffloadKey] = frozenset()
-        if self._find_held is not None and self.store_name is not None:
-            held = self._find_held(self.store_name, keys)
+        # TODO siblings
         offered = [key for key in keys if key not in held] if held else keys
         reservation = self.cache.prepare_store(offered, named, keep)
         if reservation is None:
@@ -355,7 +366,7 @@ def _describe_host_block(pages: tuple[tuple[int, ...], ...] | None, factor: int)
 
 
 def _snapshots(
-    cache: Cache, sequence: int, generation: int, part_blocks: int
+    cache: Cache, sequence: int, epoch: int, part_blocks: int
 ) -> Iterator[Snapshot]:
     part, capacity = 0, cache.usage.capacity
     for begin in range(0, capacity, part_blocks):
@@ -363,10 +374,10 @@ def _snapshots(
         ready, pending = cache.keys_between(begin, end)
         last = end >= capacity
         if ready or (last and not pending):
-            yield Snapshot(sequence, part, False, tuple(ready), last and not pending, generation)
+            yield Snapshot(sequence, part, False, tuple(ready), last and not pending, epoch)
             part += 1
         if pending:
-            yield Snapshot(sequence, part, True, tuple(pending), last, generation)
+            yield Snapshot(sequence, part, True, tuple(pending), last, epoch)
             part += 1
 
 

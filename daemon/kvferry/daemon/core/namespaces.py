@@ -7,7 +7,7 @@ needs the memory. Called by the core, on the event loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import islice
 
@@ -23,12 +23,13 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.cache.policies import POLICIES
+from kvferry.daemon.core.epochs import Epochs
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.records import RecoveredRegion, namespace_owner
 from kvferry.daemon.core.region import Region
 from kvferry.daemon.core.regions import Regions
 from kvferry.daemon.core.session_pins import SessionPins
-from kvferry.daemon.core.tier_actions import TierDescription
+from kvferry.daemon.core.tier_actions import DropStore, TierDescription
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.messages import (
@@ -36,7 +37,6 @@ from kvferry.proto.messages import (
     Opened,
     OpenNamespace,
     Pin,
-    Reset,
     Subscribe,
     Touch,
     Unpin,
@@ -47,6 +47,11 @@ from kvferry.proto.status import NamespaceStatus
 
 # How many similar namespaces an Opened reply lists, and how many characters of each.
 MOST_UNLIKE, UNLIKE_CHARACTERS = 16, 512
+# Seconds between two looks for epochs that other daemons have drawn, for mirrors whose engines send
+# nothing meanwhile.
+LOOK_EVERY = 0.25
+# Seconds from an adoption of an epoch to the next one: it takes up to 20 ms of the event loop.
+ADOPT_EVERY = 0.05
 # How many characters of a reason for less host memory the status has.
 SHORTFALL_CHARACTERS = 1024
 
@@ -57,8 +62,16 @@ class Namespaces:
     tiers: those below the host pool, fastest first.
     """
 
-    def __init__(self, regions: Regions, tiers: tuple[TierDescription, ...] = ()) -> None:
-        self._regions, self._tiers = regions, tiers
+    def __init__(
+        self, regions: Regions, epochs: Epochs, tiers: tuple[TierDescription, ...] = ()
+    ) -> None:
+        self._regions, self._epochs, self._tiers = regions, epochs, tiers
+        # `changes` of the epochs at the last look, its time, and that of the last adoption.
+        self._seen_changes, self._looked, self._adopted = epochs.changes, 0.0, float("-inf")
+        # How often epochs were adopted.
+        self.adoptions = 0
+        # Namespaces that have another epoch than the host.
+        self._behind: dict[Namespace, None] = {}
         # Blocks of freed namespaces that were evicted before they were written into each tier.
         self._unwritten = [0] * len(tiers)
         self._by_name: dict[str, Namespace] = {}
@@ -78,6 +91,43 @@ class Namespaces:
         """Namespaces that still have their region."""
         self._find_freed()
         return iter(self._by_name.values())
+
+    def names(self) -> Sequence[str]:
+        return [one.name for one in self]
+
+    def has(self, namespace: Namespace) -> bool:
+        """Whether a namespace still has its region."""
+        return self.find_namespace(namespace.name) is namespace
+
+    @property
+    def deadline(self) -> float | None:
+        """The time of the next `adopt_epochs`, if any."""
+        if self._behind:
+            return self._adopted + ADOPT_EVERY
+        return self._looked + LOOK_EVERY if self._by_name else None
+
+    def adopt_epochs(self, now: float) -> list[Action]:
+        """Empty the namespaces whose epoch has changed on this host, some perhaps later: until then
+        nothing in them is valid. Follows every message, before anything else."""
+        self._looked = now
+        if (changes := self._epochs.changes) != self._seen_changes:
+            self._seen_changes = changes
+            for one in self:
+                if self._epochs.current(one.name) != one.epoch:
+                    one.is_behind = True
+                    self._behind[one] = None
+        if not self._behind or now < self._adopted + ADOPT_EVERY:
+            return []
+        self._adopted, self.adoptions = now, self.adoptions + 1
+        behind, self._behind = self._behind, {}
+        return [action for one in behind if self.has(one) for action in self._adopt(one)]
+
+    def _adopt(self, namespace: Namespace) -> list[Action]:
+        old = namespace.store_name
+        deferred = namespace.begin_epoch(self._epochs.current(namespace.name))
+        self._regions.record_updated(namespace.record)
+        dropped: list[Action] = [] if old is None or not self._tiers else [DropStore(old)]
+        return [*_free_later(deferred), *dropped]
 
     @property
     def any_held_by_tiers(self) -> bool:
@@ -117,9 +167,9 @@ class Namespaces:
             namespace.policy,
             namespace.threshold,
             self._similar_namespaces(namespace),
-            namespace.generation,
+            namespace.epoch,
             tuple(tier.name for tier in self._tiers),
-            any(tier.find_held for tier in self._tiers),
+            False,  # TODO siblings
             namespace.shortfall,
         )
         return [SendMessage(session, reply)]
@@ -141,6 +191,7 @@ class Namespaces:
             raise Refused(Code.BAD_SPEC, message, record.name)
         region = self._regions.restore_region(found)
         try:
+            self._epochs.raise_to(fingerprint.name, record.epoch)
             namespace = self._make_namespace(region, fingerprint, policy, record.threshold)
             namespace.restore_keys(record)
         except ValueError as error:
@@ -165,7 +216,7 @@ class Namespaces:
         self.mark_deserted_if_unused(namespace)
 
     def handle_message(
-        self, session: str, message: Subscribe | Pin | Unpin | Touch | Reset
+        self, session: str, message: Subscribe | Pin | Unpin | Touch
     ) -> list[Action]:
         """Handle a message about the keys of the session's namespace. Raises Refused."""
         namespace = self.require_namespace(session, message)
@@ -183,15 +234,7 @@ class Namespaces:
                 namespace.check_keys(keys)
                 namespace.cache.touch(keys)
                 namespace.cache.count_lookups(hits, misses)
-            case Reset():
-                return self.reset_namespace(namespace)
         return []
-
-    def reset_namespace(self, namespace: Namespace, generation: int = 0) -> list[Action]:
-        """Make every key of a namespace absent. generation: see Namespace.reset."""
-        deferred = namespace.reset(generation)
-        self._regions.record_updated(namespace.record)
-        return [*self.take_key_events(), *_free_later(deferred)]
 
     def require_namespace(self, session: str, message: ClientMessage) -> Namespace:
         """The namespace of a session that sent a message about keys. Raises Refused."""
@@ -209,7 +252,7 @@ class Namespaces:
         """Key events since the last call: actions for subscribers, mirrors and deferred freeing."""
         self._find_freed()
         lost, self._freed = self._freed, []
-        actions: list[Action] = [each for one in lost for each in _free_later(one.reset())]
+        actions = [each for one in lost for each in _free_later(one.begin_epoch(one.epoch))]
         if not self._changed:
             return actions
         changed, self._changed = self._changed, {}
@@ -228,7 +271,9 @@ class Namespaces:
     def _make_namespace(
         self, region: Region, fingerprint: Fingerprint, policy: str, threshold: int
     ) -> Namespace:
-        return Namespace(region, fingerprint, policy, threshold, self._note_changed, self._tiers)
+        made = Namespace(region, fingerprint, policy, threshold, self._note_changed, self._tiers)
+        made.start_epoch(self._epochs.current(made.name))
+        return made
 
     def _note_changed(self, namespace: Namespace) -> None:
         self._changed[namespace] = None

@@ -3,7 +3,7 @@
     FindInTiers -> FindKeys ... KeysFound (perhaps in parts) -> FetchBlocks, TiersFound
     ... BlocksFetched (keys become loadable or absent) ... FetchReleased (blocks are released)
 
-Keys that can be loaded directly from a sibling are not promoted, but borrowed (borrowed.py).
+Keys that can be loaded from a sibling are not promoted, but borrowed (borrowed.py).
 A prefix is promoted only if reading it is expected to be faster than computing it. If it is not,
 and the rate of the tier is not known, some of its last keys are read nevertheless, to measure it:
 no request waits for them, as the first keys are absent. Called by the core, on the event loop.
@@ -26,16 +26,13 @@ from kvferry.daemon.core.search_queue import KeySearch, SearchQueue
 from kvferry.daemon.core.tier_actions import (
     MAX_TIER_KEYS,
     BlocksFetched,
-    DropStore,
     FetchBlocks,
     FetchReleased,
     KeysFound,
-    StoreDropped,
-    StoreDroppedElsewhere,
     TierDescription,
 )
 from kvferry.proto.keys import Lookup, OffloadKey
-from kvferry.proto.messages import Done, FindInTiers, TiersFound
+from kvferry.proto.messages import FindInTiers, TiersFound
 
 # Limits of the deadline of a promotion, in seconds. If a tier stops answering, one request waits so
 # long in vain: a quarter of a second is hardly noticed. On a busy machine processes wait for tenths
@@ -63,7 +60,7 @@ class _Fetch:
 
 
 class Promotions:
-    """Searches and fetches of keys in the tiers, and drops of namespaces there.
+    """Searches and fetches of keys in the tiers.
 
     tiers: fastest first.
     """
@@ -73,8 +70,6 @@ class Promotions:
         self._namespaces = namespaces
         self._searches = SearchQueue()
         self._fetches: dict[int, _Fetch] = {}
-        # Resets that wait for StoreDropped: session ("": of another daemon), request id, namespace.
-        self._drops: dict[int, tuple[str, int, Namespace]] = {}
         self._numbers = count(1)
         # Of each tier, the keys that it has and that are computed instead.
         self._skipped = [0] * len(tiers)
@@ -97,15 +92,12 @@ class Promotions:
         """Ask the tiers for the absent keys, or reply at once. Raises Refused."""
         namespace = self._namespaces.require_namespace(session, message)
         namespace.check_keys(message.keys)
-        namespace.borrowed.expire(now)
-        states = namespace.cache.lookups(message.keys)
-        keys = message.keys
+        keys, store = message.keys, namespace.store_name
+        states = namespace.lookups(keys)
         absent = dict.fromkeys(key for key, state in zip(keys, states, strict=True) if not state)
-        dropping = any(drop[2].name == namespace.name for drop in self._drops.values())
-        store = namespace.store_name
-        if not self.tiers or store is None or not absent or dropping:
+        if not self.tiers or store is None or not absent or namespace.is_behind:
             return [_resident_reply(namespace, session, message)]
-        search = KeySearch(session, message, namespace, store, namespace.generation, tuple(absent))
+        search = KeySearch(session, message, namespace, store, tuple(absent))
         self._searches.add(search)
         return [*self._searches.next_parts()]
 
@@ -137,60 +129,15 @@ class Promotions:
         fetch.namespace.cache.tier_access.release_promotion(fetch.blocks)
         self._namespaces.mark_deserted_if_unused(fetch.namespace)
 
-    def drop_store(self, session: str, request_id: int) -> list[Action]:
-        """Drop a namespace that was reset in all tiers. Its Done follows StoreDropped."""
-        namespace = self._namespaces.namespace_of(session)
-        if namespace is None or not self.tiers:
-            return [SendMessage(session, Done(request_id))]
-        number = next(self._numbers)
-        self._drops[number] = session, request_id, namespace
-        return [DropStore(number, namespace.name)]
-
-    def handle_drop(self, report: StoreDropped | StoreDroppedElsewhere) -> list[Action]:
-        """Reply to a reset that is done, or do one that another daemon has done."""
-        match report:
-            case StoreDropped(number):
-                drop = self._drops.pop(number, None)
-                if drop is None:
-                    return []
-                session, request_id, dropped = drop
-                inside = self._namespaces.namespace_of(session) is dropped
-                if not inside and session not in dropped.borrowers:
-                    return []
-                return [SendMessage(session, Done(request_id))]
-            case StoreDroppedElsewhere(tier, name):
-                number, namespace = next(self._numbers), self._namespaces.find_namespace(name)
-                others = DropStore(number, name, tier)
-                if namespace is None:
-                    return [others]
-                self._drops[number] = "", 0, namespace
-                return [*self._namespaces.reset_namespace(namespace), others]
-
-    def reset_for_sibling(
-        self, namespace: Namespace, generation: int = 0, session: str = "", request_id: int = 0
-    ) -> list[Action]:
-        """Reset a namespace that a sibling has reset, and drop it in all other tiers.
-
-        generation: see Namespace.reset. session, request_id: of the sibling, for a Done.
-        """
-        number = next(self._numbers)
-        siblings = [tier.is_siblings for tier in self.tiers].index(True)
-        self._drops[number] = session, request_id, namespace
-        reset = self._namespaces.reset_namespace(namespace, generation)
-        return [*reset, DropStore(number, namespace.name, siblings)]
-
     def _promote_found(self, search: KeySearch, report: KeysFound) -> list[Action]:
         """Promote the prefix that was found, if that is worth it, and reply to the search.
 
         report: the last one, with the newest rates.
         """
         namespace, message = search.namespace, search.message
-        if namespace.generation != search.generation:
+        if namespace.store_name != search.store or namespace.is_behind:
             return [_resident_reply(namespace, search.session, message)]
         tier_of = dict(zip(search.keys, search.tier_of, strict=True))
-        if search.places is not None:
-            nbytes, start = namespace.fingerprint.host_block_bytes, namespace.region.start
-            namespace.borrowed.add(search.keys, search.places, nbytes, start, report.now)
         found, gained = _found_prefix(message.keys, namespace.lookups(message.keys), tier_of)
         most = max(1, int(PROMOTED_PART * namespace.region.num_blocks))
         if len(found) > (room := max(0, most - namespace.promoting)):
@@ -215,12 +162,8 @@ class Promotions:
         ]
 
     def _written_in(self, tier: int) -> list[int]:
-        """The tiers into which blocks that were promoted from this tier are not written.
-
-        A sibling writes its blocks into its own tiers, also those that are copied from it.
-        """
-        end = len(self.tiers) if self.tiers[tier].is_siblings else tier
-        others = [place for place in range(end) if not self.tiers[place].writes_promoted]
+        """The tiers into which blocks that were promoted from this tier are not written."""
+        others = [place for place in range(tier) if not self.tiers[place].writes_promoted]
         return [*{*others, tier}]
 
     def _start_fetches(

@@ -52,7 +52,7 @@ class RegionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fingerprint: Fingerprint | None = None
     policy: str = "lru"
     threshold: int = 1
-    generation: int = 1
+    epoch: int = 0
     pages: tuple[tuple[int, ...], ...] | None = None
     factor: int = 0
     uid: int | None = None

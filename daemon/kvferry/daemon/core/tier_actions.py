@@ -6,68 +6,32 @@ written. Actions and reports pass like those of actions.py. Event loop only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
-
 from kvferry.daemon.core.block_lines import Checksums
-from kvferry.daemon.core.layout import Bools, Int64s
+from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.core.records import RegionOwner
-from kvferry.proto.keys import OffloadKey
 
 # Keys of one FindKeys, FetchBlocks or WriteJob: with the longest keys, a request to the
 # process of a tier fits a datagram.
 MAX_TIER_KEYS = 1024
 
 
-# Given the name of a store and keys of it: those that a tier holds and the pool need not store.
-FindHeld: TypeAlias = Callable[[str, Sequence[OffloadKey]], Set[OffloadKey]]
-
-
-class LentMemory(Protocol):
-    """The pools of siblings, mapped read-only: blocks in them can be loaded directly.
-
-    rows: (4, n), of each block the number of its window, its offset from the start of the own pool,
-    its number in the sibling's block table, and its version there.
-    """
-
-    def resolve(self, places: Int64s, block_bytes: int, start: int) -> Int64s:
-        """The rows of blocks. places: (n, 3), of each block the window, its offset in the sibling's
-        pool and its version. The window is -1 if the block cannot be loaded directly.
-
-        start: of the namespace's region in the own pool.
-        """
-
-    def unchanged(self, rows: Int64s) -> Bools:
-        """Which blocks have not lost their contents since they had these versions; (n,)."""
-
-    def hold(self, rows: Int64s) -> None:
-        """A load reads these blocks: they stay mapped until `release`."""
-
-    def release(self, rows: Int64s, block_bytes: int) -> None:
-        """The load has ended. block_bytes: of each block; 0 if it has failed."""
-
-
 @dataclass(frozen=True, slots=True)
 class TierDescription:
     """A tier, as the core knows it. name: in status, metrics and KV events.
 
-    writes_promoted: whether blocks that were promoted from a slower tier, or from a sibling, are
-        written into it.
+    writes_promoted: whether blocks that were promoted from a slower tier are written into it.
     min_uses: the use from which on a block is written into it; the store of a key is a use, and
         each load and touch. 0: nothing is written.
-    locality: for KV events, see Place. is_siblings: whether it consists of the pools of siblings,
-        to which this daemon lends its own. find_held: see FindHeld; None: all keys are stored.
-    lent_memory: of the siblings.
+    locality: for KV events, see Place. is_shared: whether other hosts use the same storage.
     """
 
     name: str
     writes_promoted: bool = False
     min_uses: int = 1
     locality: str | None = None
-    is_siblings: bool = False
-    find_held: FindHeld | None = None
-    lent_memory: LentMemory | None = None
+    is_shared: bool = False
 
 
 # Actions
@@ -106,17 +70,20 @@ class FetchBlocks:
 
 @dataclass(frozen=True, slots=True)
 class DropStore:
-    """Drop all keys of a namespace, of every composition, in all tiers.
+    """Nothing of a store is asked for again: the tiers free its blocks."""
 
-    These are the stores that have its name, and those whose names go on with a "-". The reply is
-    StoreDropped.
+    store: str
 
-    dropped_by: the tier that has dropped it already; -1: none.
-    """
 
-    drop: int
-    namespace: str
-    dropped_by: int = -1
+@dataclass(frozen=True, slots=True)
+class SyncEpochs:
+    """Make the epochs durable. The reply is EpochsSynced."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettleEpochs:
+    """Have the shared tiers settle the epochs of all namespaces now, not within a second. The
+    replies are EpochsSettled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +137,6 @@ class KeysFound:
 
     rates: the read rate of each tier in bytes per second. queues: seconds that each tier
         needs to read the blocks in its queue. known: whether its rate was measured lately.
-    places: see LentMemory.resolve; None: no block can be loaded directly. now: time.monotonic().
     """
 
     search: int
@@ -178,8 +144,6 @@ class KeysFound:
     rates: tuple[float, ...]
     queues: tuple[float, ...]
     known: tuple[bool, ...]
-    places: Int64s | None = None
-    now: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,15 +174,28 @@ class BlocksWritten:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreDropped:
-    """No tier finds a key of the dropped namespace that was written before DropStore."""
+class StoresFound:
+    """A tier has started, and has these stores. now: time.monotonic()."""
 
-    drop: int
+    stores: tuple[str, ...]
+    now: float
 
 
 @dataclass(frozen=True, slots=True)
-class StoreDroppedElsewhere:
-    """Another daemon has dropped a namespace in a tier that both share."""
+class EpochsSynced:
+    """The epochs are durable as they were when SyncEpochs was performed. now: time.monotonic()."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class EpochsSettled:
+    """A shared tier has answered which epochs its store has.
+
+    tier: its index. asked: the epochs of this host. found: see SharedTier.settle. now: as above.
+    """
 
     tier: int
-    namespace: str
+    asked: Mapping[str, int]
+    found: Mapping[str, int]
+    now: float

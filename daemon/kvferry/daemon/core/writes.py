@@ -31,11 +31,11 @@ from kvferry.proto.messages import KeyEvent, KeyEvents
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """A job that has not ended. tier: its index. generation: of the namespace, when it began."""
+    """A job that has not ended. tier: its index. epoch: of the namespace, when it began."""
 
     tier: int
     namespace: Namespace
-    generation: int
+    epoch: int
     keys: tuple[OffloadKey, ...]
     blocks: Int64s
 
@@ -53,19 +53,9 @@ class Writes:
         # Of each tier the namespace and the block at which `next_written` continues.
         self._next_written: dict[int, tuple[str, int]] = {}
 
-    def namespaces(self) -> dict[str, str]:
-        """All namespaces; of one with a session the name of its store, else an empty one."""
-        return {
-            one.name: (one.store_name or "") if one.sessions else "" for one in self._namespaces
-        }
-
-    def generations(self) -> dict[str, int]:
-        """The generation of each namespace with a session, by the name of its store."""
-        return {
-            store: one.generation
-            for one in self._namespaces
-            if one.sessions and (store := one.store_name)
-        }
+    def stores_in_use(self) -> list[str]:
+        """The names of the stores of namespaces with a session."""
+        return [store for one in self._namespaces if one.sessions and (store := one.store_name)]
 
     def take_writes(self, tier: int, limit: int, coldest: float) -> list[WriteJob]:
         """Hold up to `limit` blocks that are loadable and not in this tier, until BlocksWritten.
@@ -122,15 +112,15 @@ class Writes:
         namespace.cache.tier_access.end_writes(write.tier, write.blocks, done)
         self._namespaces.mark_deserted_if_unused(namespace)
         written = tuple(compress(write.keys, report.done))
-        if not written or namespace.generation != write.generation:
+        if not written or namespace.epoch != write.epoch:
             return []
-        events = KeyEvents(0, (KeyEvent(EventKind.STORED, written),), namespace.generation)
+        events = KeyEvents(0, (KeyEvent(EventKind.STORED, written),), namespace.epoch)
         block_size, place = namespace.fingerprint.block_size, self._places[write.tier]
         return [PublishKVEvents(namespace.name, block_size, events, place)]
 
     def _take(self, tier: int, namespace: Namespace, limit: int, coldest: float) -> WriteJob | None:
         store = namespace.store_name
-        if store is None or (self._namespaces.region_wanted and not namespace.has_users):
+        if store is None or namespace.is_behind or (self._namespaces.region_wanted and not namespace.has_users):
             return None
         access = namespace.cache.tier_access
         keys, blocks = access.take_writes(tier, min(limit, MAX_TIER_KEYS), coldest)
@@ -138,7 +128,7 @@ class Writes:
             return None
         self._namespaces.mark_present(namespace)
         number, nbytes = next(self._numbers), namespace.fingerprint.host_block_bytes
-        write = _Write(tier, namespace, namespace.generation, tuple(keys), blocks)
+        write = _Write(tier, namespace, namespace.epoch, tuple(keys), blocks)
         self._writes[number] = write
         region = namespace.region
         checksums, offsets = region.table.lines.checksums(blocks), region.start + blocks * nbytes

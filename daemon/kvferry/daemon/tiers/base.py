@@ -7,9 +7,9 @@ for every key of that call, and as a failure of the tier for the circuit breaker
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import xxhash
@@ -39,19 +39,16 @@ IN_TIER = Result.OK, Result.PRESENT
 
 
 class Blocks(NamedTuple):
-    """Host blocks of one namespace. The namespace's blocks all have `nbytes` bytes.
+    """Host blocks of one store, which all have `nbytes` bytes.
 
-    addresses: of each block, in the memory of the tier's process. All keys have one length.
-    generation: of the namespace, as `Tier.generation` returned it before the daemon stored these
-    blocks; -1: the tier has none, or has not answered. model: for people who list a tier; it
-    identifies nothing. Both only for `put`.
+    addresses: of each block, in the memory of the tier's process. All keys have one length. model:
+    for people who list a tier; it identifies nothing. Only for `put`.
     """
 
-    namespace: str
+    store: str
     keys: Sequence[bytes]
     addresses: Sequence[int]
     nbytes: int
-    generation: int = -1
     model: str = ""
 
 
@@ -78,11 +75,21 @@ class TierUsage(msgspec.Struct, frozen=True, array_like=True):
 class Tier(Protocol):
     """Storage below the host pool. Any thread, several at a time.
 
-    The caller guarantees that nothing of a namespace is in progress during `drop` of all its keys,
-    and that the memory of blocks is not used otherwise until the call returns.
+    The blocks of a tier are in stores. A store has the blocks of a namespace that are composed
+    alike, and of one epoch: after a reset of the namespace the daemon uses another store. Its name
+    is that of a StoreName (core/store_name.py), but to most tiers it is any text.
+
+    The caller guarantees that nothing of a store is in progress during `drop` of all its keys, and
+    that the memory of blocks is not used otherwise until the call returns.
+
+    io_threads: the number of threads that call `fetch` and `put`. call_bytes: the bytes that one
+    call of these moves; larger batches are split.
     """
 
-    def contains(self, namespace: str, keys: Sequence[bytes]) -> Sequence[bool]:
+    io_threads: int
+    call_bytes: int
+
+    def contains(self, store: str, keys: Sequence[bytes]) -> Sequence[bool]:
         """Whether `fetch` would probably find each key. Reads no block."""
 
     def fetch(self, blocks: Blocks, deadline: float) -> Sequence[Fetched]:
@@ -95,20 +102,46 @@ class Tier(Protocol):
     def put(self, blocks: Blocks, checksums: Sequence[int]) -> Sequence[Result]:
         """Store blocks, with the checksums that `fetch` returns later."""
 
-    def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
-        """Drop these keys, or all keys of a namespace; the latter is not undone by a crash.
+    def drop(self, store: str, keys: Sequence[bytes] | None = None) -> None:
+        """Drop these keys; or all keys of a store, which is not used again.
 
-        All keys: of every namespace that `is_part_of` this one.
+        The latter frees their room. A crash may undo it.
         """
 
+    def stores(self) -> Sequence[str]:
+        """The names of the stores that outlived an earlier process. Called once, at first."""
+
+    def note_used(self, stores: Collection[str]) -> None:
+        """Called once per second with the names of the stores that engines use now."""
+
     def usage(self) -> TierUsage:
-        """Usage of all namespaces."""
+        """Usage of all stores."""
 
     def maintain(self) -> None:
         """Called about once per second, on one thread, for work in the background."""
 
     def close(self) -> None:
         """Write everything back. Nothing is in progress."""
+
+
+@runtime_checkable
+class SharedTier(Tier, Protocol):
+    """A tier whose storage other hosts use, too. It has the epoch of each namespace."""
+
+    def settle(self, epochs: Mapping[str, int]) -> Mapping[str, int]:
+        """Make the epochs of this host and of the storage agree.
+
+        Called once per second and after each reset, on one thread. epochs: of each namespace in
+        use, the epoch of this host. Returns the epoch that the storage has now, of each namespace
+        for which that could be found out:
+
+            the same   it is used from now on
+            a larger   another host was reset later: this one adopts it, and asks again
+
+        Where the storage has a smaller one, or none, it gets the one of this host. Until a
+        namespace is settled, and for stores of another epoch, `contains` and `fetch` find nothing,
+        and `put` is refused (FULL).
+        """
 
 
 class HostMemory(Protocol):
@@ -126,11 +159,8 @@ def block_checksum(key: bytes, data: memoryview) -> int:
     return digest.intdigest()
 
 
-def without_part(name: str) -> str:
-    """The namespace of a store: its name up to the first "-"."""
-    return name.partition("-")[0]
-
-
-def is_part_of(name: str, namespace: str) -> bool:
-    """Whether a drop of all keys of `namespace` drops those of `name`, too."""
-    return name == namespace or name.startswith(f"{namespace}-")
+def missing_names(tier: object, kind: type) -> list[str]:
+    """The names of a protocol, Tier or SharedTier, that an object lacks."""
+    wanted = {name for base in kind.__mro__ for name in vars(base) if not name.startswith("_")}
+    wanted |= {name for base in kind.__mro__ for name in vars(base).get("__annotations__", ())}
+    return sorted(name for name in wanted if not hasattr(tier, name))

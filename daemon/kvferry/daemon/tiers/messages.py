@@ -6,23 +6,24 @@ as the bytes of an array.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 
 from kvferry.daemon.tiers.base import TierUsage
-from kvferry.proto.status import SiblingStatus
-
 # In the answer to a lookup that failed.
 FAILED = 2
+# They must fit a datagram.
+MAX_NAMED_STORES = 1024
 
 
 class TierArguments(msgspec.Struct, frozen=True):
     """The command line of the process, as JSON.
 
     module: has a function `open_tier(options, memory)`. chunks: descriptors of the pool's chunks,
-    all but the last of `chunk_bytes`; together they have `pool_bytes`.
+    all but the last of `chunk_bytes`; together they have `pool_bytes`. is_shared: whether the tier
+    must be a SharedTier.
     """
 
     chunks: tuple[int, ...]
@@ -30,44 +31,18 @@ class TierArguments(msgspec.Struct, frozen=True):
     pool_bytes: int
     module: str
     options: dict[str, Any]
+    is_shared: bool = False
 
 
 class TierBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """Host blocks of one namespace. offsets: int64, of each block in the pool. nbytes: of each
-    block. model: see Blocks."""
+    """Host blocks of one store. offsets: int64, of each block in the pool. nbytes: of each block.
+    model: see Blocks."""
 
-    namespace: str
+    store: str
     keys: Sequence[bytes]
     offsets: bytes
     nbytes: int
     model: str = ""
-
-
-class FileOf(msgspec.Struct, frozen=True, array_like=True):
-    """A descriptor of the tier's process, and the inode of its file."""
-
-    descriptor: int
-    inode: int
-
-
-class LentFiles(msgspec.Struct, frozen=True, array_like=True):
-    """The memory of a sibling's namespace.
-
-    window: a number that no other has, also in later processes. directory: of the sibling. start:
-    of the namespace, in bytes in the sibling's pool. chunks: of that pool, from the one on in which
-    the namespace begins; all but the last of the pool have `chunk_bytes`. table: the file of the
-    namespace's block table. page: that of the pool's incarnation; another number than `incarnation`
-    there: a later daemon has the pool, and may have written anything.
-    """
-
-    window: int
-    directory: str
-    chunk_bytes: int
-    start: int
-    chunks: tuple[FileOf, ...]
-    table: FileOf
-    page: FileOf
-    incarnation: int
 
 
 class _Tagged(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -78,7 +53,7 @@ class _Tagged(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ContainsRequest(_Tagged, frozen=True):
-    namespace: str
+    store: str
     keys: Sequence[bytes]
 
 
@@ -90,63 +65,49 @@ class FetchRequest(_Tagged, frozen=True):
 
 
 class PutRequest(_Tagged, frozen=True):
-    """checksums: uint64. generation: see Blocks."""
+    """checksums: uint64."""
 
     blocks: TierBlocks
     checksums: bytes
-    generation: int
 
 
 class DropRequest(_Tagged, frozen=True):
-    """keys: None for the whole namespace."""
+    """keys: None for the whole store."""
 
-    namespace: str
+    store: str
     keys: Sequence[bytes] | None
 
 
 class UsageRequest(_Tagged, frozen=True):
-    """namespaces: those in the pool; of one in use the name of its store, else an empty one.
-    generations: of each of these stores, how often its namespace in the pool was reset. windows:
-    those of LentFiles from which blocks can be loaded directly.
+    """used: names of the stores that engines use. The reply is a TierUsage; those to most other
+    requests are an Answer."""
 
-    The reply is a UsageAnswer; those to other requests are an Answer.
-    """
+    used: Sequence[str]
 
-    namespaces: dict[str, str]
-    generations: dict[str, int] = {}
-    windows: tuple[int, ...] = ()
+
+class SettleRequest(_Tagged, frozen=True):
+    """See SharedTier.settle. The reply has the epochs that it returns; none if it has failed."""
+
+    epochs: Mapping[str, int]
 
 
 # Replies
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """results: a byte for each key, a Result; of `contains`, 0, 1 or FAILED. generation: of the
-    namespace after a `contains` or a drop; -1: not known. places: after a `contains`, int64 (n, 3),
-    see LentMemory.resolve; or empty."""
+    """results: a byte for each key, a Result; of `contains`, 0, 1 or FAILED."""
 
     results: bytes
-    generation: int = -1
-    places: bytes = b""
-
-
-class UsageAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """generations: as in Answer, of the namespaces in the request. siblings, lent: if the tier is
-    made of the pools of siblings."""
-
-    usage: TierUsage
-    generations: dict[str, int] = {}
-    siblings: tuple[SiblingStatus, ...] = ()
-    lent: tuple[LentFiles, ...] = ()
 
 
 # Notices
 
 
 class Started(_Tagged, frozen=True):
-    """The tier is open. Sent as READY."""
+    """The tier is open. Sent as READY. stores: those that it has, MAX_NAMED_STORES at most."""
 
     usage: TierUsage
+    stores: Sequence[str] = ()
 
 
 class LogLine(_Tagged, frozen=True):
@@ -158,10 +119,13 @@ class LogLine(_Tagged, frozen=True):
     fatal: bool = False
 
 
-TierRequest: TypeAlias = ContainsRequest | FetchRequest | PutRequest | DropRequest | UsageRequest
+TierRequest: TypeAlias = (
+    ContainsRequest | FetchRequest | PutRequest | DropRequest | UsageRequest | SettleRequest
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(TierRequest).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
-decode_usage = msgspec.msgpack.Decoder(UsageAnswer).decode
+decode_usage = msgspec.msgpack.Decoder(TierUsage).decode
+decode_epochs = msgspec.msgpack.Decoder(dict[str, int]).decode
 decode_notice = msgspec.msgpack.Decoder(Started | LogLine).decode

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
@@ -23,31 +23,30 @@ import structlog
 
 from kvferry.daemon.processes import ChildProcess, ProcessDied
 from kvferry.daemon.tier_config import TierConfig
-from kvferry.daemon.tiers.base import Result, TierUsage, without_part
+from kvferry.daemon.tiers.base import Result, TierUsage
 from kvferry.daemon.tiers.circuit_breaker import CircuitBreaker
-from kvferry.daemon.tiers.generations import NOT_KNOWN, Generations
 from kvferry.daemon.tiers.messages import (
     FAILED,
     ContainsRequest,
     DropRequest,
     FetchRequest,
-    LentFiles,
     LogLine,
     PutRequest,
+    SettleRequest,
     Started,
     TierBlocks,
     UsageRequest,
     decode_answer,
+    decode_epochs,
     decode_notice,
     decode_usage,
     encode,
 )
 from kvferry.daemon.tiers.tier_process import DEFAULT_TIMES, PoolFiles, TierTimes, tier_program
-from kvferry.proto.status import SiblingStatus
 
-# Seconds for a put and a drop: nobody waits for them, but one that takes longer shows a dead tier.
-# Those of a put count from the last fetch or put that was answered: fetches overtake it.
-PUT_SECONDS, DROP_SECONDS = 10.0, 10.0
+# Seconds for a put and for the usage: nobody waits for them, but if one takes longer, the tier is
+# dead. Those of a put count from the last fetch or put that was answered: fetches overtake it.
+PUT_SECONDS, USAGE_SECONDS = 10.0, 10.0
 # Seconds for a probe.
 PROBE_SECONDS = 1.0
 # The part of a fetch's time in which reads begin. The rest is for those in progress, so that they
@@ -69,8 +68,8 @@ log = structlog.get_logger()
 class TierClient:
     """Requests of at most MAX_TIER_KEYS keys to one tier. The process starts at once.
 
-    config: its section of the configuration. usage_request: returns the UsageRequest to send.
-    dropped_elsewhere: called with a namespace that another daemon has dropped.
+    config: its section of the configuration. stores_in_use: returns the stores that engines use.
+    started: called with the names of the stores that a new process has.
 
     counts: counters of TierStatus by field, since the start of the daemon.
     """
@@ -80,15 +79,12 @@ class TierClient:
         config: TierConfig,
         pool: PoolFiles,
         times: TierTimes = DEFAULT_TIMES,
-        usage_request: Callable[[], UsageRequest] = lambda: UsageRequest({}),
-        dropped_elsewhere: Callable[[str], None] = lambda _: None,
-        generations: Generations | None = None,
+        stores_in_use: Callable[[], Sequence[str]] = tuple,
+        started: Callable[[Sequence[str]], None] = lambda _: None,
     ) -> None:
         self.config, self._times = config, times
-        self.usage_request, self.dropped_elsewhere = usage_request, dropped_elsewhere
+        self._stores_in_use, self._started = stores_in_use, started
         self.usage = TierUsage()
-        self.siblings: tuple[SiblingStatus, ...] = ()
-        self.lent: tuple[LentFiles, ...] = ()
         self.counts = Counter[str]()
         # Why the process has ended; empty once it has started again.
         self.failure = ""
@@ -97,15 +93,11 @@ class TierClient:
         self.breaker = CircuitBreaker(
             time.monotonic, times.first_off, times.longest_off, self.counts
         )
-        self._generations = generations or Generations()
         # The last lookup: a probe repeats it.
         self._last_lookup: tuple[str, Sequence[bytes]] = "", ()
-        # Requests that were late, when a fetch or put was answered last, and drops that the
-        # process has not confirmed.
+        # Requests that were late, and when a fetch or put was answered last.
         self._late: set[Released] = set()
         self._moved = 0.0
-        self._drops = 0
-        self._asked = asyncio.Event()
         self._process = ChildProcess(
             tier_program(config, pool), times, self._handle_notice, self._note_death
         )
@@ -123,9 +115,8 @@ class TierClient:
 
     @property
     def is_prompt(self) -> bool:
-        """Whether a request can be answered now: the tier is in use, and neither late nor busy with
-        a drop."""
-        return self.is_on and not self._drops and all(reply.done() for reply in self._late)
+        """Whether a request can be answered now: the tier is in use, and not late."""
+        return self.is_on and all(reply.done() for reply in self._late)
 
     @property
     def pid(self) -> int | None:
@@ -148,21 +139,12 @@ class TierClient:
 
     # Requests
 
-    async def contains(
-        self,
-        namespace: str,
-        keys: Sequence[bytes],
-        seconds: float,
-        found: Callable[[bytes], None] = lambda _: None,
-    ) -> Results:
-        """Find out which keys the tier has: OK, MISS or ERROR, or LATE after `seconds`.
-
-        found: called with Answer.places.
-        """
-        self._last_lookup = namespace, keys
+    async def contains(self, store: str, keys: Sequence[bytes], seconds: float) -> Results:
+        """Find out which keys the tier has: OK, MISS or ERROR, or LATE after `seconds`."""
+        self._last_lookup = store, keys
         if not self.is_prompt:
             return [Result.MISS] * len(keys)
-        reply = self._look_up(namespace, keys, self.breaker.record_error, found)
+        reply = self._look_up(store, keys, self.breaker.record_error)
         ended = await self._wait(reply, seconds)
         if ended is Result.MISS:
             return [ended] * len(keys)
@@ -193,48 +175,29 @@ class TierClient:
         if not self.is_on:
             return self._refuse(blocks, Result.FULL)
         sums = checksums.astype(np.uint64).tobytes()
-        name = without_part(blocks.namespace)
-        if not self._generations.is_noted(name):
-            # Else a drop by another daemon right after this put would not be noticed.
-            drops = self._generations.drops
-            await self._wait(self._look_up(blocks.namespace, (), lambda: None), PUT_SECONDS)
-            if drops != self._generations.drops:
-                return self._refuse(blocks, Result.FULL)
-        request = PutRequest(blocks, sums, self._generations.get(name))
+        request = PutRequest(blocks, sums)
         results, released = await self._move(blocks, request, PUT_SECONDS, lambda: self._moved)
         written = results.count(Result.OK)
         self.counts["written"] += written
         self.counts["written_bytes"] += written * blocks.nbytes
         return results, released
 
-    async def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
-        """Drop keys, or all keys of a namespace, also if the tier is off: until it has confirmed.
+    def drop(self, store: str) -> None:
+        """Free the blocks of a store that is not used again. If the process ends before that, the
+        next one names the store when it starts."""
+        self._process.send(encode(DropRequest(store, None)), lambda _: ())
 
-        No request that follows finds these keys: until then lookups and fetches are misses, and a
-        process that is started again gets the drop before any other request.
-        """
-        request = encode(DropRequest(namespace, keys))
-        self._drops += 1
-        self._generations.drops += 1
-        try:
-            while True:
-                reply = self._process.send(request, partial(self._receive_dropped, namespace))
-                await self._wait(reply, DROP_SECONDS)
-                with suppress(ProcessDied):
-                    await reply
-                    return
-        finally:
-            self._drops -= 1
+    async def settle(self, epochs: Mapping[str, int]) -> Mapping[str, int]:
+        """See SharedTier.settle; nothing if the process is lost. A store that cannot be reached may
+        take long."""
+        with suppress(ProcessDied):
+            return await self._process.send(encode(SettleRequest(epochs)), decode_epochs)
+        return {}
 
     async def refresh_usage(self) -> None:
         """Ask for the usage, and replace `usage` by the answer."""
-        request = encode(self.usage_request())
-        await self._wait(self._process.send(request, self._receive_usage), DROP_SECONDS)
-
-    async def until_asked(self) -> None:
-        """Wait until the usage was asked for again, as once per second."""
-        self._asked.clear()
-        await self._asked.wait()
+        request = encode(UsageRequest(tuple(self._stores_in_use())))
+        await self._wait(self._process.send(request, self._receive_usage), USAGE_SECONDS)
 
     def _refuse(self, blocks: TierBlocks, result: Result) -> tuple[Results, Released]:
         released: Released = asyncio.get_running_loop().create_future()
@@ -256,13 +219,12 @@ class TierClient:
 
     def _look_up(
         self,
-        namespace: str,
+        store: str,
         keys: Sequence[bytes],
         failed: Callable[[], None],
-        found: Callable[[bytes], None] = lambda _: None,
     ) -> Released:
-        receive = partial(self._receive_found, namespace, failed, found)
-        return self._process.send(encode(ContainsRequest(namespace, keys)), receive)
+        receive = partial(self._receive_found, failed)
+        return self._process.send(encode(ContainsRequest(store, keys)), receive)
 
     async def _wait(
         self,
@@ -289,20 +251,11 @@ class TierClient:
 
     # Answers: what they change at once, before anything counts as late
 
-    def _receive_found(
-        self,
-        namespace: str,
-        failed: Callable[[], None],
-        found: Callable[[bytes], None],
-        payload: bytes,
-    ) -> Results:
+    def _receive_found(self, failed: Callable[[], None], payload: bytes) -> Results:
         answer = decode_answer(payload)
         if errors := answer.results.count(FAILED):
             self.counts["errors"] += errors
             failed()
-        if self._note_generation(namespace, answer.generation):
-            return [Result.MISS] * len(answer.results)
-        found(answer.places)
         return [LOOKUP_RESULTS[each] for each in answer.results]
 
     def _receive_moved(self, payload: bytes) -> Results:
@@ -315,33 +268,18 @@ class TierClient:
             self.breaker.record_success()
         return results
 
-    def _receive_dropped(self, namespace: str, payload: bytes) -> Results:
-        self._note_generation(namespace, decode_answer(payload).generation, own=True)
-        return ()
-
     def _receive_usage(self, payload: bytes) -> Results:
-        answer = decode_usage(payload)
-        self.usage, self.siblings, self.lent = answer.usage, answer.siblings, answer.lent
-        for name, generation in answer.generations.items():
-            if generation != NOT_KNOWN:  # else the first put asks
-                self._note_generation(name, generation)
+        self.usage = decode_usage(payload)
         return ()
-
-    def _note_generation(self, namespace: str, generation: int, *, own: bool = False) -> bool:
-        """Returns whether it has changed. own: by a drop of this daemon."""
-        name = without_part(namespace)
-        changed = self._generations.note(name, generation)
-        if changed and not own:
-            self.dropped_elsewhere(name)
-        return changed
 
     # The process
 
     def _handle_notice(self, payload: bytes) -> None:
         match decode_notice(payload):
-            case Started(usage):
+            case Started(usage, stores):
                 self.usage, self.failure, self._logged_reason = usage, "", ""
                 log.info("tier started", tier=self.config.name, keys=usage.keys)
+                self._started(stores)
             case LogLine(level, event, fields, fatal):
                 if fatal:
                     self.failure = str(fields.get("reason", event))
@@ -350,7 +288,6 @@ class TierClient:
                     getattr(log, level, log.info)(event, tier=self.config.name, **fields)
 
     def _note_death(self, why: str) -> None:
-        self.lent = ()
         can_start = self._process.pid is not None  # else that says nothing about the tier
         if can_start:
             self.counts["deaths"] += 1
@@ -379,9 +316,5 @@ class TierClient:
     async def _refresh_regularly(self) -> None:
         while True:
             await self._process.until_ready()
-            unsaved = self._generations.take_unsaved()
             await self.refresh_usage()
-            self._asked.set()
-            if unsaved:
-                await asyncio.to_thread(self._generations.save, unsaved)
             await asyncio.sleep(USAGE_EVERY)

@@ -1,8 +1,8 @@
 """The process of a tier: runs its blocking code beside the daemon.
 
 It maps the host pool and serves the daemon's requests (messages.py). The main thread answers
-lookups and drops, in order; I/O threads fetch and put, in order of arrival, fetches first. What is
-fetched is compared with its checksum here. The process ends when its socket is closed or the daemon
+lookups and drops, in order; I/O threads fetch and put, in order of arrival, fetches first. One more
+thread settles epochs and calls `maintain`. What is fetched is compared with its checksum here. The process ends when its socket is closed or the daemon
 dies.
 """
 
@@ -15,8 +15,9 @@ import time
 import traceback
 from array import array
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
@@ -32,39 +33,37 @@ from kvferry.daemon.memory.shared_memory import MappedFiles
 from kvferry.daemon.tiers.base import (
     Blocks,
     Result,
+    SharedTier,
     Tier,
     TierUsage,
     block_checksum,
-    is_part_of,
+    missing_names,
 )
 from kvferry.daemon.tiers.block_memory import view_memory
 from kvferry.daemon.tiers.messages import (
     FAILED,
+    MAX_NAMED_STORES,
     Answer,
     ContainsRequest,
     DropRequest,
     FetchRequest,
-    LentFiles,
     LogLine,
     PutRequest,
+    SettleRequest,
     Started,
     TierArguments,
     TierRequest,
-    UsageAnswer,
     UsageRequest,
     decode_request,
     encode,
 )
 from kvferry.daemon.tiers.pool_lock import lock_pool
-from kvferry.proto.errors import KVFerryError
-from kvferry.proto.status import SiblingStatus
+from kvferry.proto.errors import Code, KVFerryError, Refused
 
 # Added to the daemon's nice value: transfers of the GPU are more urgent.
 NICER = 5
 # Seconds between two calls of `maintain`.
 MAINTAIN_EVERY = 1.0
-# Threads of a tier that does not say how many it wants, and bytes that one call of it moves.
-IO_THREADS, CALL_BYTES = 4, 4 << 20
 
 log = structlog.get_logger()
 
@@ -88,7 +87,7 @@ class _Queue:
     changed: threading.Condition = field(default_factory=threading.Condition)
     fetches: deque[tuple[_Job, slice]] = field(default_factory=deque)
     puts: deque[tuple[_Job, slice]] = field(default_factory=deque)
-    # Parts in progress, by namespace.
+    # Parts in progress, by store.
     running: Counter[str] = field(default_factory=Counter)
     closed: bool = False
 
@@ -106,27 +105,27 @@ class _Queue:
             if self.closed:
                 return None
             job, part = (self.fetches or self.puts).popleft()
-            self.running[job.request.blocks.namespace] += 1
+            self.running[job.request.blocks.store] += 1
             return job, part
 
-    def end(self, namespace: str) -> None:
+    def end(self, store: str) -> None:
         with self.changed:
-            self.running[namespace] -= 1
+            self.running[store] -= 1
             self.changed.notify_all()
 
-    def remove_namespace(self, namespace: str) -> list[tuple[_Job, slice]]:
-        """Remove a namespace's parts, and wait for those in progress."""
+    def remove_store(self, store: str) -> list[tuple[_Job, slice]]:
+        """Remove the parts of a store, and wait for those in progress."""
         with self.changed:
             removed = [
                 each
                 for each in (*self.fetches, *self.puts)
-                if is_part_of(each[0].request.blocks.namespace, namespace)
+                if each[0].request.blocks.store == store
             ]
             for queue in (self.fetches, self.puts):
                 kept = [each for each in queue if each not in removed]
                 queue.clear()
                 queue.extend(kept)
-            while any(self.running[name] for name in self.running if is_part_of(name, namespace)):
+            while self.running[store]:
                 self.changed.wait()
         return removed
 
@@ -144,22 +143,23 @@ class TierWorker:
         self._tier, self._address, self._daemon = tier, address, daemon
         self._queue = _Queue()
         self._jobs = threading.Lock()
-        self._ending = threading.Event()
+        # SettleRequests, which may wait for the network; None: the end.
+        self._settles = SimpleQueue[tuple[int, Mapping[str, int]] | None]()
         self._usage = TierUsage()
-        self._call_bytes = getattr(tier, "call_bytes", CALL_BYTES)
-        self._unequal = getattr(tier, "unequal", Result.CORRUPT)
-        count = getattr(tier, "io_threads", IO_THREADS)
-        self._threads = [threading.Thread(target=self._move, daemon=True) for _ in range(count)]
+        self._threads = [
+            threading.Thread(target=self._move, daemon=True) for _ in range(tier.io_threads)
+        ]
         self._maintainer = threading.Thread(target=self._maintain, daemon=True)
 
     def run(self) -> None:
         """Serve until the daemon disconnects."""
-        self._daemon.send(READY, encode(Started(self._refresh_usage())))
+        stores = tuple(self._tier.stores())[:MAX_NAMED_STORES]
+        self._daemon.send(READY, encode(Started(self._refresh_usage(), stores)))
         for thread in (*self._threads, self._maintainer):
             thread.start()
         while (request := self._daemon.receive()) is not None:
             self._handle(request[0], decode_request(request[1]))
-        self._ending.set()
+        self._settles.put(None)
         self._queue.close()
         for thread in (*self._threads, self._maintainer):
             thread.join()
@@ -169,62 +169,45 @@ class TierWorker:
         match request:
             case FetchRequest() | PutRequest():
                 self._start(number, request)
-            case UsageRequest(namespaces, pool_generations, windows):
-                if note_pool := getattr(self._tier, "note_pool", None):
-                    note_pool(pool_generations, windows)
-                generations = {name: self._generation_of(name) for name in namespaces}
-                if note_used := getattr(self._tier, "note_used", None):
-                    note_used(frozenset(filter(None, namespaces.values())))
-                siblings: tuple[SiblingStatus, ...] = getattr(self._tier, "siblings", tuple)()
-                lent: tuple[LentFiles, ...] = getattr(self._tier, "lent_files", tuple)()
-                answer = UsageAnswer(self._refresh_usage(), generations, siblings, lent)
-                self._daemon.send(number, encode(answer))
-            case ContainsRequest(namespace, keys):
+            case UsageRequest(used):
+                self._tier.note_used(frozenset(used))
+                self._daemon.send(number, encode(self._refresh_usage()))
+            case SettleRequest(epochs):
+                self._settles.put((number, epochs))
+            case ContainsRequest(store, keys):
                 try:
-                    present = self._tier.contains(namespace, keys)
+                    present = self._tier.contains(store, keys)
                     _check_results("contains", present, keys)
-                    locate = getattr(self._tier, "locate", None)
-                    places = locate(namespace, keys) if locate and any(present) else b""
-                    generation = self._generation_of(namespace)
-                    found = Answer(bytes(map(bool, present)), generation, places)
+                    found = Answer(bytes(map(bool, present)))
                 except Exception as error:
                     self._report_exception("contains", error)
                     found = Answer(bytes([FAILED]) * len(keys))
                 self._daemon.send(number, encode(found))
-            case DropRequest(namespace, keys):
+            case DropRequest(store, keys):
                 if keys is None:
-                    for job, part in self._queue.remove_namespace(namespace):
+                    for job, part in self._queue.remove_store(store):
                         self._end_part(job, part, [Result.MISS] * (part.stop - part.start))
                 try:
-                    self._tier.drop(namespace, keys)
-                except Exception as error:
-                    self._end_after_drop(namespace, error)
-                else:
-                    dropped = Answer(b"", self._generation_of(namespace))
-                    self._daemon.send(number, encode(dropped))
+                    self._tier.drop(store, keys)
+                except Exception as error:  # the blocks take room, but nobody asks for them
+                    self._report_exception("drop", error)
+                self._daemon.send(number, encode(Answer(b"")))
 
-    def _generation_of(self, namespace: str) -> int:
-        ask = getattr(self._tier, "generation", None)
-        if ask is None:
-            return -1
-        return int(ask(namespace))
+    def _settle(self, epochs: Mapping[str, int]) -> Mapping[str, int]:
+        assert isinstance(self._tier, SharedTier)
+        try:
+            return self._tier.settle(epochs)
+        except Exception as error:
+            self._report_exception("settle", error)
+            return {}
 
     def _refresh_usage(self) -> TierUsage:
-        """The usage; the one before if the tier cannot say it now."""
+        """The usage; the one before if the tier cannot tell it now."""
         try:
             self._usage = self._tier.usage()
         except Exception as error:
             self._report_exception("usage", error)
         return self._usage
-
-    def _end_after_drop(self, namespace: str, error: Exception) -> None:
-        """A drop has failed, and its keys must not be found again: send no answer from now on."""
-        log.warning(
-            "drop failed; it is repeated when the tier's process has restarted",
-            namespace=namespace,
-            reason=_reason_of(error),
-        )
-        self._daemon.close()
 
     def _start(self, number: int, request: FetchRequest | PutRequest) -> None:
         count = len(request.blocks.keys)
@@ -232,7 +215,7 @@ class TierWorker:
         if isinstance(request, PutRequest):
             checksums.frombytes(request.checksums)
         job = _Job(number, request, offsets, checksums, bytearray(count), count)
-        step = max(1, self._call_bytes // request.blocks.nbytes)
+        step = max(1, self._tier.call_bytes // request.blocks.nbytes)
         parts = [slice(at, min(at + step, count)) for at in range(0, count, step)]
         self._queue.add(job, parts)
 
@@ -243,20 +226,19 @@ class TierWorker:
             job, part = taken
             request, named = job.request, job.request.blocks
             addresses = [self._address + offset for offset in job.offsets[part]]
-            blocks = Blocks(named.namespace, named.keys[part], addresses, named.nbytes)
+            blocks = Blocks(named.store, named.keys[part], addresses, named.nbytes, named.model)
             results: Sequence[Result]
             try:
                 if isinstance(request, FetchRequest):
                     results = self._fetch(blocks, request.deadline)
                 else:
-                    blocks = blocks._replace(generation=request.generation, model=named.model)
                     results = self._tier.put(blocks, job.checksums[part])
                     _check_results("put", results, blocks.keys)
                     results = [Result(each) for each in results]
             except Exception as error:
                 self._report_exception(type(request).__name__, error)
                 results = [Result.ERROR] * len(addresses)
-            self._queue.end(named.namespace)
+            self._queue.end(named.store)
             self._end_part(job, part, results)
 
     def _fetch(self, blocks: Blocks, deadline: float) -> list[Result]:
@@ -270,8 +252,8 @@ class TierWorker:
             if result is Result.OK and found.checksum != block_checksum(
                 key, view_memory(address, blocks.nbytes)
             ):
-                result = self._unequal
-                self._tier.drop(blocks.namespace, [key])
+                result = Result.CORRUPT
+                self._tier.drop(blocks.store, [key])
             results.append(result)
         return results
 
@@ -284,13 +266,21 @@ class TierWorker:
             self._daemon.send(job.number, encode(Answer(bytes(job.results))))
 
     def _maintain(self) -> None:
+        due = time.monotonic()
         while True:
+            if time.monotonic() >= due:
+                try:
+                    self._tier.maintain()
+                except Exception as error:
+                    self._report_exception("maintain", error)
+                due = time.monotonic() + MAINTAIN_EVERY
             try:
-                self._tier.maintain()
-            except Exception as error:
-                self._report_exception("maintain", error)
-            if self._ending.wait(MAINTAIN_EVERY):
+                settle = self._settles.get(timeout=max(0.0, due - time.monotonic()))
+            except Empty:
+                continue
+            if settle is None:
                 return
+            self._daemon.send(settle[0], encode(self._settle(settle[1])))
 
     def _report_exception(self, what: str, error: Exception) -> None:
         log.error("tier failed", operation=what, error=_reason_of(error))
@@ -318,12 +308,22 @@ def main() -> None:
         os.close(descriptor)
     try:
         tier: Tier = importlib.import_module(given.module).open_tier(given.options, pool)
+        check_tier(tier, given)
     except Exception as error:  # a module may be anybody's
         fields = {"reason": _reason_of(error), "module": given.module}
         daemon.send(NOTICE, encode(LogLine("error", "tier cannot be opened", fields, fatal=True)))
         os._exit(2)
     TierWorker(tier, pool.address, daemon).run()
     os._exit(0)
+
+
+def check_tier(tier: object, given: TierArguments) -> None:
+    """Raise Refused if the tier that a module has opened lacks something."""
+    kind = SharedTier if given.is_shared else Tier
+    if missing := missing_names(tier, kind):
+        what, names = f"{type(tier).__name__} of {given.module}", ", ".join(missing)
+        text = f"{what} lacks {names}; see {kind.__name__} in {kind.__module__}"
+        raise Refused(Code.BAD_CONFIG, text, names)
 
 
 def _check_results(call: str, results: Sequence[object], keys: Sequence[bytes]) -> None:

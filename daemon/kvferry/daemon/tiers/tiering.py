@@ -1,8 +1,8 @@
 """Carries out what the core wants of the tiers, and reports what became of it.
 
-Each action of the core is a flow, a coroutine that reads from top to bottom: `_search`, `_promote`,
-`_drop`. Writing out (write_out.py) and its check (write_check.py) are flows that last. The server
-passes the actions; reports go back to the core. Event loop only.
+Each action of the core is a flow, a coroutine that reads from top to bottom: `_search`, `_promote`.
+Writing out (write_out.py), its check (write_check.py) and settling the epochs of shared tiers are
+flows that last. The server passes the actions; reports go back to the core. Event loop only.
 """
 
 from __future__ import annotations
@@ -12,92 +12,59 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
-import numpy as np
 import structlog
 
 from kvferry.daemon.core.actions import Report
-from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
     DropStore,
+    EpochsSettled,
     FetchBlocks,
     FetchReleased,
     FindKeys,
     KeysFound,
-    StoreDropped,
-    StoreDroppedElsewhere,
+    SettleEpochs,
+    StoresFound,
     TierDescription,
 )
 from kvferry.daemon.core.writes import Writes
 from kvferry.daemon.processes import ProcessDied
-from kvferry.daemon.tier_config import SiblingsTierConfig, TierConfig
+from kvferry.daemon.tier_config import TierConfig
 from kvferry.daemon.tiers.base import Result
-from kvferry.daemon.tiers.drop_markers import marker_directory
-from kvferry.daemon.tiers.drop_queue import DropQueue
-from kvferry.daemon.tiers.generations import Generations
-from kvferry.daemon.tiers.messages import TierBlocks, UsageRequest
+from kvferry.daemon.tiers.messages import TierBlocks
 from kvferry.daemon.tiers.read_rate import ReadRate
-from kvferry.daemon.tiers.siblings.key_table import HeldKeys
-from kvferry.daemon.tiers.siblings.lent_memory import MappedWindows
 from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.tiers.write_check import WriteCheck
 from kvferry.daemon.tiers.write_out import COLDEST, WRITE_THROUGH, WriteOut
-from kvferry.proto.status import SiblingStatus, TierStatus
+from kvferry.proto.status import TierStatus
 
 # Seconds for a lookup. It takes milliseconds; this is what a request loses if a tier stops
 # answering, and a pause of a busy machine that is mostly shorter.
 FIND_SECONDS = 0.1
+# Seconds between two questions for the epochs of a shared tier.
+SETTLE_EVERY = 1.0
 
-TierAction: TypeAlias = FindKeys | FetchBlocks | DropStore
+TierAction: TypeAlias = FindKeys | FetchBlocks | DropStore | SettleEpochs
 
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class SiblingMemory:
-    """Memory that the daemon shares with siblings and with their tier's process: their pools, and
-    the tables of their keys."""
-
-    windows: MappedWindows
-    keys: HeldKeys
-
-
-def description_of(tier: TierConfig, siblings: SiblingMemory | None = None) -> TierDescription:
-    """The description of a tier for the core. siblings: see AttachedTier."""
+def description_of(tier: TierConfig) -> TierDescription:
+    """The description of a tier for the core."""
     min_uses = tier.admit_after if tier.write in COLDEST else 0
-    through, find_held, lent = tier.write == WRITE_THROUGH, None, None
-    is_siblings = isinstance(tier, SiblingsTierConfig)
-    if isinstance(tier, SiblingsTierConfig) and siblings is not None:
-        find_held = None if tier.store_all else siblings.keys.find
-        lent = siblings.windows
-    return TierDescription(
-        tier.name, through, min_uses, tier.locality, is_siblings, find_held, lent
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class DropTimes:
-    """In seconds. report: until a drop counts as done. A tier that has not confirmed it by then
-    gets it first thing when it answers again. marker: see drop_queue.py."""
-
-    report: float = 5.0
-    marker: float = 3.0
+    through = tier.write == WRITE_THROUGH
+    return TierDescription(tier.name, through, min_uses, tier.locality, tier.is_shared)
 
 
 @dataclass(eq=False, slots=True)
 class AttachedTier:
-    """A tier that is in use. markers: directory for the markers of drops. siblings: the daemon's
-    part of it, if it consists of their pools."""
+    """A tier that is in use."""
 
     client: TierClient
-    markers: Path
-    siblings: SiblingMemory | None = None
     rate: ReadRate = field(default_factory=lambda: ReadRate(time.monotonic))
     # Starts of the fetches that have not ended, by number, the oldest first.
     fetches: dict[int, float] = field(default_factory=dict)
@@ -109,56 +76,36 @@ class AttachedTier:
 def start_tiers(
     tiers: Sequence[TierConfig],
     pool: PoolFiles,
-    runtime_directory: Path,
     writes: Writes,
     report: Callable[[list[Report]], None],
-    siblings: SiblingMemory | None = None,
 ) -> list[AttachedTier]:
-    """Start the process of each tier. report: called with the drops of other daemons. siblings: see
-    AttachedTier."""
+    """Start the process of each tier. report: called with reports for the core."""
 
-    def usage_request() -> UsageRequest:
-        usable = () if siblings is None else siblings.windows.numbers
-        return UsageRequest(writes.namespaces(), writes.generations(), usable)
+    def report_stores(stores: Sequence[str]) -> None:
+        report([StoresFound(tuple(stores), time.monotonic())])
 
-    def report_drop(place: int, store: str) -> None:
-        log.info("namespace dropped elsewhere", namespace=store)
-        report([StoreDroppedElsewhere(place, store)])
-
-    attached = []
-    for place, tier in enumerate(tiers):
-        markers = marker_directory(tier, runtime_directory)
-        client = TierClient(
-            tier,
-            pool,
-            usage_request=usage_request,
-            dropped_elsewhere=partial(report_drop, place),
-            generations=Generations(markers / "generations"),
+    return [
+        AttachedTier(
+            TierClient(tier, pool, stores_in_use=writes.stores_in_use, started=report_stores)
         )
-        is_siblings = isinstance(tier, SiblingsTierConfig)
-        attached.append(AttachedTier(client, markers, siblings if is_siblings else None))
-    return attached
+        for tier in tiers
+    ]
 
 
 @dataclass(eq=False, slots=True)
 class _Search:
     """A FindKeys in progress. tier_of: of each key the fastest tier that has it so far. left: tiers
-    without an answer. places: see KeysFound."""
+    without an answer."""
 
     action: FindKeys
     tier_of: list[int]
     left: int
-    places: Int64s | None = None
-
-    def note_places(self, places: bytes) -> None:
-        if places:
-            self.places = np.frombuffer(places, np.int64).reshape(-1, 3)
 
 
 class Tiering:
-    """The tiers below the host pool, fastest first. Marked drops of an earlier daemon are repeated.
+    """The tiers below the host pool, fastest first.
 
-    report: called with reports for the core. promoted: called with the name of a tier and the
+    epochs_in_use: see Resets. report: called with reports for the core. promoted: called with the name of a tier and the
     seconds of a fetch in which at least one key was read.
     """
 
@@ -168,18 +115,18 @@ class Tiering:
         writes: Writes,
         report: Callable[[list[Report]], None],
         promoted: Callable[[str, float], None],
-        times: DropTimes = DropTimes(),
+        epochs_in_use: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._tiers, self._writes = tuple(tiers), writes
-        self._report_to_core, self._promoted, self._times = report, promoted, times
+        self._report_to_core, self._promoted = report, promoted
+        self._epochs_in_use = epochs_in_use
+        # Set to settle at once.
+        self._settle_now = asyncio.Event()
         # The task group of `run`; flows that begin before it; and those that `stop` ends.
         self._flows: asyncio.TaskGroup | None = None
         self._early: list[Coroutine[Any, Any, None]] = []
         self._writers: list[asyncio.Task[None]] = []
         self._is_stopped = False
-        self._drops = [
-            DropQueue(each.client, each.markers, self._start, times.marker) for each in tiers
-        ]
         self._write_outs = {
             place: WriteOut(writes, each.client, place, self._report)
             for place, each in enumerate(tiers)
@@ -189,14 +136,12 @@ class Tiering:
     async def run(self) -> None:
         """Run all flows until cancelled. Raises their errors, in an exception group."""
         async with asyncio.TaskGroup() as self._flows:
-            for drops in self._drops:
-                drops.repeat_marked()  # first: nothing may overtake them
             for flow in self._early:
                 self._start(flow)
-            for tier in self._tiers:
+            for place, tier in enumerate(self._tiers):
                 self._start(tier.client.run())
-                if tier.siblings is not None:
-                    self._start(_map_siblings(tier.client, tier.siblings.windows))
+                if tier.client.config.is_shared:
+                    self._start(self._settle(place, tier.client))
             for place, write_out in self._write_outs.items():
                 check = WriteCheck(
                     self._writes, self._tiers[place].client, place, write_out.wake_up
@@ -211,8 +156,11 @@ class Tiering:
                     self._start(self._search(search, place))
             case FetchBlocks():
                 self._start(self._promote(action))
-            case DropStore():
-                self._start(self._drop(action))
+            case DropStore(store):
+                for tier in self._tiers:
+                    tier.client.drop(store)
+            case SettleEpochs():
+                self._settle_now.set()
 
     def wake_up(self) -> None:
         """Blocks of the pool have changed: there may be some to write."""
@@ -225,24 +173,11 @@ class Tiering:
             self._status_of(place, tier, counted) for place, tier in enumerate(self._tiers)
         )
 
-    def siblings(self) -> tuple[SiblingStatus, ...]:
-        """The daemons whose blocks this one copies."""
-        return tuple(
-            tier.siblings.windows.count_in(each)
-            for tier in self._tiers
-            if tier.siblings is not None
-            for each in tier.client.siblings
-        )
-
     def stop(self) -> None:
         """Stop writing and reporting. The server closes the core's sessions next."""
         self._is_stopped = True
         for writer in self._writers:
             writer.cancel()
-
-    async def send_drops(self) -> None:
-        """Wait until all drops are sent. The tiers end, and write everything back, with `run`."""
-        await asyncio.gather(*(drops.wait_until_sent() for drops in self._drops))
 
     def _start(self, flow: Coroutine[Any, Any, None]) -> None:
         if self._flows is None:
@@ -262,12 +197,7 @@ class Tiering:
     async def _search(self, search: _Search, place: int) -> None:
         """Ask one tier. The last one to answer reports the fastest tier that has each key."""
         tier, action = self._tiers[place], search.action
-        results: Sequence[Result] = [Result.MISS] * len(action.keys)
-        # Without siblings, no request waits for the process.
-        if tier.siblings is None or tier.siblings.keys.find(action.store, action.keys):
-            results = await tier.client.contains(
-                action.store, action.keys, FIND_SECONDS, search.note_places
-            )
+        results = await tier.client.contains(action.store, action.keys, FIND_SECONDS)
         hits = results.count(Result.OK)
         tier.client.counts["hits"] += hits
         tier.client.counts["misses"] += len(results) - hits
@@ -281,9 +211,7 @@ class Tiering:
         speeds = tuple(rate.bytes_per_second for rate in rates)
         queues = tuple(rate.queue_seconds for rate in rates)
         known = tuple(rate.is_known for rate in rates)
-        tier_of, now = tuple(search.tier_of), time.monotonic()
-        found = KeysFound(action.search, tier_of, speeds, queues, known, search.places, now)
-        self._report(found)
+        self._report(KeysFound(action.search, tuple(search.tier_of), speeds, queues, known))
 
     async def _promote(self, action: FetchBlocks) -> None:
         """Read blocks into the pool, and release them when nothing can write into them."""
@@ -311,22 +239,17 @@ class Tiering:
             tier.rate.abandon(nbytes)
         self._report(FetchReleased(number))
 
-    async def _drop(self, action: DropStore) -> None:
-        """Drop a namespace in all tiers, or all others, and report it when that is confirmed, or
-        after `DropTimes.report`. Meanwhile nothing of it is written."""
-        for write_out in self._write_outs.values():
-            write_out.hold_store(action.namespace)
-        for tier in self._tiers:
-            if isinstance(tier.client.config, SiblingsTierConfig):
-                # It must know the new generation before it gets a search, or this drop.
-                self._start(tier.client.refresh_usage())
-        others = [drops for place, drops in enumerate(self._drops) if place != action.dropped_by]
-        if others:
-            confirmed = [drops.drop(action.namespace) for drops in others]
-            await asyncio.wait(confirmed, timeout=self._times.report)
-        for write_out in self._write_outs.values():
-            write_out.resume_store(action.namespace)
-        self._report(StoreDropped(action.drop))
+    async def _settle(self, place: int, client: TierClient) -> None:
+        """Settle the epochs of a shared tier once per second, and at once when that is wanted."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SETTLE_EVERY):
+                    await self._settle_now.wait()
+            self._settle_now.clear()
+            epochs = dict(self._epochs_in_use())
+            if epochs and client.is_started:
+                found = await client.settle(epochs)
+                self._report(EpochsSettled(place, epochs, found, time.monotonic()))
 
     def _status_of(
         self, place: int, tier: AttachedTier, counted: Mapping[str, Mapping[str, float]]
@@ -353,13 +276,3 @@ class Tiering:
             failure=client.failure,
             **numbers,
         )
-
-
-async def _map_siblings(client: TierClient, windows: MappedWindows) -> None:
-    """Map the memory that siblings lend, and tell the tier which of it can be used."""
-    while True:
-        await client.until_asked()
-        before = windows.numbers
-        await windows.update(client.lent, client.pid or 0)
-        if windows.numbers != before:
-            await client.refresh_usage()

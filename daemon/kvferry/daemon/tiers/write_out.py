@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -18,7 +17,7 @@ from kvferry.daemon.core.actions import Report
 from kvferry.daemon.core.tier_actions import BlocksWritten, WriteJob
 from kvferry.daemon.core.writes import Writes
 from kvferry.daemon.processes import ProcessDied
-from kvferry.daemon.tiers.base import IN_TIER, is_part_of
+from kvferry.daemon.tiers.base import IN_TIER
 from kvferry.daemon.tiers.messages import TierBlocks
 from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.proto.sizes import parse_bytes
@@ -28,9 +27,6 @@ TAKEN_BLOCKS = 32
 IN_FLIGHT_BYTES = 64 << 20
 # Seconds from a change of the pool until blocks are taken, so that several changes are one.
 DELAY = 0.02
-# Seconds until blocks are taken again that could not be written: their namespace is being dropped,
-# or their region has been freed.
-RETRY = 0.25
 # Seconds without writes after one that failed entirely, at first and at most.
 FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0
 
@@ -64,8 +60,6 @@ class WriteOut:
         # Before this time nothing is written: because of the rate, or of a pause.
         self._not_before = 0.0
         self._pause = FIRST_PAUSE
-        # Namespaces that are being dropped: what is put now would be dropped, too.
-        self._held_stores = Counter[str]()
 
     @property
     def oldest(self) -> float | None:
@@ -75,14 +69,6 @@ class WriteOut:
     def wake_up(self) -> None:
         """Blocks of the pool have changed."""
         self._changed.set()
-
-    def hold_store(self, store: str) -> None:
-        """Write nothing of a namespace until `resume_store`."""
-        self._held_stores[store] += 1
-
-    def resume_store(self, store: str) -> None:
-        self._held_stores -= Counter((store,))  # drops stores that are not held
-        self.wake_up()
 
     async def run(self) -> None:
         """Write until cancelled."""
@@ -95,15 +81,10 @@ class WriteOut:
                     await self._until_allowed()
                     self._changed.clear()
                     jobs = self._writes.take_writes(self._tier, TAKEN_BLOCKS, self._coldest)
-                    complete = True
                     for job in jobs:
-                        if any(is_part_of(job.store, name) for name in self._held_stores):
-                            complete = False
-                            self._end(job, (False,) * len(job.keys))
-                        else:
-                            self._note_begin(job)
-                            puts.create_task(self._write(job))
-                    await asyncio.sleep(0 if complete else RETRY)
+                        self._note_begin(job)
+                        puts.create_task(self._write(job))
+                    await asyncio.sleep(0)
 
     async def _until_allowed(self) -> None:
         """Wait until the rate limit, the tier and the bytes in flight allow another write."""

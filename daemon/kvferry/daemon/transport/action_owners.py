@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvferry.daemon.core.actions import (
     FreeDeferred,
@@ -28,12 +29,24 @@ from kvferry.daemon.core.tier_actions import (
     DropStore,
     FetchBlocks,
     FindKeys,
+    SettleEpochs,
+    SyncEpochs,
 )
 from kvferry.daemon.device.device_worker import Command, DeviceWorker
+from kvferry.daemon.persistence.epoch_page import EpochSync
 from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
 from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.daemon.tiers.tiering import Tiering
 from kvferry.proto.messages import DaemonMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Persistence:
+    """What outlives the daemon."""
+
+    regions: RegionStore
+    tensors: KeptTensorStore
+    epochs: EpochSync
 
 
 class ActionOwners:
@@ -46,20 +59,18 @@ class ActionOwners:
     def __init__(
         self,
         worker: DeviceWorker,
-        region_store: RegionStore,
-        kept_tensor_store: KeptTensorStore,
+        persistence: Persistence,
         tiering: Tiering,
         publish: Callable[[PublishKVEvents], None],
         receive_own: Callable[[DaemonMessage], None],
     ) -> None:
-        self._worker, self._region_store = worker, region_store
-        self._kept_tensor_store, self._tiering = kept_tensor_store, tiering
+        self._worker, self._persistence, self._tiering = worker, persistence, tiering
         self._publish, self._receive_own = publish, receive_own
 
     @property
     def busy(self) -> bool:
         """Whether a completed store is not committed yet."""
-        return self._region_store.busy
+        return self._persistence.regions.busy
 
     def perform(self, action: OwnersAction) -> None:
         match action:  # the most frequent first
@@ -71,13 +82,15 @@ class ActionOwners:
             case SendMessage(_, message):
                 self._receive_own(message)
             case RegionCreated() | RegionUpdated() | RegionFreed():
-                self._region_store.apply_change(action)
+                self._persistence.regions.apply_change(action)
             case KeepTensors():
-                self._kept_tensor_store.store_tensors(action)
+                self._persistence.tensors.store_tensors(action)
             case ReleaseTensors(number):
-                self._kept_tensor_store.remove_tensors(number)
+                self._persistence.tensors.remove_tensors(number)
                 self._worker.post_command(action)
-            case FindKeys() | FetchBlocks() | DropStore():
+            case SyncEpochs():
+                self._persistence.epochs.start()
+            case FindKeys() | FetchBlocks() | DropStore() | SettleEpochs():
                 self._tiering.perform(action)
             case FreeDeferred(deferred):
                 self._free_in_steps(deferred)
@@ -96,7 +109,7 @@ class ActionOwners:
     def wake_up(self, reports: list[Report]) -> None:
         """These reports were handled: there may be blocks to commit, or to write into tiers."""
         if any(isinstance(report, TransferCompleted | BlocksFetched) for report in reports):
-            self._region_store.wake_up()
+            self._persistence.regions.wake_up()
         self._tiering.wake_up()
 
     def stop(self) -> None:

@@ -155,7 +155,7 @@ class Outboxes:
             peer.outbox_bytes -= len(peer.outbox.popleft())
             if peer.missed_events is not None and not peer.outbox:
                 missed, peer.missed_events = peer.missed_events, None
-                peer.outbox.append(encode(KeyEvents(missed.sequence, (), missed.generation)))
+                peer.outbox.append(encode(KeyEvents(missed.sequence, (), missed.epoch)))
                 peer.outbox_bytes += len(peer.outbox[0])
 
 

@@ -76,6 +76,8 @@ class Server:
         self._reports, self._owners, self._status = reports, owners, status
         self._fd_server = FdServer(endpoint, lambda: core.sessions, core.error_reply)
         self._pool = pool
+        # Of the core's deadline.
+        self._timer: asyncio.TimerHandle | None = None
         self._context = zmq.Context(io_threads=1)
         self._socket = _router(self._context)
         self._accept_gate = AcceptGate(endpoint.messages)
@@ -114,6 +116,8 @@ class Server:
         """Send Goodbye to all clients, and end their sessions."""
         self._core.stop()
         self._owners.stop()
+        if self._timer is not None:
+            self._timer.cancel()
         self._sessions.send_to_all(Goodbye("the daemon is stopping"))
         self._accept_gate.close()
         self._sessions.close()
@@ -129,6 +133,7 @@ class Server:
         if isinstance(message, LendingRequest) and not self._is_sibling(session, message):
             return
         self._perform(self._core.handle(session, message, time.monotonic()))
+        self._set_timer()
 
     def open_session(self, session: str, hello: Hello, uid: int) -> bool:
         self._take_reports()
@@ -161,6 +166,24 @@ class Server:
             actions += follows
         self._perform(merge_results(actions))
         self._owners.wake_up(reports)
+        self._set_timer()
+
+    # Time
+
+    def _set_timer(self) -> None:
+        """Call the core again by its deadline. A timer that fires too early is harmless."""
+        deadline = self._core.deadline
+        if deadline is None or (self._timer is not None and self._timer.when() <= deadline):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_at(max(deadline, loop.time()), self._advance)
+
+    def _advance(self) -> None:
+        self._timer = None
+        self._perform(self._core.advance(time.monotonic()))
+        self._set_timer()
 
     def _note_report(self, report: Pong | CopyCalibrated | PoolRegistered) -> None:
         self._status.note_report(report)

@@ -2,14 +2,13 @@
 
     ROOT/lock                 locked by the tier's process
     ROOT/format               identifies the root of a tier
-    ROOT/drop-NUMBER-NAMESPACE  the daemon must drop this namespace: see drop_markers.py
-    ROOT/NAMESPACE/meta       sizes of blocks, slots and slabs
-    ROOT/NAMESPACE/hints      which key is in which slot; each start reads it into memory
-    ROOT/NAMESPACE/slab-*     slots: a header page, then the block, in whole pages
+    ROOT/STORE/meta           sizes of blocks, slots and slabs
+    ROOT/STORE/hints          which key is in which slot; each start reads it into memory
+    ROOT/STORE/slab-*         slots: a header page, then the block, in whole pages
 
 The headers of the slots are the truth: they have key, generation and checksum. So a torn slot or a
 stale hint is a miss, and a hint that is lost is replaced by reading the header of its slot. Damage
-costs its namespace, and never the tier: own_files.py opens all files but the directories.
+costs its store, and never the tier: own_files.py opens all files but the directories.
 """
 
 from kvferry.daemon.tiers.disk.tier import open_tier

@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from kvferry.daemon.tiers.base import block_checksum, is_part_of
+from kvferry.daemon.core.store_name import StoreName
+from kvferry.daemon.tiers.base import block_checksum
 from kvferry.daemon.tiers.block_memory import BounceBuffer
 from kvferry.daemon.tiers.disk.hints import FREE, HINTS, UNKNOWN, HintFile, Hints
 from kvferry.daemon.tiers.disk.meta import StoreMeta, read_meta
@@ -131,7 +132,7 @@ def verify(root: Path, report: Callable[[Progress], None]) -> list[Verified]:
 
 
 def clear(root: Path, namespace: str | None) -> list[NamespaceFiles]:
-    """Delete one namespace, with its parts (`is_part_of`), or all. Returns the deleted ones.
+    """Delete one namespace, all of its stores, or everything. Returns the deleted stores.
 
     Raises Refused (BUSY, BAD_CONFIG, UNKNOWN_NAMESPACE) and OSError.
     """
@@ -144,11 +145,15 @@ def clear(root: Path, namespace: str | None) -> list[NamespaceFiles]:
 
 
 def _find_namespaces(root: Path, namespace: str | None) -> list[NamespaceFiles]:
-    """A namespace with its parts, or all. Raises Refused (UNKNOWN_NAMESPACE, BAD_CONFIG)."""
+    """The stores of a namespace, or all. Raises Refused (UNKNOWN_NAMESPACE, BAD_CONFIG)."""
     found = list_namespaces(root)
     if namespace is None:
         return found
-    found = [each for each in found if is_part_of(each.namespace, namespace)]
+    found = [
+        each
+        for each in found
+        if each.namespace == namespace or StoreName.parse(each.namespace).namespace == namespace
+    ]
     if not found:
         message = f"no namespace {namespace!r} in {root}; `kvferry tier list` shows them"
         raise Refused(Code.UNKNOWN_NAMESPACE, message, namespace)

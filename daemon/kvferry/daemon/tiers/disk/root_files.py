@@ -13,7 +13,6 @@ from pathlib import Path
 
 from kvferry.daemon.tiers.disk.hints import HINTS
 from kvferry.daemon.tiers.disk.meta import META
-from kvferry.daemon.tiers.drop_markers import PREFIX
 from kvferry.daemon.tiers.durable_files import sync_directory, write_file
 from kvferry.daemon.tiers.own_files import (
     NotAFileError,
@@ -21,6 +20,7 @@ from kvferry.daemon.tiers.own_files import (
     is_removable,
     open_or_replace,
     read_file,
+    remove_entry,
 )
 from kvferry.proto.errors import Code, Refused
 
@@ -34,7 +34,8 @@ OLD_FILES = LOCK, "state"
 
 _NAME = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _TRASH = re.compile(r"trash-[0-9A-Za-z_-]{1,64}-\d+")
-_MARKER = re.compile(rf"{PREFIX}\d+-[0-9A-Za-z_-]{{1,64}}")
+# A drop of a namespace that an earlier build has noted and not done.
+_MARKER = re.compile(r"drop-\d+-([0-9A-Za-z_]{1,64})")
 _FILE = re.compile(rf"({META}|{META}\.new|{HINTS}|slab-\d+)")
 _ROOT_FILES = {LOCK, FORMAT, f"{FORMAT}.new"}
 
@@ -146,6 +147,17 @@ def move_to_trash(directory: Path) -> None:
     with suppress(FileNotFoundError):
         directory.rename(directory.with_name(f"trash-{directory.name}-{time.time_ns()}"))
         sync_directory(directory.parent)
+
+
+def drop_marked(root: Path) -> None:
+    """Do the drops that an earlier build has noted. Raises OSError."""
+    for marker in root.glob("drop-*"):
+        if (found := _MARKER.fullmatch(marker.name)) is None or not is_removable(marker):
+            continue
+        for directory in namespace_directories(root):
+            if directory.name.partition("-")[0] == found[1]:
+                move_to_trash(directory)
+        remove_entry(marker)
 
 
 def remove_trash(root: Path) -> None:

@@ -19,10 +19,11 @@ from typing import Any
 import msgspec
 import structlog
 
-from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage, is_part_of
+from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage
 from kvferry.daemon.tiers.disk.meta import META, StoreMeta, read_meta
 from kvferry.daemon.tiers.disk.namespace_store import SMALL_FILES, NamespaceStore
 from kvferry.daemon.tiers.disk.root_files import (
+    drop_marked,
     foreign_entries,
     is_namespace_name,
     lock_root,
@@ -90,6 +91,7 @@ class DiskTier:
             raise Refused(Code.BAD_CONFIG, message, path) from error
         try:
             note_format(self._root)
+            drop_marked(self._root)
             remove_trash(self._root)
             if foreign := foreign_entries(self._root):
                 log.warning("not part of the disk tier, left alone", names=foreign[:10])
@@ -103,33 +105,36 @@ class DiskTier:
 
     # The interface
 
-    def contains(self, namespace: str, keys: Sequence[bytes]) -> Sequence[bool]:
-        store = self._stores.get(namespace)
-        return [False] * len(keys) if store is None else store.contains(keys)
+    def contains(self, store: str, keys: Sequence[bytes]) -> Sequence[bool]:
+        found = self._stores.get(store)
+        return [False] * len(keys) if found is None else found.contains(keys)
 
     def fetch(self, blocks: Blocks, deadline: float) -> Sequence[Fetched]:
-        store = self._stores.get(blocks.namespace)
+        store = self._stores.get(blocks.store)
         if store is None or not store.matches(blocks):
             return [Fetched(Result.MISS)] * len(blocks.keys)
         return store.fetch(blocks, deadline)
 
     def put(self, blocks: Blocks, checksums: Sequence[int]) -> Sequence[Result]:
-        store = self._stores.get(blocks.namespace) or self._create_store(blocks)
+        store = self._stores.get(blocks.store) or self._create_store(blocks)
         if store is None or not store.matches(blocks):
             return [Result.FULL] * len(blocks.keys)
         return store.put(blocks, checksums)
 
-    def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
+    def drop(self, store: str, keys: Sequence[bytes] | None = None) -> None:
         if keys is not None:
-            if (store := self._stores.get(namespace)) is not None:
-                store.forget_keys(keys)
+            if (found := self._stores.get(store)) is not None:
+                found.forget_keys(keys)
             return
         with self._lock:
-            for name in [each for each in self._stores if is_part_of(each, namespace)]:
-                self._discard(self._stores[name])
+            if (found := self._stores.get(store)) is not None:
+                self._discard(found)
 
-    def note_used(self, namespaces: Collection[str]) -> None:
-        self._shares.used = namespaces
+    def stores(self) -> Sequence[str]:
+        return tuple(self._stores)
+
+    def note_used(self, stores: Collection[str]) -> None:
+        self._shares.used = stores
 
     def usage(self) -> TierUsage:
         refused = time.monotonic() < self._refused_until + REFUSAL_SHOWN
@@ -215,22 +220,22 @@ class DiskTier:
         slots = max(1, slab_bytes // slot_bytes)
         meta = StoreMeta(blocks.nbytes, len(blocks.keys[0]), slots, blocks.model)
         least = meta.slab_bytes + SMALL_FILES
-        if not is_namespace_name(blocks.namespace):
+        if not is_namespace_name(blocks.store):
             return None
-        directory = self._root / blocks.namespace
+        directory = self._root / blocks.store
         with self._lock:
-            if blocks.namespace in self._stores:
-                return self._stores[blocks.namespace]
-            if blocks.namespace == self._refused and time.monotonic() < self._refused_until:
+            if blocks.store in self._stores:
+                return self._stores[blocks.store]
+            if blocks.store == self._refused and time.monotonic() < self._refused_until:
                 return None
             if least > self._size:
                 size, needed = format_size(self._size), format_size(least)
                 reason = f"tiers.disk.size {size} is below the {needed} for one block"
-                self._refuse(reason, blocks.namespace, RETRY_NAMESPACE)
+                self._refuse(reason, blocks.store, RETRY_NAMESPACE)
                 return None
-            if not self._make_room(SMALL_FILES, blocks.namespace):
+            if not self._make_room(SMALL_FILES, blocks.store):
                 reason = self._shortage(SMALL_FILES) or "no room for another namespace"
-                self._refuse(reason, blocks.namespace, 0.0)
+                self._refuse(reason, blocks.store, 0.0)
                 return None
             try:
                 with suppress(FileNotFoundError):
@@ -240,18 +245,18 @@ class DiskTier:
                 reason = f"{directory} cannot be created ({error.strerror})"
                 if directory.exists():
                     reason += "; move it away: it has files that no tier made or that do not open"
-                self._refuse(reason, blocks.namespace, RETRY_NAMESPACE)
+                self._refuse(reason, blocks.store, RETRY_NAMESPACE)
                 return None
             try:
                 write_file(directory / META, msgspec.json.encode(meta))
                 store = self._make_store(directory, meta)
             except OSError as error:
-                self._refuse(str(error), blocks.namespace, RETRY_NAMESPACE)
+                self._refuse(str(error), blocks.store, RETRY_NAMESPACE)
                 shutil.rmtree(directory, ignore_errors=True)
                 return None
             sync_directory(self._root)
             self._refusal = ""
-            self._stores[blocks.namespace] = store
+            self._stores[blocks.store] = store
         return store
 
     def _discard(self, store: NamespaceStore) -> None:

@@ -1,0 +1,27 @@
+"""The name of a store: the blocks of a namespace in a tier.
+
+Blocks that are composed otherwise, or that are of another epoch, are in another store.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class StoreName(NamedTuple):
+    """As a text: "NAMESPACE-COMPOSITION", and "-EPOCH" unless the epoch is 0."""
+
+    namespace: str
+    composition: str
+    epoch: int = 0
+
+    def __str__(self) -> str:
+        name = f"{self.namespace}-{self.composition}" if self.composition else self.namespace
+        return f"{name}-{self.epoch}" if self.epoch else name
+
+    @classmethod
+    def parse(cls, text: str) -> StoreName:
+        """The parts of a name. Any text is a name."""
+        namespace, _, rest = text.partition("-")
+        composition, _, epoch = rest.partition("-")
+        return cls(namespace, composition, int(epoch) if epoch.isdecimal() else 0)

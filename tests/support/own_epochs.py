@@ -1,0 +1,40 @@
+"""Epochs without a file, for tests of the core. The clock is a counter."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from kvferry.daemon.core.epochs import NEVER_RESET
+
+
+class OwnEpochs:
+    """Satisfies Epochs. An epoch is one more than all others."""
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self._current = dict[str, int]()
+        self._labels = dict[str, str]()
+        self._unpublished = set[tuple[str, int]]()
+
+    def current(self, namespace: str) -> int:
+        return self._current.get(namespace, NEVER_RESET)
+
+    def draw(self, namespace: str, label: str = "", above: int = 0) -> int:
+        if label and self._labels.get(namespace) == label:
+            return self.current(namespace)
+        epoch = 1 + max(self.current(namespace), above, *self._current.values())
+        self._current[namespace], self._labels[namespace] = epoch, label
+        self._unpublished.add((namespace, epoch))
+        self.changes += 1
+        return epoch
+
+    def raise_to(self, namespace: str, epoch: int) -> None:
+        if self.current(namespace) < epoch:
+            self._current[namespace] = epoch
+            self.changes += 1
+
+    def is_unpublished(self, namespace: str) -> bool:
+        return (namespace, self.current(namespace)) in self._unpublished
+
+    def mark_published(self, namespace: str, epoch: int) -> None:
+        self._unpublished.discard((namespace, epoch))
