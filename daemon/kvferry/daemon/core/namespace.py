@@ -229,7 +229,7 @@ class Namespace:
         be freed."""
         self.epoch, self.is_behind = epoch, False
         self.borrowed.clear()
-        return self.cache.begin_epoch(epoch)
+        return self.cache.reset(epoch)
 
     def lookups(self, keys: Sequence[OffloadKey]) -> list[Lookup | None]:
         """The lookup of each key, which is not counted. Borrowed keys are a HIT. None: it has no

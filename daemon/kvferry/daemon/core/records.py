@@ -42,7 +42,7 @@ class RegionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A region: `nbytes` of the pool from `start` on, an engine's (layout) or a namespace's.
 
     pages, factor: composition of a namespace's host blocks, once an engine has registered in it.
-    uid: the user that an engine's region belongs to.
+    epoch: of its contents. uid: the user that an engine's region belongs to.
     """
 
     name: str

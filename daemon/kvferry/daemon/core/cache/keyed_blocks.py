@@ -154,9 +154,9 @@ class KeyedBlocks:
         self._remove_keys(blocks)
 
     def clear(self, epoch: int) -> list[KeyIndex]:
-        """Make every key absent; what is stored from now on is of this epoch. Held blocks become free when they are released.
+        """Make every key absent: another epoch begins.
 
-        Returns the tables to be freed.
+        Held blocks become free when they are released. Returns the tables to be freed.
         """
         tables = [self.index, *self.policy.indexes()]
         self.table.begin_epoch(epoch)
