@@ -24,7 +24,7 @@ from kvferry.daemon.core.actions import (
     TensorsUnmapped,
     UnmapTensors,
 )
-from kvferry.daemon.core.core import Core
+from kvferry.daemon.core.core import Core, PoolBounds
 from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
@@ -32,6 +32,7 @@ from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.proto.memory import FdAllocation, Location
 from kvferry.proto.protocol import make_hello
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
+from support.own_epochs import OwnEpochs
 
 ENGINES = "abc"
 LAYOUTS = tuple(KVLayout((TensorLayout(n, 1024, 1024),), ((TensorRef(0, 1024),),)) for n in (2, 3))
@@ -155,7 +156,9 @@ class KeptTensorsModel:
 def test_the_device_worker_holds_what_the_status_shows(script: list[Step]) -> None:
     device = proto_status.DeviceInfo("cpu", "cpu", "host memory")
     limits = proto_status.Limits(1 << 20, 1 << 10, 8)
-    model = KeptTensorsModel(Core(DaemonIdentity("0.1", "boot", 1, device, limits, 0.0), POOL))
+    model = KeptTensorsModel(
+        Core(DaemonIdentity("0.1", "boot", 1, device, limits, 0.0), PoolBounds(POOL), OwnEpochs())
+    )
     for step in script:
         model.run_step(step)
     model.check()

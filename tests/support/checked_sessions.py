@@ -23,7 +23,7 @@ from kvferry.daemon.core.actions import (
     UnmapTensors,
 )
 from kvferry.daemon.core.cache.cache import Cache
-from kvferry.daemon.core.core import Core
+from kvferry.daemon.core.core import Core, PoolBounds
 from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
@@ -49,6 +49,7 @@ from support.namespaces_model import (
     NamespaceModel,
     PoolModel,
 )
+from support.own_epochs import OwnEpochs
 from support.region_records_model import RegionRecordsModel
 
 # An engine with a region of its own, in no namespace.
@@ -60,7 +61,9 @@ NamespaceRequest: TypeAlias = wire.OpenNamespace | wire.AllocateKVCaches
 
 def new_core(boot_id: str = "boot") -> Core:
     limits = Limits(1 << 20, 1 << 10, 1000)
-    return Core(DaemonIdentity("0.1", boot_id, 4711, DEVICE, limits, 100.0), POOL)
+    return Core(
+        DaemonIdentity("0.1", boot_id, 4711, DEVICE, limits, 100.0), PoolBounds(POOL), OwnEpochs()
+    )
 
 
 class CheckedSessions:

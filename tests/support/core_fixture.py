@@ -18,7 +18,7 @@ from kvferry.daemon.core.actions import (
     TensorsMapped,
     TransferCompleted,
 )
-from kvferry.daemon.core.core import Core
+from kvferry.daemon.core.core import Core, PoolBounds
 from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
@@ -33,6 +33,7 @@ from kvferry.proto.specs import (
     TensorRef,
     TransferSpec,
 )
+from support.own_epochs import OwnEpochs
 from support.region_records_model import RegionRecordsModel
 
 MAX_JOBS = 3
@@ -46,7 +47,11 @@ FAULT = ErrorInfo(Code.COPY_FAILED, "the copy failed")
 
 
 def new_core(pool_bytes: int = POOL) -> Core:
-    return Core(DaemonIdentity("0.1", "boot", 4711, DEVICE, LIMITS, 100.0), pool_bytes)
+    return Core(
+        DaemonIdentity("0.1", "boot", 4711, DEVICE, LIMITS, 100.0),
+        PoolBounds(pool_bytes),
+        OwnEpochs(),
+    )
 
 
 def store(*blocks: int, hosts: tuple[int, ...] = (0,)) -> TransferSpec:

@@ -28,7 +28,7 @@ from kvferry.daemon.core.actions import (
     TransferCompleted,
     UnmapTensors,
 )
-from kvferry.daemon.core.core import Core
+from kvferry.daemon.core.core import Core, PoolBounds
 from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.tier_actions import TierDescription
 from kvferry.proto import memory
@@ -47,6 +47,7 @@ from kvferry.proto.specs import (
     TransferSpec,
 )
 from support.committed_blocks import commit_all
+from support.own_epochs import OwnEpochs, with_syncs
 from support.region_records_model import RegionRecordsModel
 
 PAGE = 1024
@@ -107,9 +108,12 @@ class NamespacesFixture:
         tiers: tuple[str | TierDescription, ...] = (),
     ) -> None:
         limits = proto_status.Limits(1 << 20, 1 << 10, 64)
+        # Each message comes a second later, so that epochs are adopted with it.
+        self.epochs, self.now = OwnEpochs(), 100.0
         self.core = Core(
             DaemonIdentity("0.1", "boot", 4711, DEVICE, limits, 100.0),
-            pool_bytes,
+            PoolBounds(pool_bytes),
+            self.epochs,
             tiers=tuple(TierDescription(t) if isinstance(t, str) else t for t in tiers),
         )
         self.region_records = RegionRecordsModel()
@@ -128,7 +132,9 @@ class NamespacesFixture:
             self.core.open_session(session, make_hello(session, engine))
 
     def send(self, session: str, message: wire.ClientMessage) -> list[Any]:
-        return self.region_records.observe(self.core.handle(session, message, now=101.0))
+        self.now += 1.0
+        actions = self.core.handle(session, message, self.now)
+        return self.region_records.observe(with_syncs(self.core, actions, self.now))
 
     def report(self, report: Report) -> list[Any]:
         """Report to the core. If `commits`, stored blocks get their checksums at once."""

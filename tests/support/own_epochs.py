@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import count
+from typing import Any
 
+from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.epochs import NEVER_RESET
+from kvferry.daemon.core.tier_actions import EpochsSynced, SyncEpochs
 
 
 class OwnEpochs:
-    """Satisfies Epochs. An epoch is one more than all others."""
+    """Satisfies Epochs. Without other hosts, an epoch is the number of resets."""
 
     def __init__(self) -> None:
         self.changes = 0
@@ -22,7 +24,7 @@ class OwnEpochs:
     def draw(self, namespace: str, label: str = "", above: int = 0) -> int:
         if label and self._labels.get(namespace) == label:
             return self.current(namespace)
-        epoch = 1 + max(self.current(namespace), above, *self._current.values())
+        epoch = 1 + max(self.current(namespace), above)
         self._current[namespace], self._labels[namespace] = epoch, label
         self._unpublished.add((namespace, epoch))
         self.changes += 1
@@ -38,3 +40,14 @@ class OwnEpochs:
 
     def mark_published(self, namespace: str, epoch: int) -> None:
         self._unpublished.discard((namespace, epoch))
+
+
+def with_syncs(core: Core, actions: list[Any], now: float) -> list[Any]:
+    """Actions of a core, with those that follow when each SyncEpochs has been performed at once."""
+    done = list[Any]()
+    for action in actions:
+        if isinstance(action, SyncEpochs):
+            done += with_syncs(core, core.report(EpochsSynced(now)), now)
+        else:
+            done.append(action)
+    return done

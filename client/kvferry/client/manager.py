@@ -194,8 +194,23 @@ class OffloadingManager:
         """Count lookups that the caller has answered from `ready_keys`."""
         self.hits += hits
 
-    def prepare_store(self, keys: Iterable[OffloadKey]) -> PrepareStoreOutput | None:
+    @property
+    def epochs(self) -> tuple[int, ...]:
+        """For each rank, the epoch of its namespace: another one after each reset."""
+        return tuple([namespace.epoch for namespace in self._namespaces])
+
+    @property
+    def reset_epochs(self) -> tuple[int, ...]:
+        """For each rank, the epoch after the last reset of this manager; 0 before the first."""
+        return tuple([namespace.reset_epoch for namespace in self._namespaces])
+
+    def prepare_store(
+        self, keys: Iterable[OffloadKey], epochs: Sequence[int] = ()
+    ) -> PrepareStoreOutput | None:
         """Returns which of these keys to store; resident and pending keys are left out.
+
+        epochs: `self.epochs` when the engine began to compute the request of these keys; empty:
+        now. After a reset, blocks of an earlier epoch are not stored.
 
         The result has no keys if there is nothing to store, or while a daemon is disconnected. It
         is None if more keys are given than there are blocks. The worker stores the result's keys;
@@ -216,8 +231,8 @@ class OffloadingManager:
         if self._pending.since:
             self._pending.forget({*keys}.difference(lacking).union(wanted))
         specs = (
-            KeyLoadStoreSpec(own, space.generation, keep)
-            for own, space in zip(self.writers.divide(wanted), self._namespaces, strict=True)
+            KeyLoadStoreSpec(own, epoch, keep)
+            for own, epoch in zip(self.writers.divide(wanted), epochs or self.epochs, strict=True)
         )
         return PrepareStoreOutput(wanted, tuple(specs), writers=self.writers.count)
 
@@ -303,14 +318,15 @@ class OffloadingManager:
         mirrors, stored_in = self._fresh_mirrors(), self.writers.mirrors()
         return self._events.take_events(mirrors, stored_in) if self._events is not None else []
 
-    def reset_cache(self) -> None:
-        """Remove all keys, without waiting. Until it is done, every lookup is a MISS."""
+    def reset_cache(self, label: str = "") -> None:
+        """Remove all keys, without waiting. Until it is done, every lookup is a MISS. label: see
+        OffloadClient.reset."""
         self._offered.clear()
         self._pending.since.clear()
         self._touched.clear()
         for client in self._clients:
             if client.gone is None or client.connecting:
-                client.reset_async()
+                client.reset_async(label)
 
     @property
     def is_resetting(self) -> bool:

@@ -16,8 +16,9 @@ An incomplete mirror answers for the keys that it knows. A HIT that is stale cos
 which is a miss; a RETRY would delay every request until the snapshot is complete. All other keys
 are a RETRY. A busy daemon drops KeyEvents of clients that do not poll, but no part of a snapshot.
 
-From sending a reset until its reply, all keys are hidden: every lookup is a MISS. The KeyEvents of
-the reset arrives before the reply. If it was dropped, the mirror clears itself.
+A message of another epoch than the known keys comes after a reset: they are cleared first. From
+sending a reset until its reply, all keys are hidden: every lookup is a MISS. The KeyEvents of the
+reset arrives before the reply, which names the epoch. If it was dropped, the mirror clears itself.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class _PartialSnapshot:
     """A snapshot of which `parts` parts have arrived."""
 
     sequence: int
-    generation: int
+    epoch: int
     parts: int = 0
     resident: MirroredKeys = field(default_factory=MirroredKeys)
 
@@ -89,8 +90,8 @@ class Mirror:
         self.complete = False
         # The number of the newest KeyEvents received.
         self.sequence = 0
-        # Of the namespace: one more with each reset.
-        self.generation = 0
+        # Of the known keys: another one after each reset. Epochs are compared for equality only.
+        self.epoch = 0
         self._known = MirroredKeys()
         self._partial: _PartialSnapshot | None = None
         self._buffered: list[KeyEvents] = []
@@ -99,9 +100,8 @@ class Mirror:
         # The sequence number of the newest snapshot that was discarded.
         self._discarded = -1
         self._hidden = False
-        # The generation when the last reset was sent, and how often the known keys were cleared
-        # since, less the resets that are done.
-        self._hidden_generation = self._clears = 0
+        # The epochs of the known keys since the last reset was sent.
+        self._epochs_since = set[int]()
         # The keys that lookups see: `_known`, or none while hidden.
         self._ready, self._pending = self._known.ready, self._known.pending
         self._absent_result = RETRY
@@ -136,7 +136,6 @@ class Mirror:
 
     def apply_message(self, message: Snapshot | KeyEvents) -> bool:
         """Apply a message of the daemon. True if a new snapshot is needed: send Subscribe, once."""
-        self.generation = max(self.generation, message.generation)
         del self._removed[-FREED_SHARDS:]
         if isinstance(message, KeyEvents):
             return self._apply_events(message)
@@ -144,15 +143,15 @@ class Mirror:
 
     def hide(self) -> None:
         """A reset was sent: every key is a MISS until `reveal`."""
-        self._hidden, self._hidden_generation, self._clears = True, self.generation, 0
+        self._hidden = True
+        self._epochs_since.clear()
         self._update_view()
 
-    def clear_after_reset(self) -> None:
-        """A reset is done: clear the known keys if its KeyEvents was dropped."""
-        if self._clears:
-            self._clears -= 1
-        else:
-            self._removed += self._known.take_shards()
+    def clear_after_reset(self, epoch: int) -> None:
+        """A reset is done, and the namespace has this epoch: clear the known keys if its KeyEvents
+        was dropped."""
+        if epoch not in self._epochs_since | {self.epoch}:
+            self._begin_epoch(epoch)
 
     def reveal(self) -> None:
         """Lookups see the known keys again."""
@@ -161,7 +160,7 @@ class Mirror:
 
     def restart(self) -> None:
         """A new session begins: forget all keys. They are hidden until `reveal`."""
-        self.complete, self.sequence, self.generation, self._discarded = False, 0, 0, -1
+        self.complete, self.sequence, self._discarded = False, 0, -1
         self._removed += self._known.ready.shards + self._known.pending.shards
         self._known, self._partial, self._buffered = MirroredKeys(), None, []
         self.hide()
@@ -189,16 +188,27 @@ class Mirror:
         if not self.complete and message.events:
             self._buffered.append(message)
         self.sequence = message.sequence
+        if message.epoch != self.epoch:
+            self._begin_epoch(message.epoch)
         self._record_changes(message.events)
         self._removed += self._known.apply(message.events)
-        self._clears += sum(event.kind is EventKind.CLEARED for event in message.events)
         return missing
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """Clear the known keys, which are of another epoch."""
+        self._record_changes((KeyEvent(EventKind.CLEARED, ()),))
+        self._removed += self._known.take_shards()
+        self._note_epoch(epoch)
+
+    def _note_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._epochs_since.add(epoch)
 
     def _add_snapshot_part(self, message: Snapshot) -> bool:
         if self.complete:
             return False
         if message.part == 0:
-            self._partial = _PartialSnapshot(message.sequence, message.generation)
+            self._partial = _PartialSnapshot(message.sequence, message.epoch)
         partial, sequence = self._partial, message.sequence
         if partial is not None and sequence == partial.sequence and message.part <= partial.parts:
             if message.part == partial.parts:
@@ -212,16 +222,16 @@ class Mirror:
 
     def _finish_snapshot(self, partial: _PartialSnapshot) -> bool:
         """Use a complete snapshot, with the buffered KeyEvents above it if none is missing."""
-        self._partial, sequence = None, partial.sequence
+        self._partial, sequence, epoch = None, partial.sequence, partial.epoch
         for message in self._buffered:
             if message.sequence == sequence + 1:
                 self._removed += partial.resident.apply(message.events)
-                sequence = message.sequence
+                sequence, epoch = message.sequence, message.epoch
         if sequence < self.sequence:
             return True
         before, self._known = self._known, partial.resident
         self.sequence, self._buffered, self.complete = sequence, [], True
-        self._clears = max(self._clears, partial.generation - self._hidden_generation)
+        self._note_epoch(epoch)
         self._update_view()
         self._removed += before.ready.shards + before.pending.shards
         return False

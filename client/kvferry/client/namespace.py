@@ -36,7 +36,11 @@ class ClientNamespace:
         )
         self._mirror: Mirror | None = Mirror() if mirror else None
         self._pins: Counter[OffloadKey] = Counter()
-        self._resets: set[int] = set()
+        # Labels of the resets that are not done, by request id.
+        self._resets: dict[int, str] = {}
+        self._epoch = 0
+        # The epoch after the last reset of this client.
+        self.reset_epoch = 0
         self.tier_searches = TierSearches()
 
     @property
@@ -59,10 +63,9 @@ class ClientNamespace:
         return self.opened.shortfall
 
     @property
-    def generation(self) -> int:
-        """How often the namespace was created or reset, as far as the client knows."""
-        known = 0 if self._mirror is None else self._mirror.generation
-        return max(self.opened.generation, known)
+    def epoch(self) -> int:
+        """Of the namespace's contents, as far as the client knows: another one after each reset."""
+        return self._epoch if self._mirror is None else self._mirror.epoch
 
     @property
     def pinned(self) -> int:
@@ -132,9 +135,9 @@ class ClientNamespace:
 
     # Resets
 
-    def reset(self, request_id: int) -> None:
+    def reset(self, request_id: int, label: str = "") -> None:
         """A reset is requested: all keys are hidden until it is done."""
-        self._resets.add(request_id)
+        self._resets[request_id] = label
         if self._mirror is not None:
             self._mirror.hide()
 
@@ -142,15 +145,17 @@ class ClientNamespace:
         """Whether this reset is pending."""
         return request_id in self._resets
 
-    def reset_done(self, request_id: int) -> None:
-        """A reset was done. After the last one, keys stored since then are visible."""
+    def reset_done(self, request_id: int, epoch: int) -> None:
+        """A reset was done; the epoch is this one. After the last reset, keys stored since then are
+        visible."""
+        self._epoch = self.reset_epoch = epoch
         if self._mirror is not None:
-            self._mirror.clear_after_reset()
+            self._mirror.clear_after_reset(epoch)
         self.reset_ended(request_id)
 
     def reset_ended(self, request_id: int) -> None:
         """A reset is no longer pending. After the last one, keys are visible again."""
-        self._resets.discard(request_id)
+        self._resets.pop(request_id, None)
         if not self._resets and self._mirror is not None:
             self._mirror.reveal()
 
@@ -163,7 +168,7 @@ class ClientNamespace:
 
     def reopened(self, opened: Opened) -> None:
         """Another session has opened the namespace. Keys stay hidden until it is restored."""
-        self.opened = opened
+        self.opened, self._epoch = opened, opened.epoch
         if self._mirror is not None:
             self._mirror.restart()
 
@@ -171,9 +176,9 @@ class ClientNamespace:
     def has_mirror(self) -> bool:
         return self._mirror is not None
 
-    def pending_resets(self) -> tuple[int, ...]:
-        """Request ids of resets that no daemon has done."""
-        return tuple(self._resets - {_DISCONNECTED})
+    def pending_resets(self) -> dict[int, str]:
+        """Labels of the resets that no daemon has done, by request id."""
+        return {number: text for number, text in self._resets.items() if number != _DISCONNECTED}
 
     def session_restored(self) -> None:
         """Show the mirror's keys again, unless a reset is pending."""

@@ -254,14 +254,14 @@ class NonBlockingClient(ProcessBound):
         *tail, head = reversed(key_batches(self._session.namespace.checked_keys(keys)))
         self._send_if_connected((*map(Touch, tail), Touch(head, hits, misses)))
 
-    def reset_async(self) -> None:
+    def reset_async(self, label: str = "") -> None:
         """As `reset`, without waiting: every key is a MISS here at once.
 
         If the client is not connected, reconnecting does the reset. If the daemon refuses it, every
         key stays a MISS here, and the next call that polls raises the error. Raises Gone if the
         client does not reconnect.
         """
-        request = self._session.reset()
+        request = self._session.reset(label)
         if not self.connecting:
             self._link.request(request)
 

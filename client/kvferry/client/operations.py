@@ -115,21 +115,30 @@ async def open_namespace(
     return opened
 
 
-async def reset(self: NonBlockingClient, /, timeout: float | None = None) -> None:
+async def reset(
+    self: NonBlockingClient, /, label: str = "", timeout: float | None = None
+) -> tuple[str, ...]:
     """Remove all keys of the namespace. They are a MISS here at once.
 
-    Returns when the daemon has done it; after a timeout, keys stay a MISS here until then.
-    Raises Refused (UNKNOWN_NAMESPACE) or Gone.
+    When it returns, no load that is submitted at any daemon of this host and user returns a block
+    of before. After a timeout, keys stay a MISS here until then.
+
+    label: why, for example a version of the weights. If several engines reset their common
+    namespace with the same label, the first of these resets is the only one.
+
+    Returns the tiers, shared with other hosts, that the reset has not reached yet: this host does
+    not use them for the namespace until it has. Raises Refused (UNKNOWN_NAMESPACE) or Gone.
     """
     session, call = self._session, self._begin_call(timeout)
-    request = session.reset()
+    request, unpublished = session.reset(label), tuple[str, ...]()
     try:
         await call.connected()
         if session.namespace.is_resetting(request.request_id):  # else reconnecting has done it
-            await call.ask(request)
+            unpublished = (await call.ask(request)).unpublished
     except Refused:
         session.namespace.reset_ended(request.request_id)
         raise
+    return unpublished
 
 
 async def register_kv_caches(

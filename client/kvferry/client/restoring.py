@@ -74,8 +74,8 @@ async def _restore_namespace(call: Call, namespace: ClientNamespace) -> None:
     if namespace.has_mirror:
         await call.send_until(Subscribe(), lambda: namespace.mirror.complete or None)
     while pending := namespace.pending_resets():
-        await call.ask(call.session.reset())
-        for request_id in pending:
+        for request_id, label in pending.items():
+            await call.ask(call.session.reset(label))
             namespace.reset_ended(request_id)
     # Last, and without a pause, in which more keys may be pinned.
     for keys in namespace.pinned_batches():

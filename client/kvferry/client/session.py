@@ -158,13 +158,13 @@ class ClientSession:
         """The request whose reply means that these jobs have ended. Raises Refused (BAD_SPEC)."""
         return Wait(self.next_request_id(), checked_ids(job_ids))
 
-    def reset(self) -> Reset:
-        """The request to remove all keys. Every key is a MISS until it is done.
+    def reset(self, label: str = "") -> Reset:
+        """The request to remove all keys. Every key is a MISS until it is done. label: see Reset.
 
         Raises Refused (UNKNOWN_NAMESPACE).
         """
-        message = Reset(self.next_request_id())
-        self.namespace.reset(message.request_id)
+        message = Reset(self.next_request_id(), label)
+        self.namespace.reset(message.request_id, label)
         return message
 
     def find_in_tiers(self, search: TierSearch, now: float) -> bytes:
@@ -209,10 +209,8 @@ class ClientSession:
         """The daemon has opened a namespace, for the first time or after reconnecting."""
         if self._namespace is None:
             self._namespace = ClientNamespace(opening)
-            self._namespace.opened = opened
             self.restore.opening = opening
-        else:
-            self._namespace.reopened(opened)
+        self._namespace.reopened(opened)
 
     def mirror_complete(self) -> bool:
         """Whether the mirror is complete. Raises Gone if not connected."""
@@ -357,9 +355,9 @@ class ClientSession:
                 self.connection_lost(Gone(Code.DAEMON_GONE, f"the daemon closed the session{why}"))
             case TiersFound(request_id, prefix, promoted):
                 self.namespace.tier_searches.answer(request_id, prefix, promoted)
-            case Done(request_id) as done:
+            case Done(request_id, epoch) as done:
                 if self._resetting(request_id):
-                    self.namespace.reset_done(request_id)
+                    self.namespace.reset_done(request_id, epoch)
                 self.pending.resolve(request_id, done)
             case reply:
                 self.pending.resolve(reply.request_id, reply)

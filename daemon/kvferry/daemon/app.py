@@ -110,7 +110,7 @@ def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
             signals = SignalHandlers(
                 supervisor, Reload(arguments, config, partial(apply_config, endpoint))
             )
-            uvloop.run(run(config, engine, endpoint, Memory(pool, kept, epochs), signals))
+            uvloop.run(run(config, engine, endpoint, HostState(pool, kept, epochs), signals))
         except Refused as error:  # an error before it serves
             exit_with_error(supervisor, "refused to start", error, 2)
         except KVFerryError as error:
@@ -135,7 +135,7 @@ SWITCH_INTERVAL = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class HostState:
     """What earlier daemons may have left. epochs: those of this host."""
 
     pool: HostPool
@@ -147,10 +147,10 @@ async def run(
     config: Config,
     engine: CopyEngine,
     endpoint: Endpoint,
-    memory: Memory,
+    state: HostState,
     signals: SignalHandlers,
 ) -> None:
-    pool, kept, epochs = memory.pool, memory.kept, memory.epochs
+    pool, kept, epochs = state.pool, state.kept, state.epochs
     log_denied_calls(engine.numa_node)
     gc.set_threshold(*GC_THRESHOLDS)  # before a million keys are restored
     shutdown, reports, metrics = Shutdown(), ReportQueue(), Metrics()

@@ -19,7 +19,7 @@ from kvferry.daemon.core.actions import (
     TensorsUnmapped,
     UnmapTensors,
 )
-from kvferry.daemon.core.core import Core
+from kvferry.daemon.core.core import Core, PoolBounds
 from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.records import (
     KeptTensorsRecord,
@@ -35,6 +35,7 @@ from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.protocol import make_hello
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
+from support.own_epochs import OwnEpochs
 
 POOL = 16384
 SIZE = 1 << 20
@@ -60,7 +61,8 @@ class KeptTensorsFixture:
         device = proto_status.DeviceInfo("cpu", "cpu", "host memory")
         self.core = Core(
             DaemonIdentity("0.1", "boot", 1, device, proto_status.Limits(1 << 20, 1 << 10, 8), 0.0),
-            POOL,
+            PoolBounds(POOL),
+            OwnEpochs(),
         )
 
     def open_sessions(self, session: str) -> None:

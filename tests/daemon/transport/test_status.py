@@ -11,12 +11,13 @@ from kvferry.daemon.core.actions import (
     SendStatus,
     TensorsUnmapped,
 )
-from kvferry.daemon.core.core import Core
+from kvferry.daemon.core.core import Core, PoolBounds
 from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.transport.status import StatusAssembler
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from support.core_fixture import DEVICE, LIMITS, POOL, CoreFixture, store
+from support.own_epochs import OwnEpochs
 
 IDENTITY = DaemonIdentity("0.1", "boot", 4711, DEVICE, LIMITS, 100.0)
 HEALTH = proto_status.HealthStatus(True)
@@ -84,7 +85,9 @@ def test_status_has_the_numbers_of_all_parts() -> None:
 
 def test_the_pool_is_shown_without_the_part_of_the_daemon() -> None:
     parts: Any = OtherParts()
-    assembler = StatusAssembler(Core(IDENTITY, POOL, own_bytes=1000), parts, parts, parts)
+    assembler = StatusAssembler(
+        Core(IDENTITY, PoolBounds(POOL, 1000), OwnEpochs()), parts, parts, parts
+    )
     for registered, shown in ((0, 0), (999, 0), (1500, 500), (POOL, POOL - 1000)):
         assembler.note_report(PoolRegistered(registered))
         pool = proto_status.PoolStatus(POOL - 1000, shown, 0)

@@ -53,17 +53,17 @@ NO_KEYS: tuple[Set[OffloadKey], ...] = (frozenset(),)
 class KeysSpec:
     """Host blocks by key, as sent to the workers.
 
-    For stores: generations, one per rank, keys not to evict (KeyLoadStoreSpec), and the ranks among
+    For stores: epochs, one per rank, keys not to evict (KeyLoadStoreSpec), and the ranks among
     which the keys are divided (PrepareStoreOutput).
     """
 
     keys: tuple[OffloadKey, ...]
-    generations: tuple[int, ...] = ()
+    epochs: tuple[int, ...] = ()
     keep: tuple[OffloadKey, ...] = ()
     writers: int = 1
 
-    def generation(self, rank: int) -> int:
-        return self.generations[rank] if self.generations else 0
+    def epoch(self, rank: int) -> int | None:
+        return self.epochs[rank] if self.epochs else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,9 +309,9 @@ class SchedulerSide:
         if output is None or not output.keys_to_store:
             return None
         self._store_sizes.append(len(output.keys_to_store))
-        generations = tuple(spec.generation for spec in output.store_specs)
+        epochs = tuple(spec.epoch or 0 for spec in output.store_specs)
         keep, writers = output.store_spec.keep, output.writers
-        spec = KeysSpec(output.keys_to_store, generations, keep, writers)
+        spec = KeysSpec(output.keys_to_store, epochs, keep, writers)
         return StoreOutput(list(output.keys_to_store), spec, [])
 
     @catch_errors

@@ -99,7 +99,7 @@ class WorkerSide:
             kind = Direction.STORE.transfer_type
             self._results.append(TransferResult(job_id, True, 0, 0.0, kind, Outcome.DONE))
             return
-        host = KeyLoadStoreSpec(names, keys.generation(rank), keys.keep)
+        host = KeyLoadStoreSpec(names, keys.epoch(rank), keys.keep)
         self._submit(job_id, (gpu, host), Direction.STORE)
 
     def load(self, job_id: int, keys: KeysSpec, blocks: Any) -> None:

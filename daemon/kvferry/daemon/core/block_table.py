@@ -239,7 +239,7 @@ class BlockTable:
 
     def begin_epoch(self, epoch: int) -> None:
         """All blocks lose their contents, which were of another epoch. No line changes."""
-        assert epoch != self.epoch, f"epoch {epoch} has begun before"
+        assert self.closed or epoch != self.epoch, f"epoch {epoch} has begun before"
         self.epoch = epoch
         self._states = np.where(self._holds > 0, np.uint8(ORPHANED), np.uint8(FREE))
         self._counts = [self.num_blocks - self.held, self.held, *[0] * (STATES - 2)]

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.layout import Int64s
-from kvferry.daemon.core.tier_actions import LentMemory
+from typing import Any as LentMemory
 from kvferry.proto.keys import EventKind, Lookup, OffloadKey
 
 # A request is scheduled within this time after its search. Meanwhile a sibling hardly evicts the

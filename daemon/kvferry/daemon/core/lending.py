@@ -47,7 +47,7 @@ class Lending:
     def __init__(self, namespaces: Namespaces, promotions: Promotions) -> None:
         self.located = 0
         self._namespaces, self._promotions = namespaces, promotions
-        self._enabled = any(tier.is_siblings for tier in promotions.tiers)
+        self._enabled = False
         # The namespace of each sibling's session.
         self._borrowed: dict[str, Namespace] = {}
 

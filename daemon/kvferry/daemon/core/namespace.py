@@ -222,7 +222,8 @@ class Namespace:
     def start_epoch(self, epoch: int) -> None:
         """The contents of a new namespace, without keys yet, are of this epoch."""
         self.epoch = epoch
-        self.region.table.begin_epoch(epoch)
+        if epoch != self.region.table.epoch:
+            self.region.table.begin_epoch(epoch)
 
     def begin_epoch(self, epoch: int) -> DeferredFree:
         """Make every key absent: the contents are of this epoch from now on. Returns the tables to
@@ -365,9 +366,7 @@ def _describe_host_block(pages: tuple[tuple[int, ...], ...] | None, factor: int)
     return f"{factor} GPU blocks of pages {', '.join(groups)}{more}"
 
 
-def _snapshots(
-    cache: Cache, sequence: int, epoch: int, part_blocks: int
-) -> Iterator[Snapshot]:
+def _snapshots(cache: Cache, sequence: int, epoch: int, part_blocks: int) -> Iterator[Snapshot]:
     part, capacity = 0, cache.usage.capacity
     for begin in range(0, capacity, part_blocks):
         end = begin + part_blocks

@@ -154,9 +154,7 @@ class Resets:
 
     def _done(self, reset: _PendingReset) -> SendMessage:
         name, epoch = reset.namespace.name, reset.epoch
-        missing = [
-            tier for place, tier in self._shared.items() if self._known(place, name) < epoch
-        ]
+        missing = [tier for place, tier in self._shared.items() if self._known(place, name) < epoch]
         reply = Done(reset.request_id, reset.namespace.epoch, tuple(missing))
         return SendMessage(reset.session, reply)
 

@@ -120,7 +120,11 @@ class Writes:
 
     def _take(self, tier: int, namespace: Namespace, limit: int, coldest: float) -> WriteJob | None:
         store = namespace.store_name
-        if store is None or namespace.is_behind or (self._namespaces.region_wanted and not namespace.has_users):
+        if (
+            store is None
+            or namespace.is_behind
+            or (self._namespaces.region_wanted and not namespace.has_users)
+        ):
             return None
         access = namespace.cache.tier_access
         keys, blocks = access.take_writes(tier, min(limit, MAX_TIER_KEYS), coldest)

@@ -217,7 +217,9 @@ class EpochPage:
                 words.write(at, next_epoch(NEVER_RESET))
 
     def _wrong_file(self, what: str) -> Refused:
-        message = f"{self._path} {what}: it is no file of this build; delete it while no daemon runs"
+        message = (
+            f"{self._path} {what}: it is no file of this build; delete it while no daemon runs"
+        )
         return Refused(Code.BAD_CONFIG, message, str(self._path))
 
 
@@ -246,7 +248,9 @@ def open_epoch_page(directory: Path) -> EpochPage:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         change = "free disk space" if full else f"create it for user {os.geteuid()} (mode 700)"
-        message = f"state_dir {directory} cannot be used: {error.strerror}; {change}, or name another"
+        message = (
+            f"state_dir {directory} cannot be used: {error.strerror}; {change}, or name another"
+        )
         raise Refused(Code.BAD_CONFIG, message, str(directory)) from error
 
 

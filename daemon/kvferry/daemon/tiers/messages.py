@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from kvferry.daemon.tiers.base import TierUsage
+
 # In the answer to a lookup that failed.
 FAILED = 2
 # They must fit a datagram.

@@ -71,7 +71,7 @@ class StatusAssembler:
             health=self._health.status(),
             verification=self._region_store.verification,
             tiers=self._tiering.status(core.tier_counters()),
-            siblings=self._tiering.siblings(),
+            siblings=(),
             located=core.lending.located,
         )
 
