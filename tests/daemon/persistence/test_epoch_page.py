@@ -1,0 +1,216 @@
+"""The file with the epochs of all namespaces."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import struct
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.daemon.core.tier_actions import EpochsSynced
+from kvferry.daemon.persistence import epoch_page
+from kvferry.daemon.persistence.epoch_page import (
+    MAX_SLOTS,
+    NAME,
+    NBYTES,
+    EpochPage,
+    EpochSync,
+    is_plausible,
+    next_epoch,
+    open_epoch_page,
+)
+from kvferry.proto.errors import Code, Refused
+
+A, B = "0011223344556677", "8899aabbccddeeff"
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> EpochPage:
+    return EpochPage(tmp_path)
+
+
+def test_a_namespace_that_was_never_reset_has_epoch_0(page: EpochPage) -> None:
+    assert (page.current(A), page.is_unpublished(A)) == (0, False)
+
+
+def test_epochs_are_ordered_and_plausible(page: EpochPage) -> None:
+    drawn = [page.draw(A) for _ in range(100)]
+    assert drawn == sorted(set(drawn))
+    assert all(map(is_plausible, drawn))
+    assert page.current(A) == drawn[-1]
+    assert page.current(B) == 0
+    assert page.draw(A, above=drawn[-1] + (1 << 30)) > drawn[-1] + (1 << 30)
+
+
+def test_all_who_have_mapped_the_file_see_a_reset_at_once(page: EpochPage, tmp_path: Path) -> None:
+    other, before = EpochPage(tmp_path), page.changes
+    epoch = other.draw(A)
+    assert (page.current(A), other.identity) == (epoch, page.identity)
+    assert page.changes != before
+    assert EpochPage(tmp_path).current(A) == epoch
+
+
+def test_other_files_have_other_identities(page: EpochPage, tmp_path: Path) -> None:
+    assert EpochPage(tmp_path / "other").identity != page.identity
+
+
+def test_a_reset_with_the_last_label_is_that_reset(page: EpochPage) -> None:
+    first = page.draw(A, "weights 2")
+    assert page.draw(A, "weights 2") == first
+    assert page.draw(B, "weights 2") != first
+    second = page.draw(A, "weights 3")
+    assert second > first
+    assert page.draw(A, "weights 2") > second
+    third = page.draw(A)
+    assert page.draw(A) > third
+
+
+def test_the_epoch_of_a_copy_is_adopted_if_it_is_larger(page: EpochPage) -> None:
+    epoch = page.draw(A)
+    page.raise_to(A, epoch - 1)
+    assert page.current(A) == epoch
+    page.raise_to(A, epoch + 1)
+    page.raise_to(B, epoch)
+    assert (page.current(A), page.current(B)) == (epoch + 1, epoch)
+    assert not page.is_unpublished(A)
+
+
+def test_a_copy_whose_time_is_far_ahead_is_damaged(page: EpochPage) -> None:
+    page.raise_to(A, next_epoch(0) + (2 * 24 * 3600 * 1_000_000 << epoch_page.RANDOM_BITS))
+    assert page.current(A) == 0
+
+
+def test_an_epoch_is_unpublished_until_a_store_has_it(page: EpochPage, tmp_path: Path) -> None:
+    first = page.draw(A)
+    second = page.draw(A)
+    page.mark_published(A, first)
+    assert EpochPage(tmp_path).is_unpublished(A)
+    page.mark_published(A, second)
+    assert not EpochPage(tmp_path).is_unpublished(A)
+    page.raise_to(A, second + 1)
+    assert not page.is_unpublished(A)
+
+
+def test_without_a_free_slot_other_namespaces_lose_their_blocks(page: EpochPage) -> None:
+    for number in range(MAX_SLOTS):
+        page.raise_to(f"namespace {number}", 1)
+    assert page.current(A) == 0
+    epoch = page.draw(A)
+    assert (page.current(A), page.current(B)) == (epoch, epoch)
+    assert page.is_unpublished(A)
+    assert page.current("namespace 7") == 1
+
+
+def test_writers_in_several_processes_lose_no_slot(tmp_path: Path) -> None:
+    EpochPage(tmp_path)
+    context = get_context("spawn")
+    names = [[f"{process} {number}" for number in range(50)] for process in range(2)]
+    writers = [context.Process(target=_draw_all, args=(tmp_path, each)) for each in names]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    page = EpochPage(tmp_path)
+    assert all(page.current(name) for each in names for name in each)
+
+
+def _draw_all(directory: Path, names: list[str]) -> None:
+    page = EpochPage(directory)
+    for name in names:
+        page.draw(name)
+
+
+@pytest.mark.parametrize("stores", range(7))
+def test_a_writer_may_be_killed_between_any_two_stores(
+    page: EpochPage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stores: int
+) -> None:
+    """Readers see the old epoch or the new one; the next reset works."""
+    before = page.draw(A)
+    left = stores
+    write = epoch_page.SharedWords.write
+
+    class Killed(Exception):
+        pass
+
+    def killed_write(words: Any, row: int, value: int) -> None:
+        nonlocal left
+        if left == 0:
+            raise Killed
+        left -= 1
+        write(words, row, value)
+
+    for namespace in (A, B):
+        left = stores
+        with monkeypatch.context() as patch:
+            patch.setattr(epoch_page.SharedWords, "write", killed_write)
+            try:
+                page.draw(namespace)
+            except Killed:
+                pass
+    other = EpochPage(tmp_path)
+    assert other.current(A) >= before
+    for each in (page, other):
+        epochs = each.draw(A), each.draw(B)
+        assert (page.current(A), page.current(B)) == epochs
+        assert (other.current(A), other.current(B)) == epochs
+
+
+def test_damaged_epochs_are_replaced_at_start(page: EpochPage, tmp_path: Path) -> None:
+    epoch = page.draw(A)
+    with (tmp_path / NAME).open("r+b") as file:
+        file.seek(mmap.PAGESIZE + 8)
+        file.write(struct.pack("<Q", 1 << 63))
+    assert epoch < EpochPage(tmp_path).current(A) < 1 << 62
+
+
+@pytest.mark.parametrize("contents", [b"x", b"other" * 40_000, b"x" * NBYTES])
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, contents: bytes) -> None:
+    (tmp_path / NAME).write_bytes(contents)
+    (tmp_path / NAME).chmod(0o600)
+    with pytest.raises(Refused, match="no file of this build") as refused:
+        open_epoch_page(tmp_path)
+    assert refused.value.code == Code.BAD_CONFIG
+
+
+def test_a_file_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    EpochPage(tmp_path).close()
+    (tmp_path / NAME).chmod(0o660)
+    with pytest.raises(Refused, match="chmod 600"):
+        open_epoch_page(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["link", "directory", "fifo", "file above"])
+def test_a_path_that_cannot_be_used_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / NAME
+    if kind == "link":
+        (tmp_path / "target").touch()
+        path.symlink_to(tmp_path / "target")
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path, 0o600)
+    else:
+        path.touch()
+        tmp_path = path
+    with pytest.raises(Refused) as refused:
+        open_epoch_page(tmp_path)
+    assert refused.value.code == Code.BAD_CONFIG
+
+
+def test_a_sync_is_reported(page: EpochPage) -> None:
+    async def sync() -> list[Any]:
+        reports = list[Any]()
+        begun = time.monotonic()
+        EpochSync(page, reports.extend).start()
+        while not reports:
+            await asyncio.sleep(0.001)
+        assert reports[0].now >= begun
+        return reports
+
+    assert isinstance(asyncio.run(sync())[0], EpochsSynced)
