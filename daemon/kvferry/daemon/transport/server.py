@@ -76,8 +76,9 @@ class Server:
         self._reports, self._owners, self._status = reports, owners, status
         self._fd_server = FdServer(endpoint, lambda: core.sessions, core.error_reply)
         self._pool = pool
-        # Of the core's deadline.
+        # Of the core's deadline, and its time.
         self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
         self._context = zmq.Context(io_threads=1)
         self._socket = _router(self._context)
         self._accept_gate = AcceptGate(endpoint.messages)
@@ -173,12 +174,12 @@ class Server:
     def _set_timer(self) -> None:
         """Call the core again by its deadline. A timer that fires too early is harmless."""
         deadline = self._core.deadline
-        if deadline is None or (self._timer is not None and self._timer.when() <= deadline):
+        if deadline is None or (self._timer is not None and self._due <= deadline):
             return
         if self._timer is not None:
             self._timer.cancel()
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_at(max(deadline, loop.time()), self._advance)
+        loop, self._due = asyncio.get_running_loop(), deadline
+        self._timer = loop.call_later(max(0.0, deadline - time.monotonic()), self._advance)
 
     def _advance(self) -> None:
         self._timer = None
