@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage, is_part_of
+from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, Tier, TierUsage
 from kvferry.daemon.tiers.block_memory import view_memory
 
 
@@ -15,7 +15,7 @@ def open_tier(options: Mapping[str, Any], _memory: HostMemory) -> MemoryTier:
     return MemoryTier(int(options["size"]))
 
 
-class MemoryTier:
+class MemoryTier(Tier):
     """Keeps up to `capacity_bytes` of blocks, the least recently used ones go first."""
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -25,8 +25,8 @@ class MemoryTier:
         # Least recent first.
         self._stored: dict[tuple[str, bytes], tuple[bytes, int]] = {}
 
-    def contains(self, namespace: str, keys: Sequence[bytes]) -> Sequence[bool]:
-        return [(namespace, key) in self._stored for key in keys]
+    def contains(self, store: str, keys: Sequence[bytes]) -> Sequence[bool]:
+        return [(store, key) in self._stored for key in keys]
 
     def fetch(self, blocks: Blocks, deadline: float) -> Sequence[Fetched]:
         found = list[Fetched]()
@@ -35,9 +35,9 @@ class MemoryTier:
                 found.append(Fetched(Result.LATE))
                 continue
             with self._lock:
-                entry = self._stored.pop((blocks.namespace, key), None)
+                entry = self._stored.pop((blocks.store, key), None)
                 if entry is not None:
-                    self._stored[blocks.namespace, key] = entry
+                    self._stored[blocks.store, key] = entry
             if entry is None or len(entry[0]) != blocks.nbytes:
                 found.append(Fetched(Result.MISS))
                 continue
@@ -52,32 +52,26 @@ class MemoryTier:
             for key, address, checksum in zip(
                 blocks.keys, blocks.addresses, checksums, strict=True
             ):
-                self._remove((blocks.namespace, key))
+                self._remove((blocks.store, key))
                 while self._used + blocks.nbytes > self._capacity:
                     self._remove(next(iter(self._stored)))
                     self._evictions += 1
                 data = bytes(view_memory(address, blocks.nbytes))
-                self._stored[blocks.namespace, key] = data, checksum
+                self._stored[blocks.store, key] = data, checksum
                 self._used += blocks.nbytes
         return [Result.OK] * len(blocks.keys)
 
-    def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
+    def drop(self, store: str, keys: Sequence[bytes] | None = None) -> None:
         with self._lock:
             if keys is None:
-                named = [each for each in self._stored if is_part_of(each[0], namespace)]
+                named = [each for each in self._stored if each[0] == store]
             else:
-                named = [(namespace, key) for key in keys]
+                named = [(store, key) for key in keys]
             for each in named:
                 self._remove(each)
 
     def usage(self) -> TierUsage:
         return TierUsage(self._capacity, self._used, len(self._stored), self._evictions)
-
-    def maintain(self) -> None:
-        """Do nothing: there is no work in the background."""
-
-    def close(self) -> None:
-        """Do nothing: what is stored is lost with the process."""
 
     def _remove(self, name: tuple[str, bytes]) -> None:
         entry = self._stored.pop(name, None)

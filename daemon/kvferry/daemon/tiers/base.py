@@ -83,11 +83,12 @@ class Tier(Protocol):
     that the memory of blocks is not used otherwise until the call returns.
 
     io_threads: the number of threads that call `fetch` and `put`. call_bytes: the bytes that one
-    call of these moves; larger batches are split.
+    call of these moves; larger batches are split. A class that inherits from this one may leave out
+    what has a value or a body here.
     """
 
-    io_threads: int
-    call_bytes: int
+    io_threads: int = 4
+    call_bytes: int = 4 << 20
 
     def contains(self, store: str, keys: Sequence[bytes]) -> Sequence[bool]:
         """Whether `fetch` would probably find each key. Reads no block."""
@@ -110,18 +111,22 @@ class Tier(Protocol):
 
     def stores(self) -> Sequence[str]:
         """The names of the stores that outlived an earlier process. Called once, at first."""
+        return ()
 
     def note_used(self, stores: Collection[str]) -> None:
         """Called once per second with the names of the stores that engines use now."""
+        return
 
     def usage(self) -> TierUsage:
         """Usage of all stores."""
 
     def maintain(self) -> None:
         """Called about once per second, on one thread, for work in the background."""
+        return
 
     def close(self) -> None:
         """Write everything back. Nothing is in progress."""
+        return
 
 
 @runtime_checkable

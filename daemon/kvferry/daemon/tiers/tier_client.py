@@ -182,10 +182,10 @@ class TierClient:
         self.counts["written_bytes"] += written * blocks.nbytes
         return results, released
 
-    def drop(self, store: str) -> None:
-        """Free the blocks of a store that is not used again. If the process ends before that, the
-        next one names the store when it starts."""
-        self._process.send(encode(DropRequest(store, None)), lambda _: ())
+    def drop(self, store: str, keys: Sequence[bytes] | None = None) -> Released:
+        """Drop keys, or free the blocks of a store that is not used again. If the process ends
+        before that, the next one names the store when it starts."""
+        return self._process.send(encode(DropRequest(store, keys)), lambda _: ())
 
     async def settle(self, epochs: Mapping[str, int]) -> Mapping[str, int]:
         """See SharedTier.settle; nothing if the process is lost. A store that cannot be reached may
