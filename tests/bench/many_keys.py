@@ -143,7 +143,7 @@ def bench_core(count: int, policy: str) -> None:
     show(f"{policy}: change of the policy", [timed(lambda: cache.configure(_other(policy), 1))])
     cache.configure(policy, 1)
     deferred, lines = list[object](), table.lines.memory.copy()
-    show(f"{policy}: reset", [timed(lambda: deferred.append(cache.reset()))])
+    show(f"{policy}: reset", [timed(lambda: deferred.append(cache.reset(1)))])
     restored = Cache(count, policy, table=BlockTable(count, KEY_BYTES, lines))
     show(f"{policy}: restore", [timed(lambda: restored.restore_keys(1))])
 

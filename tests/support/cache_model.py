@@ -310,8 +310,8 @@ class CacheModel(CacheModelState):
         self.policy.touch(keys, self.keys_that_are(PENDING))
 
     def reset(self) -> None:
-        self.cache.reset()
         self.epoch += 1
+        self.cache.reset(self.epoch)
         self.policy = PLAIN[self.policy_name](self.capacity)
         self.state, self.block_of = {}, {}
         self.in_tier = [set(), set()]

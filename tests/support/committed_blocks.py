@@ -19,10 +19,11 @@ class ResidentBlock(NamedTuple):
     part: Part | None = None
 
 
-def residents_of(lines: Lines | None) -> tuple[ResidentBlock, ...]:
-    """The committed blocks that the next daemon finds, least recent first."""
+def residents_of(lines: Lines | None, epoch: int = 0) -> tuple[ResidentBlock, ...]:
+    """The committed blocks that the next daemon finds in this epoch, least recent first."""
     assert lines is not None
-    blocks = sorted(np.flatnonzero(lines["committed"]).tolist(), key=lambda at: lines["stamp"][at])
+    found = np.flatnonzero(lines["committed"] & (lines["epoch"] == epoch))
+    blocks = sorted(found.tolist(), key=lambda at: lines["stamp"][at])
     return tuple(
         ResidentBlock(block, line["key"].tobytes(), (first, end) if end else None)
         for block, line in ((block, lines[block]) for block in blocks)
@@ -52,4 +53,7 @@ def store_blocks(
 
 def next_table(table: BlockTable, key_bytes: int) -> BlockTable:
     """The table of the next daemon, in which nothing is restored yet."""
-    return BlockTable(table.num_blocks, key_bytes, table.lines.memory.copy())
+    after = BlockTable(table.num_blocks, key_bytes, table.lines.memory.copy())
+    if table.epoch:
+        after.begin_epoch(table.epoch)
+    return after

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from kvferry.daemon.core.block_lines import CLEARED_LINES, BlockLines, Part, UseClock
+from kvferry.daemon.core.block_lines import BlockLines, Part, UseClock
 from kvferry.daemon.core.block_table import (
     CHECKED,
     COMMITTED,
@@ -53,7 +53,7 @@ def store(table: BlockTable, numbers: list[int], keys: list[bytes], **parts: Par
 
 
 def residents(table: BlockTable) -> tuple[ResidentBlock, ...]:
-    return residents_of(table.lines.memory)
+    return residents_of(table.lines.memory, table.epoch)
 
 
 def restored(table: BlockTable) -> BlockTable:
@@ -218,8 +218,7 @@ def test_a_held_block_that_is_dropped_becomes_free_with_the_last_hold() -> None:
     table.check_integrity()
 
 
-@pytest.mark.parametrize("every", [False, True])
-def test_a_version_grows_before_the_commit_is_removed(every: bool) -> None:
+def test_a_version_becomes_even_before_the_commit_is_removed() -> None:
     """A daemon may be killed between the two. The next one would write the block, and a sibling
     that reads it meanwhile would find the same version."""
     table, seen = in_state(COMMITTED), list[int]()
@@ -231,31 +230,96 @@ def test_a_version_grows_before_the_commit_is_removed(every: bool) -> None:
             seen.append(int(table.lines.versions(number)[0]))
 
     table.lines._committed = Commits()  # type: ignore[assignment]
-    if every:
-        table.drop_all()
-    else:
-        table.drop(number)
-    assert seen == [version + 1]
+    table.drop(number)
+    assert (version, seen) == (3, [4])
 
 
-@pytest.mark.parametrize("closed", [False, True])
-def test_all_blocks_are_dropped_together(closed: bool) -> None:
-    """The number of blocks exceeds the number of lines that are cleared at a time.
+def test_a_version_becomes_odd_after_key_part_and_epoch_are_written() -> None:
+    """A reader that finds an odd version finds what belongs to it."""
+    table, seen = new_table(), list[Any]()
+    table.begin_epoch(7)
+    table.set_pending(blocks(1))
+    versions = table.lines._versions
 
-    The lines of a freed region are not cleared: nobody reads them.
-    """
-    numbers = [0, CLEARED_LINES - 1, CLEARED_LINES, 2 * CLEARED_LINES, 2 * CLEARED_LINES + 2]
-    table, some = BlockTable(2 * CLEARED_LINES + 3), blocks(*numbers)
+    class Versions:
+        def __getitem__(self, at: Any) -> Any:
+            return versions[at]
+
+        def __setitem__(self, at: Any, value: Any) -> None:
+            seen.append((*table.lines.memory[["key", "part", "epoch"]][1].tolist(), value.tolist()))
+
+    table.lines._versions = Versions()  # type: ignore[assignment]
+    table.set_stored(blocks(1), [b"aaaaa"], {1: (1, 2)})
+    assert [(key, part.tolist(), *rest) for key, part, *rest in seen] == [
+        (b"aaaaa", [1, 2], 7, [3])
+    ]
+
+
+def test_a_version_is_odd_while_its_block_has_contents() -> None:
+    table, versions = new_table(), list[int]()
+
+    def note() -> None:
+        versions.append(int(table.lines.versions(blocks(0))[0]))
+
+    for _ in range(2):
+        table.set_pending(blocks(0))
+        note()
+        table.drop(blocks(0))  # the store failed
+        note()
+    store(table, [0], [b"aaaaa"])
+    note()
+    table.begin_epoch(1)
+    note()
+    store(table, [0], [b"aaaaa"])
+    note()
+    table = next_table(table, KEY)
+    table.restore(FACTOR)
+    note()
+    table.set_verified(blocks(0))
+    note()
+    assert versions == [2, 4, 6, 8, 11, 11, 13, 14, 15]
+
+
+def test_a_new_epoch_drops_all_blocks_and_writes_no_line() -> None:
+    table, some = new_table(), blocks(0, 1, 3)
+    store(table, [0, 1, 3], [b"aaaaa", b"bbbbb", b"ccccc"])
+    table.hold(blocks(0))
+    lines, versions = table.lines.memory.copy(), table.lines.versions(some)
+    table.begin_epoch(5)
+    assert (table.find(ORPHANED).tolist(), table.count(FREE)) == ([0], BLOCKS - 1)
+    assert (table.lines.memory == lines).all()
+    assert not table.unchanged(some, versions).any()
+    assert residents(table) == ()
+    assert next_table(table, KEY).restore(FACTOR)[0].size == 0
+    table.check_integrity()
+    store(table, [1], [b"ddddd"])
+    assert residents(table) == (ResidentBlock(1, b"ddddd"),)
+    assert residents_of(table.lines.memory, 0) == (
+        ResidentBlock(3, b"ccccc"),
+        ResidentBlock(0, b"aaaaa"),
+    )
+    with pytest.raises(AssertionError, match="has begun before"):
+        table.begin_epoch(5)
+
+
+def test_a_block_of_an_earlier_epoch_is_not_committed() -> None:
+    table, some = new_table(), blocks(0, 1)
     table.set_pending(some)
-    table.set_stored(some)
-    commit_all(table)
-    table.hold(some[:2])
-    versions, table.closed = table.lines.versions(some), closed
-    table.drop_all()
-    assert table.find(ORPHANED).tolist() == numbers[:2]
-    assert table.count(FREE) == table.num_blocks - 2
-    assert np.count_nonzero(table.lines.memory["committed"]) == (len(numbers) if closed else 0)
-    assert table.lines.unchanged(some, versions).any() == closed
+    table.set_stored(some, [b"aaaaa", b"bbbbb"])
+    versions = table.lines.versions(some)
+    table.begin_epoch(5)
+    table.commit(some, versions, np.zeros(2, np.uint64))
+    assert not table.lines.memory["committed"].any()
+
+
+def test_a_version_that_a_kill_left_odd_is_even_after_a_restart() -> None:
+    table = new_table()
+    table.set_pending(blocks(0, 1))
+    table.set_stored(blocks(0, 1), [b"aaaaa", b"bbbbb"])  # and not committed
+    table.begin_epoch(5)
+    table.set_pending(blocks(1))
+    table.set_stored(blocks(1), [b"ccccc"])
+    assert restored(table).lines.versions(blocks(0, 1, 2)).tolist() == [4, 6, 0]
 
 
 @pytest.mark.parametrize("stamp", [1 << 62, 1 << 63, (1 << 64) - 1])
@@ -265,9 +329,9 @@ def test_a_damaged_stamp_changes_only_the_order_of_its_block(stamp: int) -> None
     table.lines.memory["stamp"][2] = stamp
     lines = BlockLines(BLOCKS, KEY, table.lines.memory)
     lines.use_clock(clock)
-    assert lines.restore()[0].tolist() == [0, 4, 2]
+    assert lines.restore(0)[0].tolist() == [0, 4, 2]
     lines.touch(blocks(0, 4))
-    assert lines.restore()[0].tolist() == [2, 4, 0]
+    assert lines.restore(0)[0].tolist() == [2, 4, 0]
 
 
 def test_all_tables_share_the_use_clock_also_after_a_restart() -> None:
@@ -348,8 +412,8 @@ class BlockTableMachine(RuleBasedStateMachine):
             self.forget(number)
 
     @rule()
-    def drop_all(self) -> None:
-        self.table.drop_all()
+    def begin_epoch(self) -> None:
+        self.table.begin_epoch(self.table.epoch + 1)
         for number in range(BLOCKS):
             self.forget(number)
 

@@ -123,7 +123,7 @@ def test_a_restored_namespace_has_its_keys_and_parts_and_sends_no_events(
     all_parts = blocks([0, 1, 2])
     assert (fixture.snapshot("b"), fixture.loadable("b", b"x")) == ((b"", b"x"), b"")
     region, keys = fixture.region_records.found()[0].record.owner, each(b"xy")
-    residents = residents_of(fixture.region_records.found()[0].lines)
+    residents = residents_of(fixture.region_records.found()[0].lines, 1)
     block_of = {resident.key: resident.block for resident in residents}
     verified = np.array([block_of[key] for key in keys])
     actions = fixture.report(BlocksVerified(region, verified))

@@ -41,7 +41,7 @@ def test_a_reset_makes_every_key_absent_at_once() -> None:
     assert fixture.loadable("a") == b""
     assert fixture.snapshot("a") == (b"", b"")
     (found,) = fixture.region_records.found()
-    assert (residents_of(found.lines), found.record.generation) == ((), 2)
+    assert (residents_of(found.lines, 1), found.record.epoch) == ((), 1)
 
 
 @pytest.mark.parametrize("outcome", [DONE, FAILED, CANCELLED])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,14 +13,16 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvferry.daemon.core.block_lines import line_type
 from kvferry.daemon.core.block_table import BlockTable
-from kvferry.daemon.core.records import RegionRecord
+from kvferry.daemon.core.records import RegionRecord, encode_record
 from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.daemon.persistence.table_file import (
     LINES_AT,
     RECORD_BYTES,
     LentTable,
     TableFile,
+    convert_table,
     mark_void,
 )
 from kvferry.proto.errors import Code, Refused
@@ -62,7 +65,7 @@ def test_a_table_of_many_blocks_takes_memory_only_for_those_that_were_used() -> 
         table.set_pending(first)
         table.set_stored(first)
         table.commit(first, table.lines.versions(first), np.array([5], np.uint64))
-        table.drop_all()
+        table.begin_epoch(1)
         assert os.fstat(file.descriptor).st_blocks * 512 < 64 << 10
 
 
@@ -75,24 +78,53 @@ def test_the_version_of_a_block_is_at_its_documented_place() -> None:
         for _ in range(3):
             table.set_pending(block)
             table.drop(block)
-        at = LINES_AT + 2 * file.lines.itemsize + 24
-        assert int.from_bytes(os.pread(file.descriptor, 4, at), "little") == 3
+        at = LINES_AT + 2 * file.lines.itemsize + 32
+        assert int.from_bytes(os.pread(file.descriptor, 4, at), "little") == 12
 
 
 def test_an_update_replaces_the_record_and_keeps_the_lines() -> None:
     with new_file() as file:
         file.lines["committed"][1] = True
-        for generation in range(2, 6):
+        for epoch in range(2, 6):
             record = RegionRecord(
                 KEYED.name,
                 KEYED.start,
                 KEYED.nbytes,
                 fingerprint=NAMESPACE,
-                generation=generation,
-                pages=((4096,),) * generation,
+                epoch=epoch,
+                pages=((4096,),) * epoch,
             )
             file.update(record)
             assert read_file(file) == (record, [1])
+
+
+def test_a_table_of_the_format_before_is_converted() -> None:
+    """Its blocks are of epoch 0; only committed ones are kept, with an even version."""
+    names = ["stamp", "checksum", "part", "version", "committed", "key"]
+    old_type = np.dtype([(name, line_type(KEY)[name]) for name in names], align=True)
+    old = np.zeros(BLOCKS, old_type)
+    old[1] = (9, 77, (0, 2), 5, True, b"aaaaa")
+    old[2] = (8, 66, (0, 0), 5, False, b"bbbbb")
+    fields = msgspec.msgpack.decode(encode_record(KEYED)) | {"generation": 3}
+    del fields["epoch"]
+    data = msgspec.msgpack.encode(fields)
+    descriptor = sealed_memfd("old", LINES_AT + old.nbytes)
+    os.pwrite(descriptor, b"kvferry2", 0)
+    os.pwrite(descriptor, struct.pack("<II", len(data), zlib.crc32(data)) + data, PAGE)
+    os.pwrite(descriptor, old.tobytes(), LINES_AT)
+    converted = convert_table(descriptor)
+    assert converted is not None
+    file = TableFile(converted)
+    assert file.record == KEYED
+    expected = np.zeros(BLOCKS, line_type(KEY))
+    expected[1] = (9, 77, 0, (0, 2), 0, True, b"aaaaa")
+    assert file.lines.tobytes() == expected.tobytes()
+    assert convert_table(converted) is None
+    os.pwrite(descriptor, b"x", PAGE + 9)
+    with pytest.raises(Refused, match="wrong CRC"):
+        convert_table(descriptor)
+    file.close()
+    os.close(descriptor)
 
 
 def test_a_record_that_is_too_long_is_refused_and_the_old_one_stays() -> None:

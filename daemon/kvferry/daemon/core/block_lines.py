@@ -1,16 +1,20 @@
 """The columns of a block table that survive the daemon: a line for each host block of a region.
 
-The lines are in a memfd (persistence/table_file.py), which the next daemon reads. The daemon may be
-killed between any two instructions. The order of writes keeps the lines consistent:
+The lines are in a memfd (persistence/table_file.py), which the next daemon reads. Siblings read it
+at any time. The daemon may be killed between any two stores. The order of writes keeps the lines
+consistent:
 
-    invalidate   before anything writes a block: the version grows first, `committed` is cleared
-    store        after the store: key and part are written
+    invalidate   before anything writes a block: an even version, then `committed` is cleared
+    store        after the store: key, part and epoch are written, then an odd version
     commit       once the checksum is computed: it is written first, `committed` last
+    validate     an earlier daemon's block matches its checksum: an odd version
 
-So a committed block always matches its checksum. After a kill, a block without a commit is a miss.
-A sibling compares the version of a block after it has read the block. The version grows before the
-commit is removed, so a killed daemon leaves no block that the next one overwrites unnoticed.
-Only the block table calls what changes a line. Event loop only.
+The version is odd while a block has contents. Without contents it is even: v + 2 - (v & 1), with
+contents v | 1. It is never toggled: after a kill, or for a block of another epoch, either is there.
+So a version that a reader finds again after its copy belongs to the same bytes, if the reader takes
+the version first, then key, part and epoch. A committed block always matches its checksum. A line
+of another epoch than the table's counts as free, whatever else it has; so a reset writes no line.
+The block table calls what changes contents. Event loop only.
 """
 
 from __future__ import annotations
@@ -35,20 +39,19 @@ NO_PARTS: Mapping[Any, Part] = MappingProxyType({})
 
 # A larger stamp is damaged: no daemon counts so far.
 MAX_STAMP = 1 << 62
-# Lines cleared at a time, so that they stay in the CPU's cache.
-CLEARED_LINES = 4096
-_ONE = np.uint32(1)
+_ONE, _TWO = np.uint32(1), np.uint32(2)
 
 
 def line_type(key_bytes: int) -> np.dtype[np.void]:
     """The dtype of a line. key_bytes: of a key; 0: blocks have none.
 
     stamp: time of the last use (UseClock). part: stored sub-blocks (from, to); (0, 0): all.
-    version: grows whenever the block loses its contents.
+    epoch: of its contents. version: odd while the block has contents.
     """
     fields = [
         ("stamp", "<u8"),
         ("checksum", "<u8"),
+        ("epoch", "<u8"),
         ("part", "<u4", (2,)),
         ("version", "<u4"),
         ("committed", "?"),
@@ -86,6 +89,7 @@ class BlockLines:
         """Keep the lines in this memory, which is equal: no line was used."""
         self.memory, self._committed = lines, lines["committed"]
         self._versions, self._stamps = lines["version"], lines["stamp"]
+        self._epochs = lines["epoch"]
 
     def leave_memory(self) -> None:
         """Release memory that persistence gave: the region was freed, but jobs may still end."""
@@ -113,22 +117,24 @@ class BlockLines:
 
     def invalidate(self, blocks: Int64s) -> None:
         """Blocks lose their contents."""
-        self._versions[blocks] += _ONE
+        self._make_even(blocks)
         self._committed[blocks] = False
 
-    def invalidate_all(self) -> None:
-        for at in range(0, self._end, CLEARED_LINES):
-            end = min(at + CLEARED_LINES, self._end)
-            self._versions[at:end] += _ONE
-            self._committed[at:end] = False
-
-    def store(self, blocks: Int64s, keys: Sequence[OffloadKey], parts: Mapping[int, Part]) -> None:
+    def store(
+        self, blocks: Int64s, keys: Sequence[OffloadKey], parts: Mapping[int, Part], epoch: int
+    ) -> None:
         """Blocks have contents, with these keys, if any. parts: of those that are not whole."""
         if keys and self._key_bytes:
             self.memory["key"][blocks] = np.frombuffer(b"".join(keys), self.memory.dtype["key"])
         self.memory["part"][blocks] = (0, 0)
         if parts:
             self.memory["part"][np.fromiter(parts, np.int64)] = list(parts.values())
+        self._epochs[blocks] = epoch
+        self.validate(blocks)
+
+    def validate(self, blocks: Int64s) -> None:
+        """Blocks have the contents that their lines state."""
+        self._versions[blocks] |= _ONE
 
     def commit(self, blocks: Int64s, checksums: Checksums) -> None:
         self.memory["checksum"][blocks] = checksums
@@ -143,11 +149,19 @@ class BlockLines:
         same: Bools = self._versions[blocks] == versions
         return same
 
-    def restore(self) -> tuple[Int64s, tuple[OffloadKey, ...]]:
-        """The blocks that an earlier daemon committed, least recent first, and their keys."""
-        blocks = np.flatnonzero(self._committed)
+    def restore(self, epoch: int) -> tuple[Int64s, tuple[OffloadKey, ...]]:
+        """The blocks that an earlier daemon committed in this epoch, least recent first, and their
+        keys. All versions are even from now on."""
+        self._make_even(np.flatnonzero(self._versions & _ONE))
+        blocks = self.committed(epoch)
         blocks = blocks[np.argsort(self._stamps[blocks], kind="stable")]
         return blocks, self.keys(blocks)
+
+    def committed(self, epoch: int) -> Int64s:
+        """The blocks with a commit in this epoch."""
+        blocks = np.flatnonzero(self._committed)
+        own: Int64s = blocks[self._epochs[blocks] == epoch]
+        return own
 
     def stamps(self, blocks: Int64s) -> Stamps:
         """The time of the last use of each block; larger is more recent."""
@@ -165,3 +179,7 @@ class BlockLines:
     def keys(self, blocks: Int64s) -> tuple[OffloadKey, ...]:
         """The keys of blocks with contents; empty if blocks of this region have no keys."""
         return tuple(self.memory["key"][blocks].tolist()) if self._key_bytes else ()
+
+    def _make_even(self, blocks: Int64s) -> None:
+        versions = self._versions[blocks]
+        self._versions[blocks] = versions + _TWO - (versions & _ONE)

@@ -134,7 +134,9 @@ class BlockStates:
         Raises ValueError if the block table is damaged.
         """
         if self._sizes is not None:
-            self._table.drop_all()  # which size was stored last is not recorded
+            # Which size was stored last is not recorded.
+            lines = self._table.lines
+            lines.invalidate(lines.committed(self._table.epoch))
             return
         self._table.restore(self._factor)
         self._by_block[self._table.find(UNVERIFIED)] = _UNVERIFIED

@@ -18,7 +18,7 @@ and compares checksums. X* is X or X_PART:
 A block in one of the last seven states may also be dropped: it becomes FREE, or ORPHANED while jobs
 hold it. A store holds the blocks that it writes, a load or a pin those that it reads, each as often
 as it names it. So a block whose key is discarded, or that a reset makes absent, is not used again
-while jobs of before still read or write it.
+while jobs of before still read or write it. A new epoch drops all blocks, without their lines.
 
 Everything is an array, which is never rebuilt. Event loop only.
 """
@@ -92,6 +92,8 @@ class BlockTable:
     def __init__(self, num_blocks: int, key_bytes: int = 0, memory: Lines | None = None) -> None:
         self.num_blocks = num_blocks
         self.lines = BlockLines(num_blocks, key_bytes, memory)
+        # The name of its contents. Lines of another one are free.
+        self.epoch = 0
         self._states = np.zeros(num_blocks, np.uint8)
         self._counts = [num_blocks, *[0] * (STATES - 1)]
         # How often jobs hold each block, and the number of blocks that any job holds.
@@ -169,13 +171,15 @@ class BlockTable:
     def set_pending(self, blocks: Int64s) -> None:
         """Free blocks are about to be written, which counts as a use of them."""
         self._move(blocks, PENDING)
+        # Their lines may be of an earlier epoch, with contents.
+        self.lines.invalidate(blocks)
         self.lines.touch(blocks)
 
     def set_stored(
         self, blocks: Int64s, keys: Sequence[OffloadKey] = (), parts: Mapping[int, Part] = NO_PARTS
     ) -> None:
         """Pending blocks have contents, with these keys, if any. parts: of blocks in part."""
-        self.lines.store(blocks, keys, parts)
+        self.lines.store(blocks, keys, parts, self.epoch)
         if parts:
             some = np.fromiter(parts, np.int64)
             self._move(some, STORED_PART)
@@ -188,7 +192,7 @@ class BlockTable:
         factor: sub-blocks of a block. Returns them, least recent first, and their keys. Raises
         ValueError if their lines are damaged, or there are blocks and no factor.
         """
-        blocks, keys = self.lines.restore()
+        blocks, keys = self.lines.restore(self.epoch)
         if blocks.size and factor < 1:
             raise ValueError(
                 f"{blocks.size} blocks are committed, but block_size_factor is {factor}"
@@ -208,14 +212,19 @@ class BlockTable:
 
         blocks, versions, checksums: (n,).
         """
-        same = self.lines.unchanged(blocks, versions)
+        same = self.unchanged(blocks, versions) & self.among(blocks, *UNCOMMITTED)
         blocks = blocks[same]
         self.lines.commit(blocks, checksums[same])
         self._move(blocks[self.among(blocks, STORED)], COMMITTED)
         self._move(blocks[self.among(blocks, STORED_PART)], COMMITTED_PART)
 
+    def unchanged(self, blocks: Int64s, versions: Versions) -> Bools:
+        """Which blocks have contents, and have not lost them since they had these versions."""
+        return self.lines.unchanged(blocks, versions) & self.among(blocks, *WITH_CONTENTS)
+
     def set_verified(self, blocks: Int64s) -> None:
-        """Unverified blocks match their checksums."""
+        """Unverified blocks match their checksums. Others are ignored."""
+        self.lines.validate(blocks[self.among(blocks, *UNCHECKED)])
         self._move(blocks[self.among(blocks, UNVERIFIED)], COMMITTED)
         self._move(blocks[self.among(blocks, UNVERIFIED_PART)], COMMITTED_PART)
 
@@ -228,12 +237,13 @@ class BlockTable:
         self._move(freed, FREE)
         return freed
 
-    def drop_all(self) -> None:
-        """All blocks lose their contents."""
-        if not self.closed:
-            self.lines.invalidate_all()
+    def begin_epoch(self, epoch: int) -> None:
+        """All blocks lose their contents, which were of another epoch. No line changes."""
+        assert epoch != self.epoch, f"epoch {epoch} has begun before"
+        self.epoch = epoch
         self._states = np.where(self._holds > 0, np.uint8(ORPHANED), np.uint8(FREE))
         self._counts = [self.num_blocks - self.held, self.held, *[0] * (STATES - 2)]
+        self.changes += 1
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the columns contradict each other. Slow, for tests."""
@@ -243,8 +253,12 @@ class BlockTable:
         assert np.count_nonzero(self._holds) == self.held, "the held blocks are counted wrong"
         assert self._holds[self.find(ORPHANED)].all(), "a block is orphaned but not held"
         assert not self._holds[self.find(FREE)].any(), "a job holds a free block"
-        committed = np.flatnonzero(self.lines.memory["committed"]).tolist()
+        committed = self.lines.committed(self.epoch).tolist()
         assert committed == self.find(*CHECKED, *UNCHECKED).tolist(), "commits and states differ"
+        odd = self.lines.versions(np.arange(self.num_blocks)) & 1 == 1
+        own = self.lines.memory["epoch"] == self.epoch
+        loadable = self.among(np.arange(self.num_blocks), *LOADABLE)
+        assert (odd & own == loadable).all(), "versions and states differ"
 
     def _move(self, blocks: Int64s, state: int) -> None:
         if not blocks.size:

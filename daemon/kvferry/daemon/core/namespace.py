@@ -179,7 +179,7 @@ class Namespace:
             fingerprint=self.fingerprint,
             policy=self.policy,
             threshold=self.threshold,
-            generation=self.generation,
+            epoch=self.generation - 1,
             pages=self._pages,
             factor=self._factor,
         )
@@ -189,7 +189,9 @@ class Namespace:
 
         Raises ValueError if the block table of its region is damaged.
         """
-        self.generation, self._pages, self._factor = record.generation, record.pages, record.factor
+        self.generation, self._pages, self._factor = record.epoch + 1, record.pages, record.factor
+        if record.epoch:
+            self.region.table.begin_epoch(record.epoch)
         self.cache.restore_keys(record.factor)
 
     def check_keys(self, keys: Sequence[OffloadKey]) -> None:
@@ -236,7 +238,7 @@ class Namespace:
         be freed. generation: the new one, if it is larger than the next."""
         self.generation = max(self.generation + 1, generation)
         self.borrowed.clear()
-        return self.cache.reset()
+        return self.cache.reset(self.generation - 1)
 
     def lookups(self, keys: Sequence[OffloadKey]) -> list[Lookup | None]:
         """The lookup of each key, which is not counted. Borrowed keys are a HIT. None: it has no

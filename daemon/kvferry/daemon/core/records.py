@@ -42,7 +42,7 @@ class RegionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A region: `nbytes` of the pool from `start` on, an engine's (layout) or a namespace's.
 
     pages, factor: composition of a namespace's host blocks, once an engine has registered in it.
-    uid: the user that an engine's region belongs to.
+    epoch: of its contents. uid: the user that an engine's region belongs to.
     """
 
     name: str
@@ -52,7 +52,7 @@ class RegionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fingerprint: Fingerprint | None = None
     policy: str = "lru"
     threshold: int = 1
-    generation: int = 1
+    epoch: int = 0
     pages: tuple[tuple[int, ...], ...] | None = None
     factor: int = 0
     uid: int | None = None

@@ -60,7 +60,7 @@ async def check_blocks(
     found = await checksums.read_checksums(region, blocks, purpose)
     if region.table.closed:
         return
-    same = lines.unchanged(blocks, versions)
+    same = region.table.unchanged(blocks, versions)
     blocks, good = blocks[same], (found == expected)[same]
     reports = list[Report]()
     if (verified := blocks[good & region.table.among(blocks, *UNCHECKED)]).size:

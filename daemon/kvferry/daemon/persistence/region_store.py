@@ -8,6 +8,7 @@ Event loop only.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +35,7 @@ from kvferry.daemon.persistence.block_checks import (
 )
 from kvferry.daemon.persistence.checksum_client import Batch, ChecksumClient
 from kvferry.daemon.persistence.checksum_writer import write_checksums
-from kvferry.daemon.persistence.table_file import TableFile, mark_void
+from kvferry.daemon.persistence.table_file import TableFile, convert_table, mark_void
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.status import VerificationStatus
 
@@ -120,8 +121,8 @@ class RegionStore:
         names = sorted((name for name in kept if name.startswith(TABLE)), key=number_of)
         for name in names:
             try:
-                file = TableFile(kept[name])
-            except KVFerryError as error:
+                file = TableFile(self._convert(name, kept[name]))
+            except (KVFerryError, OSError) as error:
                 log.warning("block table dropped", name=name, reason=str(error))
                 self._fd_store.remove_fd(name)
                 continue
@@ -202,6 +203,23 @@ class RegionStore:
         name = f"{TABLE}{next(self._names)}"
         self._kept[record.owner] = _KeptRegion(name, file, region)
         self._fd_store.store_fd(name, file.descriptor)
+
+    def _convert(self, name: str, descriptor: int) -> int:
+        """The descriptor of a kept table, in the format of this version if it is of the one before.
+
+        Raises Refused and OSError, and closes the descriptor.
+        """
+        try:
+            new = convert_table(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if new is None:
+            return descriptor
+        self._fd_store.remove_fd(name)
+        self._fd_store.store_fd(name, new)
+        os.close(descriptor)
+        return new
 
     def _update_file(self, record: RegionRecord) -> None:
         kept = self._kept[record.owner]

@@ -31,8 +31,8 @@ from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.layout import Bools, Int64s
 from kvferry.shm.memfd import check_sealed, sealed_memfd
 
-# The last character is the version of the format.
-MAGIC = b"kvferry2"
+# The last character is the version of the format. The one before had no epochs.
+MAGIC, OLD_MAGIC = b"kvferry3", b"kvferry2"
 # Bytes reserved for a record; pages that are never written take no memory.
 RECORD_BYTES = 1 << 20
 LINES_AT = PAGE + 2 * RECORD_BYTES
@@ -134,6 +134,25 @@ class LentTable:
         del self._magic, self._versions
 
 
+def convert_table(descriptor: int) -> int | None:
+    """The descriptor of a new file with what a table of the format before has committed.
+
+    Its contents are of epoch 0. None if it is no such table. Raises Refused (BAD_LAYOUT) if it is
+    damaged, and OSError. The caller owns both descriptors.
+    """
+    if os.fstat(descriptor).st_size <= LINES_AT or os.pread(descriptor, 8, 0) != OLD_MAGIC:
+        return None
+    with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as memory:
+        record = _read_record(lambda at, size: memory[at : at + size], len(memory), OLD_MAGIC)
+        old = np.frombuffer(memory, _old_line_type(record.key_bytes), -1, LINES_AT).copy()
+    file, rows = TableFile.create(record), np.flatnonzero(old["committed"])
+    for field in ("stamp", "checksum", "part", "key", "committed"):
+        file.lines[field][rows] = old[field][rows]
+    new = os.dup(file.descriptor)
+    file.close()
+    return new
+
+
 def mark_void(descriptor: int) -> None:
     """Make a file an invalid block table, for every process that has mapped it."""
     with suppress(OSError):
@@ -148,10 +167,12 @@ def _check_size(nbytes: int) -> int:
     return nbytes
 
 
-def _read_record(copy_bytes: Callable[[int, int], bytes], nbytes: int) -> RegionRecord:
+def _read_record(
+    copy_bytes: Callable[[int, int], bytes], nbytes: int, expected_magic: bytes = MAGIC
+) -> RegionRecord:
     """The valid record of a file of `nbytes`. Raises Refused."""
     magic, current = _HEAD.unpack(copy_bytes(0, _HEAD.size))
-    if magic != MAGIC or current > 1:
+    if magic != expected_magic or current > 1:
         message = f"the file begins with {magic.hex()}: no block table of this version"
         raise Refused(Code.BAD_LAYOUT, message, magic.hex())
     at = PAGE + current * RECORD_BYTES
@@ -161,12 +182,16 @@ def _read_record(copy_bytes: Callable[[int, int], bytes], nbytes: int) -> Region
         message = f"the record of {length} bytes in the block table has a wrong CRC"
         raise Refused(Code.BAD_LAYOUT, message, length)
     try:
+        if is_old := magic == OLD_MAGIC:
+            fields = msgspec.msgpack.decode(data, type=dict[str, msgspec.Raw])
+            fields.pop("generation", None)
+            data = msgspec.msgpack.encode(fields)
         record = decode_record(data, RegionRecord)
-        line_type(record.key_bytes)
+        kind = (_old_line_type if is_old else line_type)(record.key_bytes)
     except (msgspec.MsgspecError, KVFerryError, ValueError, RecursionError) as error:
         message = f"the record of the block table cannot be decoded: {error}"
         raise Refused(Code.BAD_LAYOUT, message) from error
-    if nbytes != (expected := _file_bytes(record)):
+    if nbytes != (expected := LINES_AT + kind.itemsize * record.num_blocks):
         message = f"the block table has {nbytes} bytes, but its record needs {expected}"
         raise Refused(Code.BAD_LAYOUT, message, nbytes)
     return record
@@ -184,3 +209,10 @@ def _packed(record: RegionRecord) -> bytes:
 
 def _file_bytes(record: RegionRecord) -> int:
     return LINES_AT + line_type(record.key_bytes).itemsize * record.num_blocks
+
+
+def _old_line_type(key_bytes: int) -> np.dtype[np.void]:
+    """The dtype of a line in the format before."""
+    kind = line_type(key_bytes)
+    names = [name for name in kind.names or () if name != "epoch"]
+    return np.dtype([(name, kind[name]) for name in names], align=True)

@@ -170,7 +170,7 @@ def test_a_store_without_room_changes_neither_lists_nor_target(cache: Cache) -> 
 def test_reset_clears_ghosts_and_the_target(cache: Cache) -> None:
     store(cache, "fe")
     store(cache, "c")
-    cache.reset()
+    cache.reset(1)
     assert (lists(cache), ghosts(cache), target(cache)) == (("", ""), ("", ""), 0)
 
 

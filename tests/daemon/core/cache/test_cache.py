@@ -232,7 +232,7 @@ def test_an_offer_without_room_counts_as_an_offer(policy: str) -> None:
 def test_reset_clears_the_counts_of_offers(policy: str) -> None:
     cache = Cache(2, policy, store_threshold=2)
     cache.prepare_store([b"a"])
-    cache.reset()
+    cache.reset(1)
     assert reserve(cache, "a").keys == ()
 
 
@@ -245,7 +245,7 @@ def test_lookups_of_mirrors_are_counted(cache: Cache) -> None:
 def test_usage_counts_the_blocks_of_each_state(policy: str) -> None:
     cache = Cache(9, policy)
     reserve(cache, "vw")
-    cache.reset()
+    cache.reset(1)
     store(cache, "abc")
     reserve(cache, "p")
     cache.prepare_load(keys("aab"))
@@ -265,7 +265,7 @@ def test_each_event_is_taken_once_in_order(cache: Cache) -> None:
     failed = reserve(cache, "xy")
     cache.complete_store(failed, success=False)
     cache.prepare_store(keys("abcdefgh"))
-    cache.reset()
+    cache.reset(1)
     assert cache.events.take() == [
         CacheEvent(PENDING, tuple(keys("abcd"))),
         CacheEvent(STORED, tuple(keys("abcd"))),
@@ -279,7 +279,7 @@ def test_each_event_is_taken_once_in_order(cache: Cache) -> None:
 
 def test_a_store_from_before_a_reset_emits_no_event(cache: Cache) -> None:
     past = reserve(cache, "a")
-    cache.reset()
+    cache.reset(1)
     cache.events.take()
     cache.complete_store(past, success=True)
     cache.prepare_store([])
@@ -318,7 +318,7 @@ def test_the_integrity_check_finds_inconsistent_state(
 ) -> None:
     cache = Cache(6, policy)
     reserve(cache, "p")
-    cache.reset()
+    cache.reset(1)
     store(cache, "ab")
     reserve(cache, "p")
     cache.prepare_load(keys("a"))

@@ -86,7 +86,7 @@ def test_a_store_of_a_key_that_is_being_promoted_is_skipped() -> None:
 def test_a_promotion_from_before_a_reset_changes_nothing() -> None:
     cache = Cache(2)
     blocks = cache.tier_access.prepare_promotion([A])
-    cache.reset()
+    cache.reset(1)
     again = cache.tier_access.prepare_promotion([A])
     assert not cache.tier_access.end_promotion([A], blocks, np.array([True]), [0]).any()
     assert find_key(cache, A) is Lookup.HIT_PENDING

@@ -28,7 +28,7 @@ HIT, MISS, HIT_PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
 def test_reset_makes_everything_absent_and_keeps_the_counters(cache: Cache) -> None:
     store(cache, "abcd")
     cache.count_lookups(hits=1, misses=0)
-    cache.reset()
+    cache.reset(1)
     assert (ready(cache), cache.usage.free, cache.usage.orphaned) == ("", 4, 0)
     assert (cache.counts["hits"], cache.counts["stored"]) == (1, 4)
     assert len(reserve(cache, "abcd").keys) == 4
@@ -39,7 +39,7 @@ def test_a_store_from_before_a_reset_frees_its_blocks_and_nothing_else(
     cache: Cache, success: bool
 ) -> None:
     earlier = reserve(cache, "ab")
-    cache.reset()
+    cache.reset(1)
     later = reserve(cache, "ax")
     assert set(later.blocks).isdisjoint(earlier.blocks)
     assert cache.usage.orphaned == 2
@@ -54,7 +54,7 @@ def test_a_store_from_before_a_reset_frees_its_blocks_and_nothing_else(
 def test_a_block_pinned_before_a_reset_is_free_with_its_last_load(cache: Cache) -> None:
     store(cache, "ab")
     first, second = cache.prepare_load(keys("aa")), cache.prepare_load(keys("ab"))
-    cache.reset()
+    cache.reset(1)
     assert (cache.usage.orphaned, cache.usage.pinned, cache.usage.free) == (2, 0, 2)
     cache.complete_load(second)
     assert (cache.usage.orphaned, cache.usage.free) == (1, 3)
@@ -68,7 +68,7 @@ def test_a_block_pinned_before_a_reset_is_free_with_its_last_load(cache: Cache) 
 def test_a_load_from_before_a_reset_unpins_no_later_block(cache: Cache) -> None:
     store(cache, "a")
     earlier = cache.prepare_load([b"a"])
-    cache.reset()
+    cache.reset(1)
     store(cache, "a")
     later = cache.prepare_load([b"a"])
     cache.complete_load(earlier)
@@ -78,9 +78,9 @@ def test_a_load_from_before_a_reset_unpins_no_later_block(cache: Cache) -> None:
 
 def test_stores_from_before_two_resets_free_their_blocks(cache: Cache) -> None:
     oldest = reserve(cache, "ab")
-    cache.reset()
+    cache.reset(1)
     older = reserve(cache, "ab")
-    cache.reset()
+    cache.reset(2)
     assert (cache.usage.orphaned, cache.prepare_store([b"a"])) == (4, None)
     cache.complete_store(older, success=True)
     cache.check_integrity()

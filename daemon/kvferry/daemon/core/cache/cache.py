@@ -246,12 +246,13 @@ class Cache:
         """
         self._blocks.discard_blocks(blocks[self.table.among(blocks, *WITH_CONTENTS)])
 
-    def reset(self) -> DeferredFree:
-        """Make every key absent. Recency, ghosts and offers are forgotten; counters stay.
+    def reset(self, epoch: int) -> DeferredFree:
+        """Make every key absent: another epoch begins.
 
-        Blocks of jobs in flight become free when these jobs end. Returns the keys to be freed.
+        Recency, ghosts and offers are forgotten; counters stay. Blocks of jobs in flight become
+        free when these jobs end. Returns the keys to be freed.
         """
-        return DeferredFree(*self._blocks.clear(), self._admission_filter.take_index())
+        return DeferredFree(*self._blocks.clear(epoch), self._admission_filter.take_index())
 
     def restore_keys(self, factor: int) -> None:
         """Restore what an earlier daemon committed into a new cache, as unverified keys.

@@ -153,13 +153,13 @@ class KeyedBlocks:
         self.policy.remove_blocks(blocks)
         self._remove_keys(blocks)
 
-    def clear(self) -> list[KeyIndex]:
-        """Make every key absent. Held blocks become free when they are released.
+    def clear(self, epoch: int) -> list[KeyIndex]:
+        """Make every key absent: another epoch begins.
 
-        Returns the tables to be freed.
+        Held blocks become free when they are released. Returns the tables to be freed.
         """
         tables = [self.index, *self.policy.indexes()]
-        self.table.drop_all()
+        self.table.begin_epoch(epoch)
         self._start()
         if self.table.held:
             self._free.replace_blocks(self.table.find(FREE))
