@@ -29,7 +29,9 @@ from kvferry.daemon.config import Config, HealthConfig, LimitsConfig
 from kvferry.daemon.core.actions import OwnRequest, PoolRegistered
 from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.identity import DaemonIdentity
+from kvferry.daemon.core.ports import Ports
 from kvferry.daemon.core.regions import MAX_REGIONS
+from kvferry.daemon.core.siblings import NO_SIBLINGS
 from kvferry.daemon.core.transfers import MAX_GPU_BLOCKS
 from kvferry.daemon.daemon_connection import can_lower_priority
 from kvferry.daemon.device.command_queue import Ping
@@ -51,17 +53,15 @@ from kvferry.daemon.persistence.checksum_client import ChecksumClient
 from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
 from kvferry.daemon.persistence.recovery import RecoveredState, chunks_of, recover_pool
 from kvferry.daemon.persistence.region_store import RegionStore
-from kvferry.daemon.persistence.table_file import LentTable
 from kvferry.daemon.reload import Reload
+from kvferry.daemon.siblings.peers import Peers
+from kvferry.daemon.siblings.windows import MappedWindows
 from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor
 from kvferry.daemon.thread_count import needed_threads
-from kvferry.daemon.tier_config import SiblingsTierConfig
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
-from kvferry.daemon.tiers.siblings.key_table import TABLES_BYTES, HeldKeys
-from kvferry.daemon.tiers.siblings.lent_memory import MappedWindows
 from kvferry.daemon.tiers.tier_process import PoolFiles
-from kvferry.daemon.tiers.tiering import SiblingMemory, Tiering, description_of, start_tiers
+from kvferry.daemon.tiers.tiering import Tiering, description_of, start_tiers
 from kvferry.daemon.transport.accept_gate import max_client_fd
 from kvferry.daemon.transport.action_owners import ActionOwners
 from kvferry.daemon.transport.lender import LentPool
@@ -73,7 +73,6 @@ from kvferry.proto.process import check_threads
 from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.status import Limits
 from kvferry.proto.version import kvferry_version
-from kvferry.shm.memfd import sealed_memfd
 
 log = structlog.get_logger()
 
@@ -147,18 +146,16 @@ async def run(
     log_denied_calls(engine.numa_node)
     gc.set_threshold(*GC_THRESHOLDS)  # before a million keys are restored
     shutdown, reports, metrics = Shutdown(), ReportQueue(), Metrics()
-    siblings, tier_configs = None, config.tiers.used
-    if (own_tier := siblings_tier(config, endpoint.directory)) is not None:
-        windows = MappedWindows(engine, pool, LentTable)
-        siblings = SiblingMemory(windows, HeldKeys(own_tier.keys))
-        tier_configs = (own_tier, *tier_configs)
+    tier_configs, windows = config.tiers.used, None
+    if config.siblings.enabled:
+        windows = MappedWindows(engine, pool, store_all=config.siblings.store_all)
     core = Core(
         identity_of(engine, config.limits),
         pool.nbytes,
         HOST_BYTES,
         max_regions(),
         metrics.jobs.count_job,
-        tuple(description_of(tier, siblings) for tier in tier_configs),
+        Ports(tuple(map(description_of, tier_configs)), windows or NO_SIBLINGS),
     )
     # Before the socket exists: a user who sees it may send SIGTERM.
     with signals.handled(shutdown.stop, config.stop.with_process):
@@ -172,12 +169,19 @@ async def run(
                 endpoint.directory,
                 core.writes,
                 reports.put_reports,
-                siblings,
             )
             publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
             worker = DeviceWorker(engine, pool, reports.put_reports, shutdown.fail)
             scrub_rate = parse_bytes(config.integrity.scrub_rate)
-            region_store = RegionStore(checksums, kept.fd_store, reports.put_reports, scrub_rate)
+            region_store = RegionStore(
+                checksums,
+                kept.fd_store,
+                reports.put_reports,
+                scrub_rate,
+                kept.incarnation.number,
+                lends=windows is not None,
+            )
+            peers = make_peers(config, endpoint.directory, core, windows)
             kept_tensor_store = KeptTensorStore(kept.fd_store)
             tiering = Tiering(
                 tiers,
@@ -193,7 +197,7 @@ async def run(
                 signals,
                 endpoint.find_problem,
             )
-            status = StatusAssembler(core, health, region_store, tiering)
+            status = StatusAssembler(core, health, region_store, tiering, peers)
             metrics_server = make_metrics_server(config, metrics, status)
             owners = ActionOwners(
                 worker,
@@ -202,9 +206,14 @@ async def run(
                 tiering,
                 publisher.publish,
                 probe.receive_reply,
+                peers,
             )
             lent = LentPool(
-                pool.descriptors, pool.chunk_bytes, kept.incarnation, region_store.descriptor_of
+                pool.descriptors,
+                pool.chunk_bytes,
+                kept.incarnation.descriptor,
+                kept.is_kept,
+                table_of=region_store.descriptor_of,
             )
             server = Server(core, endpoint, reports, owners, status, lent)
             region_store.restore_regions(kept.fds, core.restore_region)
@@ -231,7 +240,8 @@ async def run(
             signals.set_status(f"serving {engine.info.name} at {endpoint.directory}")
             if metrics_server:
                 metrics_server.start()
-        async with running_flows(shutdown.fail, server.run, region_store.run, tiering.run):
+        flows = [server.run, region_store.run, tiering.run, *([peers.run] if peers else [])]
+        async with running_flows(shutdown.fail, *flows):
             probe.allocate_memory()  # before any client can
             server.start()
             async with running_flows(shutdown.fail, health.run):
@@ -263,14 +273,14 @@ def identity_of(engine: CopyEngine, limits: LimitsConfig) -> DaemonIdentity:
     )
 
 
-def siblings_tier(config: Config, own: Path) -> SiblingsTierConfig | None:
-    """The tier of siblings; None if that is off. own: the daemon's directory."""
-    if not config.siblings.enabled:
+def make_peers(
+    config: Config, own: Path, core: Core, windows: MappedWindows | None
+) -> Peers | None:
+    """The sessions at siblings; None if they are off. own: the daemon's directory."""
+    if windows is None:
         return None
     further = map(Path, filter(None, config.siblings.directories.split(":")))
-    keys = sealed_memfd("kvferry-sibling-keys", TABLES_BYTES)
-    directories = config.directory, *further
-    return SiblingsTierConfig(own, directories, keys, config.siblings.store_all)
+    return Peers(own, (config.directory, *further), windows, core.used_contents, b"")
 
 
 def log_denied_calls(numa_node: int | None) -> None:

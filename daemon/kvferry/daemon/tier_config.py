@@ -136,31 +136,6 @@ class MooncakeTierConfig(Section, frozen=True):
         return {name: getattr(self, name) for name in names}
 
 
-class SiblingsTierConfig(msgspec.Struct, frozen=True):
-    """The pools of siblings as a tier; made from [siblings]. own: the daemon's directory.
-
-    directories: in which siblings are searched. keys: descriptor of their keys (key_table.py).
-    store_all: whether the pool stores also keys that siblings have.
-    """
-
-    own: Path
-    directories: tuple[Path, ...]
-    keys: int
-    store_all: bool
-
-    name: ClassVar[str] = "siblings"
-    module: ClassVar[str] = "kvferry.daemon.tiers.siblings.tier"
-    locality: ClassVar[str | None] = "LOCAL"
-    write: ClassVar[str] = "off"
-    admit_after: ClassVar[int] = 1
-    rate: ClassVar[str] = "0"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        directories = [str(directory) for directory in self.directories]
-        return {"own": str(self.own), "directories": directories, "keys": self.keys}
-
-
 # name: in logs, metrics and KV events. module, options: its function `open_tier(options, memory)`
 # runs in the tier's process. locality: whether other hosts can load its blocks; None: not known.
-TierConfig: TypeAlias = DiskTierConfig | CustomTierConfig | MooncakeTierConfig | SiblingsTierConfig
+TierConfig: TypeAlias = DiskTierConfig | CustomTierConfig | MooncakeTierConfig

@@ -26,7 +26,7 @@ from kvferry.daemon.core.tier_actions import (
     FetchReleased,
     FindKeys,
     KeysFound,
-    LendPool,
+    LendMemory,
     StoreDropped,
     StoreDroppedElsewhere,
 )
@@ -248,7 +248,7 @@ OwnersAction: TypeAlias = (
     | DropStore
 )
 Action: TypeAlias = (
-    SendStatus | SendStream | Broadcast | CloseSession | MapTensors | LendPool | OwnersAction
+    SendStatus | SendStream | Broadcast | CloseSession | MapTensors | LendMemory | OwnersAction
 )
 RegionChange: TypeAlias = RegionCreated | RegionUpdated | RegionFreed
 

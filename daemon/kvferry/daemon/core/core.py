@@ -32,6 +32,7 @@ from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.layout import split_spec
 from kvferry.daemon.core.lending import Lending
 from kvferry.daemon.core.namespaces import Namespaces
+from kvferry.daemon.core.ports import NO_PORTS, Ports
 from kvferry.daemon.core.promotions import Promotions
 from kvferry.daemon.core.records import KeptTensorsRecord, RecoveredRegion
 from kvferry.daemon.core.refused_engines import RefusedEngines
@@ -39,6 +40,7 @@ from kvferry.daemon.core.region import Region
 from kvferry.daemon.core.regions import MAX_REGIONS, Regions
 from kvferry.daemon.core.registration import OWN, OWN_SESSION
 from kvferry.daemon.core.registrations import Registrations
+from kvferry.daemon.core.siblings import NamespaceContents
 from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
     BlocksWritten,
@@ -46,14 +48,13 @@ from kvferry.daemon.core.tier_actions import (
     KeysFound,
     StoreDropped,
     StoreDroppedElsewhere,
-    TierDescription,
 )
 from kvferry.daemon.core.transfers import JobObserver, Transfers
 from kvferry.daemon.core.writes import Writes
 from kvferry.proto import messages as wire
 from kvferry.proto import status as wire_status
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused
-from kvferry.proto.lending import LendingRequest
+from kvferry.proto.lending import LendingMessage
 from kvferry.proto.protocol import format_protocol, protocol_number
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import Direction
@@ -66,7 +67,7 @@ class Core:
     """All bookkeeping of a daemon.
 
     own_bytes: bytes at the front of the pool for the daemon's own blocks. observe_job: see
-    transfers.JobObserver. tiers: those below the pool, fastest first.
+    transfers.JobObserver.
 
     errors: their number by code. writes: what the tiers take to write it. Every method is called on
     the event loop and returns without blocking.
@@ -79,7 +80,7 @@ class Core:
         own_bytes: int = 0,
         max_regions: int = MAX_REGIONS,
         observe_job: JobObserver = lambda *_: None,
-        tiers: tuple[TierDescription, ...] = (),
+        ports: Ports = NO_PORTS,
     ) -> None:
         self.identity = identity
         self.stopping = False
@@ -92,10 +93,10 @@ class Core:
         # need.
         self._waiting_requests: dict[str, RegionRequest] = {}
         self._regions = Regions(pool_bytes, own_bytes, max_regions)
-        self._namespaces = Namespaces(self._regions, tiers)
-        self._promotions = Promotions(self._namespaces, tiers)
-        self.lending = Lending(self._namespaces, self._promotions)
-        self.writes = Writes(self._namespaces, tiers)
+        self._namespaces = Namespaces(self._regions, ports)
+        self._promotions = Promotions(self._namespaces, ports.tiers)
+        self.lending = Lending(self._namespaces, is_enabled=ports.siblings.is_enabled)
+        self.writes = Writes(self._namespaces, ports.tiers)
         self._registrations = Registrations(self._regions, self._namespaces, self._owners)
         self._transfers = Transfers(self._registrations, identity.limits, observe_job)
 
@@ -208,7 +209,6 @@ class Core:
         self._waiting_requests.pop(session, None)
         self._namespaces.region_wanted = bool(self._waiting_requests)
         self._promotions.close_session(session)
-        self.lending.close_session(session)
         deferred = self._namespaces.close_session(session)
         moved = self._transfers.moved_bytes.pop(session, 0)
         cancels, unfinished = self._transfers.close_session(session)
@@ -275,6 +275,10 @@ class Core:
     def engines(self) -> tuple[wire_status.EngineStatus, ...]:
         return self._registrations.status(self._transfers.count_by_engine())
 
+    def used_contents(self) -> list[NamespaceContents]:
+        """Of the namespaces in use, what siblings must have, too."""
+        return self._namespaces.used_contents()
+
     def namespaces(self) -> tuple[wire_status.NamespaceStatus, ...]:
         return self._namespaces.status()
 
@@ -294,7 +298,7 @@ class Core:
             case wire.Reset(request_id):
                 reset = self._namespaces.handle_message(session, message)
                 return [*reset, *self._promotions.drop_store(session, request_id)]
-            case message if isinstance(message, LendingRequest):
+            case message if isinstance(message, LendingMessage):
                 return self.lending.handle(session, message)
             case wire.Subscribe() | wire.Pin() | wire.Unpin() | wire.Touch():
                 return self._namespaces.handle_message(session, message)

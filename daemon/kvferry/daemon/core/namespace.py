@@ -8,9 +8,8 @@ The transfer holds a Lease on them until it ends. Called by the core, on the eve
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,9 +20,10 @@ from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.cache.jobs import Pins, Reservation
 from kvferry.daemon.core.layout import BlockLayout, GroupExtent, Int64s, ResolvedBlocks
+from kvferry.daemon.core.ports import NO_PORTS, Ports
 from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.core.region import Region
-from kvferry.daemon.core.tier_actions import TierDescription
+from kvferry.daemon.core.siblings import NamespaceContents
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import Lookup, OffloadKey
@@ -32,8 +32,6 @@ from kvferry.proto.messages import KeyEvent, KeyEvents, Snapshot
 from kvferry.proto.specs import MAX_KEYS, Direction, GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.proto.status import NamespaceStatus
 
-# Called with the name of a store, and keys of it.
-FindHeld: TypeAlias = Callable[[str, Sequence[OffloadKey]], Set[OffloadKey]]
 # Host blocks whose keys are in one part of a snapshot, which is encoded between other messages.
 SNAPSHOT_BLOCKS = MAX_KEYS
 
@@ -56,7 +54,7 @@ class Lease(msgspec.Struct, frozen=True):
     def release_blocks(self, *, done: bool) -> None:
         """End the lease. The keys of a completed store become loadable."""
         if self.borrowed is not None:
-            self.borrowed.release(self.namespace.fingerprint.host_block_bytes if done else 0)
+            self.borrowed.release(done=done)
         if isinstance(self.held, Pins):
             self.namespace.cache.complete_load(self.held)
         else:
@@ -76,7 +74,7 @@ class Namespace:
         policy: str,
         threshold: int,
         changed: Callable[[Namespace], None],
-        tiers: Sequence[TierDescription] = (),
+        ports: Ports = NO_PORTS,
     ) -> None:
         self.name = fingerprint.name
         self.region = region
@@ -86,9 +84,6 @@ class Namespace:
         # Numbers of the registrations that use it.
         self.registrations: set[int] = set()
         self.subscribers: set[str] = set()
-        # Sessions of siblings that copy its blocks. They do not keep its region.
-        self.borrowers: set[str] = set()
-        self._find_held = next((tier.find_held for tier in tiers if tier.find_held), None)
         # Blocks that tiers may write into.
         self.promoting = 0
         self.sequence = 0
@@ -96,14 +91,15 @@ class Namespace:
         self.policy, self.threshold = policy, threshold
         # Why its engines have less host memory than they asked for.
         self.shortfall = ""
-        min_uses = [tier.min_uses for tier in tiers]
+        min_uses = [tier.min_uses for tier in ports.tiers]
         self.cache = Cache(region.num_blocks, policy, threshold, min_uses, region.table)
         self.cache.events.on_event = partial(changed, self)
-        lent_memory = next((tier.lent_memory for tier in tiers if tier.lent_memory), None)
-        self.borrowed = BorrowedKeys(lent_memory, self.cache)
+        self.borrowed = BorrowedKeys(ports.siblings, self.cache)
         self._pages: tuple[tuple[int, ...], ...] | None = None
         # GPU blocks in a host block.
         self._factor = 0
+        # What siblings must have, too; None before any registration.
+        self.contents: NamespaceContents | None = None
 
     @property
     def in_use(self) -> bool:
@@ -168,6 +164,7 @@ class Namespace:
                 given,
             )
         self._pages, self._factor = pages, factor
+        self._update_contents()
         self.registrations.add(registration)
 
     @property
@@ -192,6 +189,7 @@ class Namespace:
         self.generation, self._pages, self._factor = record.epoch + 1, record.pages, record.factor
         if record.epoch:
             self.region.table.begin_epoch(record.epoch)
+        self._update_contents()
         self.cache.restore_keys(record.factor)
 
     def check_keys(self, keys: Sequence[OffloadKey]) -> None:
@@ -238,7 +236,9 @@ class Namespace:
         be freed. generation: the new one, if it is larger than the next."""
         self.generation = max(self.generation + 1, generation)
         self.borrowed.clear()
-        return self.cache.reset(self.generation - 1)
+        deferred = self.cache.reset(self.generation - 1)
+        self._update_contents()
+        return deferred
 
     def lookups(self, keys: Sequence[OffloadKey]) -> list[Lookup | None]:
         """The lookup of each key, which is not counted. Borrowed keys are a HIT. None: it has no
@@ -296,7 +296,9 @@ class Namespace:
     ) -> tuple[Int64s, Lease]:
         """The host block of each key; -1 for those that are borrowed."""
         away = self.borrowed.places(keys)
-        borrowed = self.borrowed.blocks_of([keys[place] for place in away]) if away else None
+        borrowed = None
+        if away and self.contents is not None:
+            borrowed = self.borrowed.blocks_of(self.contents, [keys[place] for place in away])
         if borrowed is not None and (changed := borrowed.changed_keys()):
             self.borrowed.forget(changed)
             text = f"the sibling no longer has key {changed[0].hex()}; treat it as a miss"
@@ -315,6 +317,13 @@ class Namespace:
         blocks[here] = pins.blocks
         return blocks, Lease(self, pins, borrowed)
 
+    def _update_contents(self) -> None:
+        record, region = self.record, self.region
+        if record.composition:
+            self.contents = NamespaceContents(
+                self.name, record.composition, region.table.epoch, region.block_bytes, region.start
+            )
+
     def _check_part(self, key: OffloadKey, wanted: Part) -> None:
         stored = self.cache.stored_part(key)
         if stored is not None and not stored[0] <= wanted[0] < wanted[1] <= stored[1]:
@@ -332,9 +341,7 @@ class Namespace:
         # Of a key that occurs twice, the first place counts. One pass: each group has two parts.
         first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True)) if parts else {}
         named = {keys[at]: part for at, part in parts.items() if first[keys[at]] == at}
-        held: Set[OffloadKey] = frozenset()
-        if self._find_held is not None and self.store_name is not None:
-            held = self._find_held(self.store_name, keys)
+        held = self.borrowed.held_elsewhere(self.contents, keys)
         offered = [key for key in keys if key not in held] if held else keys
         reservation = self.cache.prepare_store(offered, named, keep)
         if reservation is None:

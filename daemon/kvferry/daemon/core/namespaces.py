@@ -24,11 +24,12 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.cache.policies import POLICIES
 from kvferry.daemon.core.namespace import Namespace
+from kvferry.daemon.core.ports import NO_PORTS, Ports
 from kvferry.daemon.core.records import RecoveredRegion, namespace_owner
 from kvferry.daemon.core.region import Region
 from kvferry.daemon.core.regions import Regions
 from kvferry.daemon.core.session_pins import SessionPins
-from kvferry.daemon.core.tier_actions import TierDescription
+from kvferry.daemon.core.siblings import NamespaceContents
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.messages import (
@@ -47,18 +48,17 @@ from kvferry.proto.status import NamespaceStatus
 
 # How many similar namespaces an Opened reply lists, and how many characters of each.
 MOST_UNLIKE, UNLIKE_CHARACTERS = 16, 512
+# The name of siblings among those of tiers, for clients.
+SIBLINGS = "siblings"
 # How many characters of a reason for less host memory the status has.
 SHORTFALL_CHARACTERS = 1024
 
 
 class Namespaces:
-    """All namespaces, and which session is in which.
+    """All namespaces, and which session is in which."""
 
-    tiers: those below the host pool, fastest first.
-    """
-
-    def __init__(self, regions: Regions, tiers: tuple[TierDescription, ...] = ()) -> None:
-        self._regions, self._tiers = regions, tiers
+    def __init__(self, regions: Regions, ports: Ports = NO_PORTS) -> None:
+        self._regions, self._ports, tiers = regions, ports, ports.tiers
         # Blocks of freed namespaces that were evicted before they were written into each tier.
         self._unwritten = [0] * len(tiers)
         self._by_name: dict[str, Namespace] = {}
@@ -118,8 +118,8 @@ class Namespaces:
             namespace.threshold,
             self._similar_namespaces(namespace),
             namespace.generation,
-            tuple(tier.name for tier in self._tiers),
-            any(tier.find_held for tier in self._tiers),
+            self._searched_names(),
+            self._ports.siblings.stores_once,
             namespace.shortfall,
         )
         return [SendMessage(session, reply)]
@@ -228,7 +228,12 @@ class Namespaces:
     def _make_namespace(
         self, region: Region, fingerprint: Fingerprint, policy: str, threshold: int
     ) -> Namespace:
-        return Namespace(region, fingerprint, policy, threshold, self._note_changed, self._tiers)
+        return Namespace(region, fingerprint, policy, threshold, self._note_changed, self._ports)
+
+    def _searched_names(self) -> tuple[str, ...]:
+        """What is searched below the own pool, fastest first."""
+        siblings = [SIBLINGS] if self._ports.siblings.is_enabled else []
+        return *siblings, *(tier.name for tier in self._ports.tiers)
 
     def _note_changed(self, namespace: Namespace) -> None:
         self._changed[namespace] = None
@@ -259,6 +264,10 @@ class Namespaces:
 
     def status(self) -> tuple[NamespaceStatus, ...]:
         return tuple(namespace.status() for namespace in self)
+
+    def used_contents(self) -> list[NamespaceContents]:
+        """The contents of each namespace in use in which an engine has registered."""
+        return [one.contents for one in self if one.has_users and one.contents is not None]
 
     def unwritten(self) -> list[int]:
         """For each tier, the blocks that were evicted before they were written into it."""

@@ -3,7 +3,7 @@
     FindInTiers -> FindKeys ... KeysFound (perhaps in parts) -> FetchBlocks, TiersFound
     ... BlocksFetched (keys become loadable or absent) ... FetchReleased (blocks are released)
 
-Keys that can be loaded directly from a sibling are not promoted, but borrowed (borrowed.py).
+Keys that a sibling has are not promoted, but borrowed (borrowed.py), before any tier is asked.
 A prefix is promoted only if reading it is expected to be faster than computing it. If it is not,
 and the rate of the tier is not known, some of its last keys are read nevertheless, to measure it:
 no request waits for them, as the first keys are absent. Called by the core, on the event loop.
@@ -97,8 +97,8 @@ class Promotions:
         """Ask the tiers for the absent keys, or reply at once. Raises Refused."""
         namespace = self._namespaces.require_namespace(session, message)
         namespace.check_keys(message.keys)
-        namespace.borrowed.expire(now)
-        states = namespace.cache.lookups(message.keys)
+        namespace.borrowed.search(namespace.contents, message.keys, now)
+        states = namespace.lookups(message.keys)
         keys = message.keys
         absent = dict.fromkeys(key for key, state in zip(keys, states, strict=True) if not state)
         dropping = any(drop[2].name == namespace.name for drop in self._drops.values())
@@ -154,8 +154,7 @@ class Promotions:
                 if drop is None:
                     return []
                 session, request_id, dropped = drop
-                inside = self._namespaces.namespace_of(session) is dropped
-                if not inside and session not in dropped.borrowers:
+                if self._namespaces.namespace_of(session) is not dropped:
                     return []
                 return [SendMessage(session, Done(request_id))]
             case StoreDroppedElsewhere(tier, name):
@@ -166,19 +165,6 @@ class Promotions:
                 self._drops[number] = "", 0, namespace
                 return [*self._namespaces.reset_namespace(namespace), others]
 
-    def reset_for_sibling(
-        self, namespace: Namespace, generation: int = 0, session: str = "", request_id: int = 0
-    ) -> list[Action]:
-        """Reset a namespace that a sibling has reset, and drop it in all other tiers.
-
-        generation: see Namespace.reset. session, request_id: of the sibling, for a Done.
-        """
-        number = next(self._numbers)
-        siblings = [tier.is_siblings for tier in self.tiers].index(True)
-        self._drops[number] = session, request_id, namespace
-        reset = self._namespaces.reset_namespace(namespace, generation)
-        return [*reset, DropStore(number, namespace.name, siblings)]
-
     def _promote_found(self, search: KeySearch, report: KeysFound) -> list[Action]:
         """Promote the prefix that was found, if that is worth it, and reply to the search.
 
@@ -188,9 +174,6 @@ class Promotions:
         if namespace.generation != search.generation:
             return [_resident_reply(namespace, search.session, message)]
         tier_of = dict(zip(search.keys, search.tier_of, strict=True))
-        if search.places is not None:
-            nbytes, start = namespace.fingerprint.host_block_bytes, namespace.region.start
-            namespace.borrowed.add(search.keys, search.places, nbytes, start, report.now)
         found, gained = _found_prefix(message.keys, namespace.lookups(message.keys), tier_of)
         most = max(1, int(PROMOTED_PART * namespace.region.num_blocks))
         if len(found) > (room := max(0, most - namespace.promoting)):
@@ -215,12 +198,8 @@ class Promotions:
         ]
 
     def _written_in(self, tier: int) -> list[int]:
-        """The tiers into which blocks that were promoted from this tier are not written.
-
-        A sibling writes its blocks into its own tiers, also those that are copied from it.
-        """
-        end = len(self.tiers) if self.tiers[tier].is_siblings else tier
-        others = [place for place in range(end) if not self.tiers[place].writes_promoted]
+        """The tiers into which blocks that were promoted from this tier are not written."""
+        others = [place for place in range(tier) if not self.tiers[place].writes_promoted]
         return [*{*others, tier}]
 
     def _start_fetches(

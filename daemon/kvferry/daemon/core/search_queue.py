@@ -11,9 +11,6 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import count
 
-import numpy as np
-
-from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.tier_actions import MAX_TIER_KEYS, FindKeys, KeysFound
 from kvferry.proto.errors import Code, Refused
@@ -32,7 +29,7 @@ class KeySearch:
     """One search of a session for absent keys.
 
     keys: that the tiers are asked for; the first `sent` of them were. store, generation: those of
-    the namespace at the beginning. parts: in flight. places: see KeysFound, of all keys.
+    the namespace at the beginning. parts: in flight.
     """
 
     session: str
@@ -43,7 +40,6 @@ class KeySearch:
     keys: tuple[OffloadKey, ...]
     # As in KeysFound.
     tier_of: list[int] = field(init=False)
-    places: Int64s | None = None
     sent: int = 0
     parts: int = 0
     ended: bool = False
@@ -105,10 +101,6 @@ class SearchQueue:
             return None
         search.parts -= 1
         search.tier_of[first : first + len(report.tier_of)] = report.tier_of
-        if report.places is not None:
-            if search.places is None:
-                search.places = np.full((len(search.keys), 3), -1, np.int64)
-            search.places[first : first + len(report.tier_of)] = report.places
         if -1 in report.tier_of:
             self._drop_unsent(search)
         if search.parts or search.sent < len(search.keys):

@@ -6,68 +6,31 @@ written. Actions and reports pass like those of actions.py. Event loop only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
 
 from kvferry.daemon.core.block_lines import Checksums
-from kvferry.daemon.core.layout import Bools, Int64s
-from kvferry.daemon.core.records import RegionOwner
-from kvferry.proto.keys import OffloadKey
+from kvferry.daemon.core.layout import Int64s
+from kvferry.daemon.core.region import Region
 
 # Keys of one FindKeys, FetchBlocks or WriteJob: with the longest keys, a request to the
 # process of a tier fits a datagram.
 MAX_TIER_KEYS = 1024
 
 
-# Given the name of a store and keys of it: those that a tier holds and the pool need not store.
-FindHeld: TypeAlias = Callable[[str, Sequence[OffloadKey]], Set[OffloadKey]]
-
-
-class LentMemory(Protocol):
-    """The pools of siblings, mapped read-only: blocks in them can be loaded directly.
-
-    rows: (4, n), of each block the number of its window, its offset from the start of the own pool,
-    its number in the sibling's block table, and its version there.
-    """
-
-    def resolve(self, places: Int64s, block_bytes: int, start: int) -> Int64s:
-        """The rows of blocks. places: (n, 3), of each block the window, its offset in the sibling's
-        pool and its version. The window is -1 if the block cannot be loaded directly.
-
-        start: of the namespace's region in the own pool.
-        """
-
-    def unchanged(self, rows: Int64s) -> Bools:
-        """Which blocks have not lost their contents since they had these versions; (n,)."""
-
-    def hold(self, rows: Int64s) -> None:
-        """A load reads these blocks: they stay mapped until `release`."""
-
-    def release(self, rows: Int64s, block_bytes: int) -> None:
-        """The load has ended. block_bytes: of each block; 0 if it has failed."""
-
-
 @dataclass(frozen=True, slots=True)
 class TierDescription:
     """A tier, as the core knows it. name: in status, metrics and KV events.
 
-    writes_promoted: whether blocks that were promoted from a slower tier, or from a sibling, are
-        written into it.
+    writes_promoted: whether blocks that were promoted from a slower tier are written into it.
     min_uses: the use from which on a block is written into it; the store of a key is a use, and
         each load and touch. 0: nothing is written.
-    locality: for KV events, see Place. is_siblings: whether it consists of the pools of siblings,
-        to which this daemon lends its own. find_held: see FindHeld; None: all keys are stored.
-    lent_memory: of the siblings.
+    locality: for KV events, see Place.
     """
 
     name: str
     writes_promoted: bool = False
     min_uses: int = 1
     locality: str | None = None
-    is_siblings: bool = False
-    find_held: FindHeld | None = None
-    lent_memory: LentMemory | None = None
 
 
 # Actions
@@ -120,16 +83,14 @@ class DropStore:
 
 
 @dataclass(frozen=True, slots=True)
-class LendPool:
-    """Reply PoolLent to a sibling. start, end: of the namespace's region, in bytes in the pool.
-    first: number of the first chunk that it wants. owner: of the region."""
+class LendMemory:
+    """Reply MemoryLent to a sibling. first: see BorrowMemory. keys: loadable ones of the region."""
 
     session: str
     request_id: int
-    start: int
-    end: int
-    first: int
-    owner: RegionOwner
+    region: Region
+    first: int | None
+    keys: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +131,6 @@ class KeysFound:
 
     rates: the read rate of each tier in bytes per second. queues: seconds that each tier
         needs to read the blocks in its queue. known: whether its rate was measured lately.
-    places: see LentMemory.resolve; None: no block can be loaded directly. now: time.monotonic().
     """
 
     search: int
@@ -178,8 +138,6 @@ class KeysFound:
     rates: tuple[float, ...]
     queues: tuple[float, ...]
     known: tuple[bool, ...]
-    places: Int64s | None = None
-    now: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

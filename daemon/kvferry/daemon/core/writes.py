@@ -59,14 +59,6 @@ class Writes:
             one.name: (one.store_name or "") if one.sessions else "" for one in self._namespaces
         }
 
-    def generations(self) -> dict[str, int]:
-        """The generation of each namespace with a session, by the name of its store."""
-        return {
-            store: one.generation
-            for one in self._namespaces
-            if one.sessions and (store := one.store_name)
-        }
-
     def take_writes(self, tier: int, limit: int, coldest: float) -> list[WriteJob]:
         """Hold up to `limit` blocks that are loadable and not in this tier, until BlocksWritten.
 

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 import msgspec
 
 from kvferry.daemon.tiers.base import TierUsage
-from kvferry.proto.status import SiblingStatus
 
 # In the answer to a lookup that failed.
 FAILED = 2
@@ -41,33 +40,6 @@ class TierBlocks(msgspec.Struct, frozen=True, array_like=True):
     offsets: bytes
     nbytes: int
     model: str = ""
-
-
-class FileOf(msgspec.Struct, frozen=True, array_like=True):
-    """A descriptor of the tier's process, and the inode of its file."""
-
-    descriptor: int
-    inode: int
-
-
-class LentFiles(msgspec.Struct, frozen=True, array_like=True):
-    """The memory of a sibling's namespace.
-
-    window: a number that no other has, also in later processes. directory: of the sibling. start:
-    of the namespace, in bytes in the sibling's pool. chunks: of that pool, from the one on in which
-    the namespace begins; all but the last of the pool have `chunk_bytes`. table: the file of the
-    namespace's block table. page: that of the pool's incarnation; another number than `incarnation`
-    there: a later daemon has the pool, and may have written anything.
-    """
-
-    window: int
-    directory: str
-    chunk_bytes: int
-    start: int
-    chunks: tuple[FileOf, ...]
-    table: FileOf
-    page: FileOf
-    incarnation: int
 
 
 class _Tagged(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -106,15 +78,11 @@ class DropRequest(_Tagged, frozen=True):
 
 class UsageRequest(_Tagged, frozen=True):
     """namespaces: those in the pool; of one in use the name of its store, else an empty one.
-    generations: of each of these stores, how often its namespace in the pool was reset. windows:
-    those of LentFiles from which blocks can be loaded directly.
 
     The reply is a UsageAnswer; those to other requests are an Answer.
     """
 
     namespaces: dict[str, str]
-    generations: dict[str, int] = {}
-    windows: tuple[int, ...] = ()
 
 
 # Replies
@@ -122,22 +90,17 @@ class UsageRequest(_Tagged, frozen=True):
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     """results: a byte for each key, a Result; of `contains`, 0, 1 or FAILED. generation: of the
-    namespace after a `contains` or a drop; -1: not known. places: after a `contains`, int64 (n, 3),
-    see LentMemory.resolve; or empty."""
+    namespace after a `contains` or a drop; -1: not known."""
 
     results: bytes
     generation: int = -1
-    places: bytes = b""
 
 
 class UsageAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """generations: as in Answer, of the namespaces in the request. siblings, lent: if the tier is
-    made of the pools of siblings."""
+    """generations: as in Answer, of the namespaces in the request."""
 
     usage: TierUsage
     generations: dict[str, int] = {}
-    siblings: tuple[SiblingStatus, ...] = ()
-    lent: tuple[LentFiles, ...] = ()
 
 
 # Notices

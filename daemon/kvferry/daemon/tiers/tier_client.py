@@ -31,7 +31,6 @@ from kvferry.daemon.tiers.messages import (
     ContainsRequest,
     DropRequest,
     FetchRequest,
-    LentFiles,
     LogLine,
     PutRequest,
     Started,
@@ -43,7 +42,6 @@ from kvferry.daemon.tiers.messages import (
     encode,
 )
 from kvferry.daemon.tiers.tier_process import DEFAULT_TIMES, PoolFiles, TierTimes, tier_program
-from kvferry.proto.status import SiblingStatus
 
 # Seconds for a put and a drop: nobody waits for them, but one that takes longer shows a dead tier.
 # Those of a put count from the last fetch or put that was answered: fetches overtake it.
@@ -87,8 +85,6 @@ class TierClient:
         self.config, self._times = config, times
         self.usage_request, self.dropped_elsewhere = usage_request, dropped_elsewhere
         self.usage = TierUsage()
-        self.siblings: tuple[SiblingStatus, ...] = ()
-        self.lent: tuple[LentFiles, ...] = ()
         self.counts = Counter[str]()
         # Why the process has ended; empty once it has started again.
         self.failure = ""
@@ -105,7 +101,6 @@ class TierClient:
         self._late: set[Released] = set()
         self._moved = 0.0
         self._drops = 0
-        self._asked = asyncio.Event()
         self._process = ChildProcess(
             tier_program(config, pool), times, self._handle_notice, self._note_death
         )
@@ -128,10 +123,6 @@ class TierClient:
         return self.is_on and not self._drops and all(reply.done() for reply in self._late)
 
     @property
-    def pid(self) -> int | None:
-        return self._process.pid
-
-    @property
     def in_flight(self) -> int:
         """Requests that the process has not answered."""
         return self._process.in_flight
@@ -148,21 +139,12 @@ class TierClient:
 
     # Requests
 
-    async def contains(
-        self,
-        namespace: str,
-        keys: Sequence[bytes],
-        seconds: float,
-        found: Callable[[bytes], None] = lambda _: None,
-    ) -> Results:
-        """Find out which keys the tier has: OK, MISS or ERROR, or LATE after `seconds`.
-
-        found: called with Answer.places.
-        """
+    async def contains(self, namespace: str, keys: Sequence[bytes], seconds: float) -> Results:
+        """Find out which keys the tier has: OK, MISS or ERROR, or LATE after `seconds`."""
         self._last_lookup = namespace, keys
         if not self.is_prompt:
             return [Result.MISS] * len(keys)
-        reply = self._look_up(namespace, keys, self.breaker.record_error, found)
+        reply = self._look_up(namespace, keys, self.breaker.record_error)
         ended = await self._wait(reply, seconds)
         if ended is Result.MISS:
             return [ended] * len(keys)
@@ -231,11 +213,6 @@ class TierClient:
         request = encode(self.usage_request())
         await self._wait(self._process.send(request, self._receive_usage), DROP_SECONDS)
 
-    async def until_asked(self) -> None:
-        """Wait until the usage was asked for again, as once per second."""
-        self._asked.clear()
-        await self._asked.wait()
-
     def _refuse(self, blocks: TierBlocks, result: Result) -> tuple[Results, Released]:
         released: Released = asyncio.get_running_loop().create_future()
         released.set_result(())
@@ -259,9 +236,8 @@ class TierClient:
         namespace: str,
         keys: Sequence[bytes],
         failed: Callable[[], None],
-        found: Callable[[bytes], None] = lambda _: None,
     ) -> Released:
-        receive = partial(self._receive_found, namespace, failed, found)
+        receive = partial(self._receive_found, namespace, failed)
         return self._process.send(encode(ContainsRequest(namespace, keys)), receive)
 
     async def _wait(
@@ -293,7 +269,6 @@ class TierClient:
         self,
         namespace: str,
         failed: Callable[[], None],
-        found: Callable[[bytes], None],
         payload: bytes,
     ) -> Results:
         answer = decode_answer(payload)
@@ -302,7 +277,6 @@ class TierClient:
             failed()
         if self._note_generation(namespace, answer.generation):
             return [Result.MISS] * len(answer.results)
-        found(answer.places)
         return [LOOKUP_RESULTS[each] for each in answer.results]
 
     def _receive_moved(self, payload: bytes) -> Results:
@@ -321,7 +295,7 @@ class TierClient:
 
     def _receive_usage(self, payload: bytes) -> Results:
         answer = decode_usage(payload)
-        self.usage, self.siblings, self.lent = answer.usage, answer.siblings, answer.lent
+        self.usage = answer.usage
         for name, generation in answer.generations.items():
             if generation != NOT_KNOWN:  # else the first put asks
                 self._note_generation(name, generation)
@@ -350,7 +324,6 @@ class TierClient:
                     getattr(log, level, log.info)(event, tier=self.config.name, **fields)
 
     def _note_death(self, why: str) -> None:
-        self.lent = ()
         can_start = self._process.pid is not None  # else that says nothing about the tier
         if can_start:
             self.counts["deaths"] += 1
@@ -381,7 +354,6 @@ class TierClient:
             await self._process.until_ready()
             unsaved = self._generations.take_unsaved()
             await self.refresh_usage()
-            self._asked.set()
             if unsaved:
                 await asyncio.to_thread(self._generations.save, unsaved)
             await asyncio.sleep(USAGE_EVERY)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.daemon.processes import ProcessTimes, Program
-from kvferry.daemon.tier_config import SiblingsTierConfig, TierConfig
+from kvferry.daemon.tier_config import TierConfig
 from kvferry.daemon.tiers.messages import TierArguments
 
 WORKER = "kvferry.daemon.tiers.tier_worker"
@@ -46,6 +46,5 @@ class PoolFiles:
 def tier_program(tier: TierConfig, pool: PoolFiles) -> Program:
     chunks = tuple(pool.descriptors)
     arguments = TierArguments(chunks, pool.chunk_bytes, pool.nbytes, tier.module, tier.options)
-    inherited = (*chunks, tier.keys) if isinstance(tier, SiblingsTierConfig) else chunks
     given = [msgspec.json.encode(arguments).decode()]
-    return Program(f"{tier.name} tier", WORKER, given, inherited)
+    return Program(f"{tier.name} tier", WORKER, given, chunks)

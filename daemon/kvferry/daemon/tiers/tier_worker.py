@@ -44,7 +44,6 @@ from kvferry.daemon.tiers.messages import (
     ContainsRequest,
     DropRequest,
     FetchRequest,
-    LentFiles,
     LogLine,
     PutRequest,
     Started,
@@ -57,7 +56,6 @@ from kvferry.daemon.tiers.messages import (
 )
 from kvferry.daemon.tiers.pool_lock import lock_pool
 from kvferry.proto.errors import KVFerryError
-from kvferry.proto.status import SiblingStatus
 
 # Added to the daemon's nice value: transfers of the GPU are more urgent.
 NICER = 5
@@ -169,24 +167,18 @@ class TierWorker:
         match request:
             case FetchRequest() | PutRequest():
                 self._start(number, request)
-            case UsageRequest(namespaces, pool_generations, windows):
-                if note_pool := getattr(self._tier, "note_pool", None):
-                    note_pool(pool_generations, windows)
+            case UsageRequest(namespaces):
                 generations = {name: self._generation_of(name) for name in namespaces}
                 if note_used := getattr(self._tier, "note_used", None):
                     note_used(frozenset(filter(None, namespaces.values())))
-                siblings: tuple[SiblingStatus, ...] = getattr(self._tier, "siblings", tuple)()
-                lent: tuple[LentFiles, ...] = getattr(self._tier, "lent_files", tuple)()
-                answer = UsageAnswer(self._refresh_usage(), generations, siblings, lent)
+                answer = UsageAnswer(self._refresh_usage(), generations)
                 self._daemon.send(number, encode(answer))
             case ContainsRequest(namespace, keys):
                 try:
                     present = self._tier.contains(namespace, keys)
                     _check_results("contains", present, keys)
-                    locate = getattr(self._tier, "locate", None)
-                    places = locate(namespace, keys) if locate and any(present) else b""
                     generation = self._generation_of(namespace)
-                    found = Answer(bytes(map(bool, present)), generation, places)
+                    found = Answer(bytes(map(bool, present)), generation)
                 except Exception as error:
                     self._report_exception("contains", error)
                     found = Answer(bytes([FAILED]) * len(keys))

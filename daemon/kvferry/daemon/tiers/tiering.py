@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
-import numpy as np
 import structlog
 
 from kvferry.daemon.core.actions import Report
-from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.core.tier_actions import (
     BlocksFetched,
     DropStore,
@@ -35,20 +33,18 @@ from kvferry.daemon.core.tier_actions import (
 )
 from kvferry.daemon.core.writes import Writes
 from kvferry.daemon.processes import ProcessDied
-from kvferry.daemon.tier_config import SiblingsTierConfig, TierConfig
+from kvferry.daemon.tier_config import TierConfig
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.drop_markers import marker_directory
 from kvferry.daemon.tiers.drop_queue import DropQueue
 from kvferry.daemon.tiers.generations import Generations
 from kvferry.daemon.tiers.messages import TierBlocks, UsageRequest
 from kvferry.daemon.tiers.read_rate import ReadRate
-from kvferry.daemon.tiers.siblings.key_table import HeldKeys
-from kvferry.daemon.tiers.siblings.lent_memory import MappedWindows
 from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.tiers.write_check import WriteCheck
 from kvferry.daemon.tiers.write_out import COLDEST, WRITE_THROUGH, WriteOut
-from kvferry.proto.status import SiblingStatus, TierStatus
+from kvferry.proto.status import TierStatus
 
 # Seconds for a lookup. It takes milliseconds; this is what a request loses if a tier stops
 # answering, and a pause of a busy machine that is mostly shorter.
@@ -59,26 +55,10 @@ TierAction: TypeAlias = FindKeys | FetchBlocks | DropStore
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class SiblingMemory:
-    """Memory that the daemon shares with siblings and with their tier's process: their pools, and
-    the tables of their keys."""
-
-    windows: MappedWindows
-    keys: HeldKeys
-
-
-def description_of(tier: TierConfig, siblings: SiblingMemory | None = None) -> TierDescription:
-    """The description of a tier for the core. siblings: see AttachedTier."""
+def description_of(tier: TierConfig) -> TierDescription:
+    """The description of a tier for the core."""
     min_uses = tier.admit_after if tier.write in COLDEST else 0
-    through, find_held, lent = tier.write == WRITE_THROUGH, None, None
-    is_siblings = isinstance(tier, SiblingsTierConfig)
-    if isinstance(tier, SiblingsTierConfig) and siblings is not None:
-        find_held = None if tier.store_all else siblings.keys.find
-        lent = siblings.windows
-    return TierDescription(
-        tier.name, through, min_uses, tier.locality, is_siblings, find_held, lent
-    )
+    return TierDescription(tier.name, tier.write == WRITE_THROUGH, min_uses, tier.locality)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +72,10 @@ class DropTimes:
 
 @dataclass(eq=False, slots=True)
 class AttachedTier:
-    """A tier that is in use. markers: directory for the markers of drops. siblings: the daemon's
-    part of it, if it consists of their pools."""
+    """A tier that is in use. markers: directory for the markers of drops."""
 
     client: TierClient
     markers: Path
-    siblings: SiblingMemory | None = None
     rate: ReadRate = field(default_factory=lambda: ReadRate(time.monotonic))
     # Starts of the fetches that have not ended, by number, the oldest first.
     fetches: dict[int, float] = field(default_factory=dict)
@@ -112,14 +90,11 @@ def start_tiers(
     runtime_directory: Path,
     writes: Writes,
     report: Callable[[list[Report]], None],
-    siblings: SiblingMemory | None = None,
 ) -> list[AttachedTier]:
-    """Start the process of each tier. report: called with the drops of other daemons. siblings: see
-    AttachedTier."""
+    """Start the process of each tier. report: called with the drops of other daemons."""
 
     def usage_request() -> UsageRequest:
-        usable = () if siblings is None else siblings.windows.numbers
-        return UsageRequest(writes.namespaces(), writes.generations(), usable)
+        return UsageRequest(writes.namespaces())
 
     def report_drop(place: int, store: str) -> None:
         log.info("namespace dropped elsewhere", namespace=store)
@@ -135,24 +110,18 @@ def start_tiers(
             dropped_elsewhere=partial(report_drop, place),
             generations=Generations(markers / "generations"),
         )
-        is_siblings = isinstance(tier, SiblingsTierConfig)
-        attached.append(AttachedTier(client, markers, siblings if is_siblings else None))
+        attached.append(AttachedTier(client, markers))
     return attached
 
 
 @dataclass(eq=False, slots=True)
 class _Search:
     """A FindKeys in progress. tier_of: of each key the fastest tier that has it so far. left: tiers
-    without an answer. places: see KeysFound."""
+    without an answer."""
 
     action: FindKeys
     tier_of: list[int]
     left: int
-    places: Int64s | None = None
-
-    def note_places(self, places: bytes) -> None:
-        if places:
-            self.places = np.frombuffer(places, np.int64).reshape(-1, 3)
 
 
 class Tiering:
@@ -195,8 +164,6 @@ class Tiering:
                 self._start(flow)
             for tier in self._tiers:
                 self._start(tier.client.run())
-                if tier.siblings is not None:
-                    self._start(_map_siblings(tier.client, tier.siblings.windows))
             for place, write_out in self._write_outs.items():
                 check = WriteCheck(
                     self._writes, self._tiers[place].client, place, write_out.wake_up
@@ -223,15 +190,6 @@ class Tiering:
         """The state of each tier. counted: fields of TierStatus that the core counts, by tier."""
         return tuple(
             self._status_of(place, tier, counted) for place, tier in enumerate(self._tiers)
-        )
-
-    def siblings(self) -> tuple[SiblingStatus, ...]:
-        """The daemons whose blocks this one copies."""
-        return tuple(
-            tier.siblings.windows.count_in(each)
-            for tier in self._tiers
-            if tier.siblings is not None
-            for each in tier.client.siblings
         )
 
     def stop(self) -> None:
@@ -262,12 +220,7 @@ class Tiering:
     async def _search(self, search: _Search, place: int) -> None:
         """Ask one tier. The last one to answer reports the fastest tier that has each key."""
         tier, action = self._tiers[place], search.action
-        results: Sequence[Result] = [Result.MISS] * len(action.keys)
-        # Without siblings, no request waits for the process.
-        if tier.siblings is None or tier.siblings.keys.find(action.store, action.keys):
-            results = await tier.client.contains(
-                action.store, action.keys, FIND_SECONDS, search.note_places
-            )
+        results = await tier.client.contains(action.store, action.keys, FIND_SECONDS)
         hits = results.count(Result.OK)
         tier.client.counts["hits"] += hits
         tier.client.counts["misses"] += len(results) - hits
@@ -281,9 +234,7 @@ class Tiering:
         speeds = tuple(rate.bytes_per_second for rate in rates)
         queues = tuple(rate.queue_seconds for rate in rates)
         known = tuple(rate.is_known for rate in rates)
-        tier_of, now = tuple(search.tier_of), time.monotonic()
-        found = KeysFound(action.search, tier_of, speeds, queues, known, search.places, now)
-        self._report(found)
+        self._report(KeysFound(action.search, tuple(search.tier_of), speeds, queues, known))
 
     async def _promote(self, action: FetchBlocks) -> None:
         """Read blocks into the pool, and release them when nothing can write into them."""
@@ -316,10 +267,6 @@ class Tiering:
         after `DropTimes.report`. Meanwhile nothing of it is written."""
         for write_out in self._write_outs.values():
             write_out.hold_store(action.namespace)
-        for tier in self._tiers:
-            if isinstance(tier.client.config, SiblingsTierConfig):
-                # It must know the new generation before it gets a search, or this drop.
-                self._start(tier.client.refresh_usage())
         others = [drops for place, drops in enumerate(self._drops) if place != action.dropped_by]
         if others:
             confirmed = [drops.drop(action.namespace) for drops in others]
@@ -353,13 +300,3 @@ class Tiering:
             failure=client.failure,
             **numbers,
         )
-
-
-async def _map_siblings(client: TierClient, windows: MappedWindows) -> None:
-    """Map the memory that siblings lend, and tell the tier which of it can be used."""
-    while True:
-        await client.until_asked()
-        before = windows.numbers
-        await windows.update(client.lent, client.pid or 0)
-        if windows.numbers != before:
-            await client.refresh_usage()

@@ -32,6 +32,7 @@ from kvferry.daemon.core.tier_actions import (
 from kvferry.daemon.device.device_worker import Command, DeviceWorker
 from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
 from kvferry.daemon.persistence.region_store import RegionStore
+from kvferry.daemon.siblings.peers import Peers
 from kvferry.daemon.tiers.tiering import Tiering
 from kvferry.proto.messages import DaemonMessage
 
@@ -40,7 +41,7 @@ class ActionOwners:
     """The device worker, persistence, the tiers and observability.
 
     publish: publishes KV events to subscribers outside of the daemon. receive_own: gets the
-    messages to the daemon's own session.
+    messages to the daemon's own session. peers: None without siblings.
     """
 
     def __init__(
@@ -51,10 +52,11 @@ class ActionOwners:
         tiering: Tiering,
         publish: Callable[[PublishKVEvents], None],
         receive_own: Callable[[DaemonMessage], None],
+        peers: Peers | None = None,
     ) -> None:
         self._worker, self._region_store = worker, region_store
         self._kept_tensor_store, self._tiering = kept_tensor_store, tiering
-        self._publish, self._receive_own = publish, receive_own
+        self._publish, self._receive_own, self._peers = publish, receive_own, peers
 
     @property
     def busy(self) -> bool:
@@ -72,6 +74,8 @@ class ActionOwners:
                 self._receive_own(message)
             case RegionCreated() | RegionUpdated() | RegionFreed():
                 self._region_store.apply_change(action)
+                if self._peers is not None:
+                    self._peers.ask_soon()
             case KeepTensors():
                 self._kept_tensor_store.store_tensors(action)
             case ReleaseTensors(number):
