@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from kvferry.proto.errors import Gone, KVFerryError
+from kvferry.proto.lending import BorrowMemory, MemoryLent
 from kvferry.proto.messages import (
     Allocated,
     AllocateKVCaches,
@@ -38,9 +39,18 @@ RequestMessage: TypeAlias = (
     | Reset
     | StatusRequest
     | NamespacesRequest
+    | BorrowMemory
 )
 Reply: TypeAlias = (
-    Registered | Allocated | Released | Waited | Opened | Done | StatusReport | NamespacesReport
+    Registered
+    | Allocated
+    | Released
+    | Waited
+    | Opened
+    | Done
+    | StatusReport
+    | NamespacesReport
+    | MemoryLent
 )
 
 

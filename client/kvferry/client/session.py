@@ -32,7 +32,7 @@ from kvferry.client.session_state import RegistrationState, SessionState
 from kvferry.client.splitting import split_transfer
 from kvferry.client.tier_searches import SEARCH_TIMEOUT, TierSearch
 from kvferry.client.timeline import Timeline
-from kvferry.proto.codec import decode_message_to_client, encode
+from kvferry.proto.codec import decode_daemon_message, encode
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.memory import HostRegion
@@ -337,7 +337,7 @@ class ClientSession:
 
     def receive_message(self, data: bytes) -> None:
         """Handle a message of the daemon."""
-        match decode_message_to_client(data):
+        match decode_daemon_message(data):
             case Finished(results):
                 for result in results:
                     if (ended := self.jobs.add_result(result)) is not None:

@@ -30,7 +30,9 @@ from kvferry.daemon.config import Config, HealthConfig, LimitsConfig
 from kvferry.daemon.core.actions import OwnRequest, PoolRegistered
 from kvferry.daemon.core.core import Core, PoolBounds
 from kvferry.daemon.core.identity import DaemonIdentity
+from kvferry.daemon.core.ports import Ports
 from kvferry.daemon.core.regions import MAX_REGIONS
+from kvferry.daemon.core.siblings import NO_SIBLINGS
 from kvferry.daemon.core.transfers import MAX_GPU_BLOCKS
 from kvferry.daemon.daemon_connection import can_lower_priority
 from kvferry.daemon.device.command_queue import Ping
@@ -54,6 +56,8 @@ from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
 from kvferry.daemon.persistence.recovery import RecoveredState, chunks_of, recover_pool
 from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.daemon.reload import Reload
+from kvferry.daemon.siblings.peers import Peers
+from kvferry.daemon.siblings.windows import MappedWindows
 from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor
 from kvferry.daemon.thread_count import needed_threads
@@ -154,13 +158,14 @@ async def run(
     log_denied_calls(engine.numa_node)
     gc.set_threshold(*GC_THRESHOLDS)  # before a million keys are restored
     shutdown, reports, metrics = Shutdown(), ReportQueue(), Metrics()
-    tier_configs = config.tiers.used
+    tier_configs, windows = config.tiers.used, None
+    if config.siblings.enabled:
+        windows = MappedWindows(engine, pool, store_all=config.siblings.store_all)
     core = Core(
         identity_of(engine, config.limits),
         PoolBounds(pool.nbytes, HOST_BYTES, max_regions()),
-        epochs,
+        Ports(epochs, tuple(map(description_of, tier_configs)), windows or NO_SIBLINGS),
         metrics.jobs.count_job,
-        tuple(map(description_of, tier_configs)),
     )
     # Before the socket exists: a user who sees it may send SIGTERM.
     with signals.handled(shutdown.stop, config.stop.with_process):
@@ -177,7 +182,15 @@ async def run(
             publisher = KVEventPublisher(config.events.publish or f"ipc://{endpoint.events}")
             worker = DeviceWorker(engine, pool, reports.put_reports, shutdown.fail)
             scrub_rate = parse_bytes(config.integrity.scrub_rate)
-            region_store = RegionStore(checksums, kept.fd_store, reports.put_reports, scrub_rate)
+            region_store = RegionStore(
+                checksums,
+                kept.fd_store,
+                reports.put_reports,
+                scrub_rate,
+                kept.incarnation.number,
+                lends=windows is not None,
+            )
+            peers = make_peers(config, endpoint.directory, core, windows, epochs.identity)
             kept_tensor_store = KeptTensorStore(kept.fd_store)
             epoch_sync = EpochSync(epochs, reports.put_reports)
             tiering = Tiering(
@@ -195,7 +208,7 @@ async def run(
                 signals,
                 endpoint.find_problem,
             )
-            status = StatusAssembler(core, health, region_store, tiering)
+            status = StatusAssembler(core, health, region_store, tiering, peers)
             metrics_server = make_metrics_server(config, metrics, status)
             owners = ActionOwners(
                 worker,
@@ -203,9 +216,15 @@ async def run(
                 tiering,
                 publisher.publish,
                 probe.receive_reply,
+                peers,
             )
             lent = LentPool(
-                pool.descriptors, pool.chunk_bytes, kept.incarnation, region_store.descriptor_of
+                pool.descriptors,
+                pool.chunk_bytes,
+                kept.incarnation.descriptor,
+                kept.is_kept,
+                epochs.identity,
+                table_of=region_store.descriptor_of,
             )
             server = Server(core, endpoint, reports, owners, status, lent)
             region_store.restore_regions(kept.fds, core.restore_region)
@@ -232,7 +251,8 @@ async def run(
             signals.set_status(f"serving {engine.info.name} at {endpoint.directory}")
             if metrics_server:
                 metrics_server.start()
-        async with running_flows(shutdown.fail, server.run, region_store.run, tiering.run):
+        flows = [server.run, region_store.run, tiering.run, *([peers.run] if peers else [])]
+        async with running_flows(shutdown.fail, *flows):
             probe.allocate_memory()  # before any client can
             server.start()
             async with running_flows(shutdown.fail, health.run):
@@ -261,6 +281,19 @@ def identity_of(engine: CopyEngine, limits: LimitsConfig) -> DaemonIdentity:
         Limits(MAX_MESSAGE_BYTES, MAX_GPU_BLOCKS, stores + loads, stores, loads),
         time.monotonic(),
     )
+
+
+def make_peers(
+    config: Config, own: Path, core: Core, windows: MappedWindows | None, identity: bytes
+) -> Peers | None:
+    """The sessions at siblings; None if they are off.
+
+    own: the daemon's directory. identity: of the file with the epochs.
+    """
+    if windows is None:
+        return None
+    further = map(Path, filter(None, config.siblings.directories.split(":")))
+    return Peers(own, (config.directory, *further), windows, core.used_contents, identity)
 
 
 def log_denied_calls(numa_node: int | None) -> None:

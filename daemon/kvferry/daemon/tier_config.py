@@ -149,6 +149,7 @@ class MooncakeTierConfig(Section, frozen=True):
         return {name: getattr(self, name) for name in names}
 
 
-# name: in logs, metrics and KV events. is_shared: whether it is a SharedTier. module, options: its function `open_tier(options, memory)`
-# runs in the tier's process. locality: whether other hosts can load its blocks; None: not known.
+# name: in logs, metrics and KV events. is_shared: whether it is a SharedTier. module, options: its
+# function `open_tier(options, memory)` runs in the tier's process. locality: whether other hosts
+# can load its blocks; None: not known.
 TierConfig: TypeAlias = DiskTierConfig | CustomTierConfig | MooncakeTierConfig

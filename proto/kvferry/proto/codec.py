@@ -16,7 +16,7 @@ from msgspec.msgpack import Ext
 
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fd_passing import FdReply, FdRequest
-from kvferry.proto.messages import ClientMessage, DaemonMessage, MessageToClient
+from kvferry.proto.messages import ClientMessage, DaemonMessage
 
 # Limit for client messages: the daemon holds some of each connection. Two sides of MAX_MESSAGE_IDS
 # int64 ids take half of it, MAX_KEYS keys a quarter, and a layout of MAX_TENSORS tensors in as many
@@ -85,7 +85,6 @@ class Decoder(Generic[T]):
 
 
 decode_client_message: Decoder[ClientMessage] = Decoder(ClientMessage, MAX_MESSAGE_BYTES)
-decode_message_to_client: Decoder[MessageToClient] = Decoder(MessageToClient, MAX_REPLY_BYTES)
 decode_daemon_message: Decoder[DaemonMessage] = Decoder(DaemonMessage, MAX_REPLY_BYTES)
 decode_descriptor_request: Decoder[FdRequest] = Decoder(FdRequest, MAX_MESSAGE_BYTES)
 decode_descriptor_reply: Decoder[FdReply] = Decoder(FdReply, MAX_MESSAGE_BYTES)

@@ -1,13 +1,8 @@
-"""Messages between siblings: a daemon copies the blocks of another daemon of its host.
+"""Messages between siblings: a daemon loads blocks from the pool of another one of its host.
 
-    BorrowNamespace   ->
-                      <-   NamespaceLent | Error; perhaps Snapshot, KeyEvents
-    BorrowPool        ->
-                      <-   PoolLent | Error
-    LocateBlocks      ->
-                      <-   BlocksLocated | Error
-    ResetLent         ->
-                      <-   Done | Error
+    BorrowMemory      ->
+                      <-   MemoryLent | Error
+    Uses              ->
 
 The sender is a client of its sibling: they are messages of a session (messages.py).
 """
@@ -19,96 +14,61 @@ from typing import Annotated, TypeAlias
 from msgspec import Meta
 
 from kvferry.proto.message import Message
-from kvferry.proto.specs import MAX_COUNT, Count, Id, Key, Name, Positive
+from kvferry.proto.specs import Count, Id, Key, Name
 
-# Keys of one LocateBlocks, handles of one PoolLent, and offsets of blocks without a place.
-MAX_LOCATED, MAX_LENT_CHUNKS = 1024, 64
-ABSENT, UNCOMMITTED = -1, -2
-Checksum: TypeAlias = Annotated[int, Meta(ge=0)]
-Offset: TypeAlias = Annotated[int, Meta(ge=UNCOMMITTED, lt=MAX_COUNT)]
-# Far below MAX_COUNT: a sibling chooses it, and the daemon's later resets raise it further.
-Generation: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
+# Keys of one Uses, and handles of one MemoryLent.
+MAX_USES, MAX_LENT_CHUNKS = 1024, 64
+Word: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+# Bytes that name a page of epochs.
+PAGE_IDENTITY_BYTES = 16
 
 
-class BorrowNamespace(Message):
-    """Find a namespace whose blocks the sender, a sibling, wants to copy. Creates none.
+class BorrowMemory(Message):
+    """Request the memory of a namespace. Creates none.
 
-    store: name of the namespace and of the composition of its host blocks (Namespace.store_name).
-    generation: of the sibling's namespace; one that is behind has missed a reset, and is reset.
-    If the session did not borrow this namespace before, or `snapshot` is set, a Snapshot and
-    KeyEvents follow the reply.
+    composition: of its host blocks; another one has no exchangeable blocks. first: number of the
+        first chunk of the pool to lend; None: lend nothing, and describe the region.
     """
 
     request_id: Id
-    store: Name
-    generation: Generation
-    snapshot: bool = False
+    namespace: Name
+    composition: Word
+    first: Count | None = None
 
 
-class BorrowPool(Message):
-    """Request the pool's chunks with the borrowed namespace, from chunk `first` on."""
+class Uses(Message):
+    """The sender has found or loaded these keys of a namespace. They count as used."""
 
-    request_id: Id
-    first: Count = 0
-
-
-class LocateBlocks(Message):
-    """Request where the blocks of keys of the borrowed namespace are. Marks them as used."""
-
-    request_id: Id
-    keys: Annotated[tuple[Key, ...], Meta(max_length=MAX_LOCATED)]
+    namespace: Name
+    keys: Annotated[tuple[Key, ...], Meta(max_length=MAX_USES)]
 
 
-class ResetLent(Message):
-    """Reset the borrowed namespace because the sibling has reset its own. The daemon does not pass
-    it on to its siblings."""
+class MemoryLent(Message):
+    """The region of a namespace, and descriptors of it, which can only be read.
 
-    request_id: Id
-
-
-class NamespaceLent(Message):
-    """generation: of the namespace; 0: there is none with this name and composition."""
-
-    request_id: Id
-    generation: Count
-
-
-class PoolLent(Message):
-    """Handles of the pool's chunks from number `first` on; their descriptors can only be read.
-
-    All chunks of the pool but the last have `chunk_bytes`. end: after the last chunk with a part of
-    the namespace; there may be more chunks than handles. start: of the namespace, in bytes in the
-    pool, in the first chunk that is lent. table: handle of its block table, whose versions show
-    whether a block has changed; None if it is in no file. page: handle of a page that begins with
-    the pool's incarnation, a uint64, which is `incarnation` as long as this daemon has the pool:
-    a later daemon changes it before anything writes to the pool. table, page: with `first` only.
+    region: a number that no other region has; 0: there is none with these blocks. The same number
+        after a restart: it is the same memory. start: of the region, in bytes in the pool. All
+        chunks of the pool but the last have `chunk_bytes`; those from `first` to `end` - 1 have a
+        part of the region.
+    handles: of chunks, from the requested one on; there may be more chunks. table, page: handles of
+        the block table and of the pool's incarnation page; with chunk `first` only.
+    keys: loadable ones. is_kept: whether the memory stays the same over a restart. page_identity:
+        of the page of epochs that the daemon uses; empty: it has none.
     """
 
     request_id: Id
-    chunk_bytes: Positive
-    first: Count
-    end: Count
-    handles: Annotated[tuple[Id, ...], Meta(max_length=MAX_LENT_CHUNKS)]
+    region: Word = 0
+    chunk_bytes: Count = 0
     start: Count = 0
+    first: Count = 0
+    end: Count = 0
+    handles: Annotated[tuple[Id, ...], Meta(max_length=MAX_LENT_CHUNKS)] = ()
     table: Id | None = None
     page: Id | None = None
-    incarnation: Count = 0
+    keys: Count = 0
+    is_kept: bool = False
+    page_identity: Annotated[bytes, Meta(max_length=PAGE_IDENTITY_BYTES)] = b""
 
 
-class BlocksLocated(Message):
-    """Where the blocks of LocateBlocks are, as of now: nothing holds them.
-
-    offsets: in bytes in the pool; ABSENT, or UNCOMMITTED if the checksum is not computed yet.
-    checksums: XXH3 of each block's bytes, seeded with that of its key. versions: in the block
-        table. After a copy, the bytes are those of the block only if they have this checksum, or if
-        the block table still has this version and the pool its incarnation.
-    """
-
-    request_id: Id
-    offsets: Annotated[tuple[Offset, ...], Meta(max_length=MAX_LOCATED)]
-    checksums: Annotated[tuple[Checksum, ...], Meta(max_length=MAX_LOCATED)]
-    versions: Annotated[tuple[Count, ...], Meta(max_length=MAX_LOCATED)] = ()
-
-
-LendingRequest: TypeAlias = BorrowNamespace | BorrowPool | LocateBlocks | ResetLent
-LendingReply: TypeAlias = NamespaceLent | PoolLent | BlocksLocated
+LendingMessage: TypeAlias = BorrowMemory | Uses
+LendingReply: TypeAlias = MemoryLent

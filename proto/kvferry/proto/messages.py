@@ -45,7 +45,7 @@ from msgspec import Meta
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import EventKind
-from kvferry.proto.lending import LendingReply, LendingRequest
+from kvferry.proto.lending import LendingMessage, LendingReply
 from kvferry.proto.memory import Allocations, HostRegion, Locations
 from kvferry.proto.message import Message
 from kvferry.proto.results import JobResult
@@ -390,12 +390,12 @@ ClientMessage: TypeAlias = (
     | Touch
     | Reset
     | FindInTiers
-    | LendingRequest
+    | LendingMessage
     | StatusRequest
     | NamespacesRequest
     | Goodbye
 )
-MessageToClient: TypeAlias = (
+DaemonMessage: TypeAlias = (
     Welcome
     | Registered
     | Allocated
@@ -407,9 +407,9 @@ MessageToClient: TypeAlias = (
     | TiersFound
     | Snapshot
     | KeyEvents
+    | LendingReply
     | StatusReport
     | NamespacesReport
     | Error
     | Goodbye
 )
-DaemonMessage: TypeAlias = MessageToClient | LendingReply

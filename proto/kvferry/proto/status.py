@@ -248,9 +248,9 @@ class VerificationStatus(Part):
 
 
 class SiblingStatus(Part):
-    """Another daemon of the host, whose blocks this one copies. Numbers count since its start.
+    """Another daemon of the host, whose blocks this one loads. Numbers count since its start.
 
-    state: "on", or why its blocks are not copied.
+    state: "on", or why its blocks are not loaded.
     """
 
     metrics_prefix: ClassVar[str] = "sibling_"
@@ -258,15 +258,6 @@ class SiblingStatus(Part):
     directory: Annotated[str, MetricLabel("sibling")]
     state: str
     keys: Annotated[int, gauge("Keys that the sibling has.")] = 0
-    copied: Annotated[
-        int, counter("Blocks copied from the sibling.", "blocks", result="copied", text="")
-    ] = 0
-    missed: Annotated[
-        int,
-        counter("Blocks that were gone when they were copied.", "blocks", result="missed", text=""),
-    ] = 0
-    copied_bytes: Annotated[int, counter("Bytes copied from the sibling.", text="")] = 0
-    copy_seconds: Annotated[float, counter("Time of the copies.", text="")] = 0.0
     loaded: Annotated[
         int, counter("Blocks loaded from the sibling's pool directly.", "blocks", result="loaded")
     ] = 0
@@ -274,7 +265,7 @@ class SiblingStatus(Part):
     mapped_bytes: Annotated[int, gauge("Bytes of the sibling's pool that are mapped.", text="")] = 0
 
     @property
-    def is_on(self) -> Annotated[bool, gauge("Whether its blocks are copied: 1 or 0.", "on")]:
+    def is_on(self) -> Annotated[bool, gauge("Whether its blocks are loaded: 1 or 0.", "on")]:
         return self.state == "on"
 
 
@@ -377,8 +368,8 @@ class DaemonStatus(Part):
     verification: VerificationStatus | None = None
     tiers: tuple[TierStatus, ...] = ()
     siblings: tuple[SiblingStatus, ...] = ()
-    located: Annotated[
-        int, counter("Blocks whose place was told to siblings.", "lent_blocks", text="")
+    lent: Annotated[
+        int, counter("Blocks that siblings have found or loaded here.", "lent_blocks", text="")
     ] = 0
     refused_engines: dict[str, ErrorInfo] = msgspec.field(default_factory=dict)
 

@@ -107,7 +107,7 @@ def _rows(daemon: DaemonHistory, sample: StatusSample, width: int) -> Iterator[R
     yield _link_row(daemon, status, width, wide)
     yield _queue_row(status, daemon.rates)
     yield _pool_row(status.pool, width)
-    yield from (tier_row(tier, status.siblings) for tier in status.tiers)
+    yield from (tier_row(tier) for tier in status.tiers)
     check = status.verification
     if check is not None and check.decided_bytes < check.total_bytes:
         yield Text.assemble(("verified ", "dim"), format_verified(check))

@@ -105,10 +105,10 @@ def _status_lines(status: DaemonStatus, namespaces: Namespaces, width: int) -> I
     yield from rows("process", [*process, f"boot {status.boot_id}"], width)
     yield from _health_lines(status, width)
     yield from _pool_lines(status.pool, width)
-    yield from tier_lines(status.tiers, width, status.siblings)
+    yield from tier_lines(status.tiers, width)
     yield from sibling_lines(status.siblings, width)
-    if status.located:
-        yield from rows("lent", [f"{status.located:,} blocks to siblings"], width)
+    if status.lent:
+        yield from rows("lent", [f"{status.lent:,} blocks to siblings"], width)
     if status.verification is not None:
         yield from rows("verified", [format_verified(status.verification)], width)
     yield from _total_lines(status.totals, width)

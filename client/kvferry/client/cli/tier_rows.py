@@ -9,8 +9,6 @@ from rich.text import Text
 from kvferry.client.cli.units import numbers, printable, rows, short_duration, size
 from kvferry.proto.status import SiblingStatus, TierStatus
 
-# The name of the tier of the host's other daemons.
-SIBLINGS = "siblings"
 # How each state is shown, and its style.
 STATES = {
     "on": ("on", "green"),
@@ -20,12 +18,10 @@ STATES = {
 }
 
 
-def tier_lines(
-    tiers: Sequence[TierStatus], width: int, siblings: Sequence[SiblingStatus] = ()
-) -> Iterator[Text]:
+def tier_lines(tiers: Sequence[TierStatus], width: int) -> Iterator[Text]:
     """Rows of `kvferry status`: the usage and the numbers of each tier."""
     for tier in tiers:
-        head = _state(tier, siblings)
+        head = _state(tier)
         if tier.read_only:
             head.append(Text(f"read-only: {printable(tier.read_only)}", "red"))
         yield from rows(printable(tier.name), head, width)
@@ -38,10 +34,10 @@ def tier_lines(
             yield from rows("", [printable(tier.failure)], width, "red")
 
 
-def tier_row(tier: TierStatus, siblings: Sequence[SiblingStatus] = ()) -> Text:
+def tier_row(tier: TierStatus) -> Text:
     """For `top`: one line."""
     name = f"{printable(tier.name)[:8]:<9}", "dim"
-    text = Text.assemble(name, Text(" · ").join(_state(tier, siblings)))
+    text = Text.assemble(name, Text(" · ").join(_state(tier)))
     if tier.hits + tier.misses:
         text.append(f" · hits {_hits(tier)}")
     if tier.read_only:
@@ -56,23 +52,14 @@ def sibling_lines(siblings: Sequence[SiblingStatus], width: int) -> Iterator[Tex
     for sibling in siblings:
         state = Text(printable(sibling.state), "green" if sibling.is_on else "yellow")
         yield from rows("sibling", [printable(sibling.directory), state], width)
-        copied = f"copied {size(sibling.copied_bytes)} in {sibling.copied:,} blocks"
-        if sibling.copy_seconds:
-            copied += f" ({size(sibling.copied_bytes / sibling.copy_seconds)}/s)"
         mapped = f"{size(sibling.mapped_bytes)} mapped" if sibling.mapped_bytes else "not mapped"
         loaded = f"loaded {size(sibling.loaded_bytes)} in {sibling.loaded:,} blocks"
-        parts = [f"{sibling.keys:,} keys", mapped, loaded, copied]
-        if sibling.missed:
-            parts.append(f"{sibling.missed:,} gone")
-        yield from rows("", parts, width, "dim")
+        yield from rows("", [f"{sibling.keys:,} keys", mapped, loaded], width, "dim")
 
 
-def _state(tier: TierStatus, siblings: Sequence[SiblingStatus]) -> list[Text]:
+def _state(tier: TierStatus) -> list[Text]:
     """Whether the tier is used, and its usage. A client of a store that others use counts none."""
     parts = [Text(*STATES.get(tier.state, (tier.state, "")))]
-    if tier.name == SIBLINGS:
-        found = f"{len(siblings)} found" if siblings else "none found"
-        parts.append(Text(found, "" if siblings else "dim"))
     if tier.capacity_bytes or tier.used_bytes or tier.keys:
         bound = f"of {size(tier.capacity_bytes)}" if tier.capacity_bytes else "used"
         parts.append(Text(f"{size(tier.used_bytes)} {bound}"))

@@ -25,7 +25,7 @@ def siblings(context: CheckContext) -> Iterator[Finding]:
             yield ok(check, f"on, {sibling.keys:,} keys")
         else:
             reason, _, change = sibling.state.partition("; ")
-            yield warn(check, f"its blocks are not copied: {reason}", change or _SEE_SIBLINGS)
+            yield warn(check, f"its blocks are not loaded: {reason}", change or _SEE_SIBLINGS)
 
 
 def _check_tier(check: str, tier: TierStatus) -> Iterator[Finding]:

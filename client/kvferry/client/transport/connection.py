@@ -54,6 +54,11 @@ class Connection:
 
     # Seconds between two calls of check_alive, while a client polls.
     alive_check_interval = 0.02
+    # Bytes of a message above which the connection is closed. A message that is a little too large
+    # is refused with a reason when it is decoded.
+    max_message_bytes = 2 * MAX_REPLY_BYTES
+    # Messages that one call of receive_messages handles at most.
+    receives_at_once = sys.maxsize
     # A lookup receives messages first if more seconds have passed since the last time.
     mirror_max_age = 200e-6
 
@@ -76,8 +81,7 @@ class Connection:
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, RECEIVED_MESSAGES)
-        # A message that is a little too large is refused with a reason when it is decoded.
-        self.socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_REPLY_BYTES)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, self.max_message_bytes)
         address = f"inproc://monitor-{next(_monitors)}"
         self._connected = self._disconnected = self._forbidden = False
         self.monitor = self.socket.get_monitor_socket(_EVENTS, address)
@@ -105,12 +109,11 @@ class Connection:
             self.check_alive()
             raise Refused(Code.BUSY, "the send queue is full; try again later") from None
 
-    def receive_messages(self, handle: Callable[[bytes], None], most: int = sys.maxsize) -> bool:
-        """Call `handle` for the messages that have arrived, at most for so many. Returns whether
-        there was any."""
+    def receive_messages(self, handle: Callable[[bytes], None]) -> bool:
+        """Call `handle` for the messages that have arrived. Returns whether there was any."""
         get, recv = self.socket.get, self.socket.recv
         received = 0
-        while received < most and cast(int, get(zmq.EVENTS)) & POLLIN:
+        while received < self.receives_at_once and cast(int, get(zmq.EVENTS)) & POLLIN:
             with contextlib.suppress(zmq.Again):
                 handle(recv(zmq.NOBLOCK))
                 received += 1

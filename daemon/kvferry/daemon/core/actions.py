@@ -13,7 +13,6 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvferry.daemon.core.block_table import BlockTable
 from kvferry.daemon.core.cache.deferred_free import FreedInSteps
 from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s
 from kvferry.daemon.core.records import KeptTensorsRecord, RegionOwner, RegionRecord
@@ -28,7 +27,7 @@ from kvferry.daemon.core.tier_actions import (
     FetchReleased,
     FindKeys,
     KeysFound,
-    LendPool,
+    LendMemory,
     SettleEpochs,
     StoresFound,
     SyncEpochs,
@@ -176,21 +175,11 @@ class UnmapTensors:
 
 
 class StartTransfer(msgspec.Struct, frozen=True):
-    """Start a transfer. session, job_id: its session, and its id there.
-
-    loaded: the host blocks of a load, and their block table.
-    """
+    """Start a transfer. session, job_id: its session, and its id there."""
 
     plan: CopyPlan
     session: str
     job_id: int
-    loaded: tuple[BlockTable, Int64s] | None = None
-
-    def record_use(self) -> None:
-        """Record the use of a load's blocks. Called when the device worker has the transfer."""
-        if self.loaded is not None:
-            table, blocks = self.loaded
-            table.lines.touch(blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +242,7 @@ OwnersAction: TypeAlias = (
     | SettleEpochs
 )
 Action: TypeAlias = (
-    SendStatus | SendStream | Broadcast | CloseSession | MapTensors | LendPool | OwnersAction
+    SendStatus | SendStream | Broadcast | CloseSession | MapTensors | LendMemory | OwnersAction
 )
 RegionChange: TypeAlias = RegionCreated | RegionUpdated | RegionFreed
 
@@ -355,7 +344,8 @@ class OwnRequest:
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """A command is not finished: post its rest, after commands that were posted meanwhile."""
+    """A command is not finished: the server posts its rest, when the core has handled the reports
+    before this one."""
 
     command: CancelTransfers | ForgetStores
 

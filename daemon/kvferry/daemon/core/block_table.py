@@ -39,6 +39,7 @@ from kvferry.daemon.core.block_lines import (
     Part,
     Versions,
 )
+from kvferry.daemon.core.key_table import Hashes, KeyTable
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.layout import Bools, Int64s
 
@@ -94,6 +95,8 @@ class BlockTable:
         self.lines = BlockLines(num_blocks, key_bytes, memory)
         # The name of its contents. Lines of another one are free.
         self.epoch = 0
+        # Where siblings find its keys; None if they do not search it.
+        self.key_table: KeyTable | None = None
         self._states = np.zeros(num_blocks, np.uint8)
         self._counts = [num_blocks, *[0] * (STATES - 1)]
         # How often jobs hold each block, and the number of blocks that any job holds.
@@ -185,6 +188,7 @@ class BlockTable:
             self._move(some, STORED_PART)
             blocks = blocks[~np.isin(blocks, some)]
         self._move(blocks, STORED)
+        self._show_keys(blocks)
 
     def restore(self, factor: int) -> tuple[Int64s, tuple[OffloadKey, ...]]:
         """Mark the blocks that an earlier daemon committed as unverified.
@@ -224,9 +228,11 @@ class BlockTable:
 
     def set_verified(self, blocks: Int64s) -> None:
         """Unverified blocks match their checksums. Others are ignored."""
+        whole = blocks[self.among(blocks, UNVERIFIED)]
         self.lines.validate(blocks[self.among(blocks, *UNCHECKED)])
-        self._move(blocks[self.among(blocks, UNVERIFIED)], COMMITTED)
+        self._move(whole, COMMITTED)
         self._move(blocks[self.among(blocks, UNVERIFIED_PART)], COMMITTED_PART)
+        self._show_keys(whole)
 
     def drop(self, blocks: Int64s) -> Int64s:
         """Occupied blocks lose their contents. Returns those that become free."""
@@ -259,6 +265,14 @@ class BlockTable:
         own = self.lines.memory["epoch"] == self.epoch
         loadable = self.among(np.arange(self.num_blocks), *LOADABLE)
         assert (odd & own == loadable).all(), "versions and states differ"
+
+    def share_keys(self, buckets: Hashes) -> None:
+        """Show the keys of blocks that are loadable as a whole from now on in a key table."""
+        self.key_table = KeyTable(buckets, self.num_blocks, lambda some: self.among(some, *HITS))
+
+    def _show_keys(self, blocks: Int64s) -> None:
+        if self.key_table is not None and blocks.size:
+            self.key_table.add(self.lines.keys(blocks), blocks)
 
     def _move(self, blocks: Int64s, state: int) -> None:
         if not blocks.size:

@@ -1,15 +1,17 @@
 """Borrowed keys: those whose blocks are loaded directly from the pool of a sibling.
 
-A search in the tiers finds them (promotions.py). Nothing is held at the sibling: after the copy, a
-load counts only if the sibling's block table still has the version of each block. Mirrors see the
-keys as stored. After BORROWED_SECONDS the next search compares the versions, and forgets the keys
-whose blocks have changed. A search that finds a key again replaces its place. Called by the core,
-on the event loop.
+A search of the namespace finds them (promotions.py), before any tier is asked. Nothing is held at
+the sibling: after the copy, a load counts only if the sibling's block table still has the version
+of each block. Mirrors see the keys as stored.
+
+A search names the whole prefix of a request. It refreshes each of its keys that is still there, and
+forgets the others. BORROWED_SECONDS after that, keys whose blocks have changed are forgotten.
+Called by the core, on the event loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import islice, takewhile
 
 import msgspec
@@ -17,7 +19,7 @@ import numpy as np
 
 from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.layout import Int64s
-from typing import Any as LentMemory
+from kvferry.daemon.core.siblings import NamespaceContents, Siblings
 from kvferry.proto.keys import EventKind, Lookup, OffloadKey
 
 # A request is scheduled within this time after its search. Meanwhile a sibling hardly evicts the
@@ -29,69 +31,92 @@ _ABSENT = None, Lookup.MISS
 
 
 class BorrowedBlocks(msgspec.Struct, frozen=True, eq=False):
-    """Blocks of siblings that a load reads. rows: see LentMemory."""
+    """Blocks of siblings that a load reads. rows: see Siblings."""
 
-    memory: LentMemory
+    siblings: Siblings
+    contents: NamespaceContents
     keys: tuple[OffloadKey, ...]
     rows: Int64s
 
     def hold(self) -> None:
-        self.memory.hold(self.rows)
+        self.siblings.hold(self.rows)
 
-    def release(self, block_bytes: int) -> None:
-        self.memory.release(self.rows, block_bytes)
+    def release(self, *, done: bool) -> None:
+        """The load has ended, which is a use of the blocks if it is done."""
+        if done:
+            self.siblings.note_uses(self.contents, self.rows, self.keys)
+        self.siblings.release(self.rows, self.contents.block_bytes if done else 0)
 
     def changed_keys(self) -> list[OffloadKey]:
         """The keys whose blocks may have had other bytes while they were read."""
-        same = self.memory.unchanged(self.rows).tolist()
+        same = self.siblings.unchanged(self.rows).tolist()
         return [key for key, kept in zip(self.keys, same, strict=True) if not kept]
 
 
 class BorrowedKeys:
-    """The borrowed keys of one namespace. memory: None if there are no siblings. cache: of the
-    namespace; mirrors get no events about keys that it has."""
+    """The borrowed keys of one namespace. cache: of the namespace; mirrors get no events about keys
+    that it has."""
 
-    def __init__(self, memory: LentMemory | None, cache: Cache) -> None:
-        self._memory, self._cache = memory, cache
-        # A row of LentMemory, and until when it is used; the oldest first.
+    def __init__(self, siblings: Siblings, cache: Cache) -> None:
+        self._siblings, self._cache = siblings, cache
+        # A row of Siblings, and until when it is used; the oldest first.
         self._found: dict[OffloadKey, tuple[list[int], float]] = {}
 
     def __len__(self) -> int:
         return len(self._found)
 
-    def add(
-        self,
-        keys: Sequence[OffloadKey],
-        places: Int64s,
-        block_bytes: int,
-        start: int,
-        now: float,
-    ) -> None:
-        """Borrow those of these keys that can be loaded directly.
+    @property
+    def deadline(self) -> float | None:
+        """When `expire` has something to do; None if nothing is borrowed."""
+        return next((until for _, until in self._found.values()), None)
 
-        places, block_bytes, start: see LentMemory.resolve.
+    def search(
+        self, contents: NamespaceContents | None, keys: Sequence[OffloadKey], now: float
+    ) -> None:
+        """Borrow those of these keys that the cache does not have and a sibling has.
+
+        contents: None before any registration. now: time.monotonic() in seconds.
         """
-        if self._memory is None:
+        self.expire(now)
+        if contents is None or not self._siblings.is_enabled:
             return
-        rows = self._memory.resolve(places, block_bytes, start)
-        added = list[OffloadKey]()
-        for key, row in zip(keys, rows.T.tolist(), strict=True):
+        states = zip(keys, self._cache.lookups(keys), strict=True)
+        absent = list(dict.fromkeys(key for key, state in states if state in _ABSENT))
+        if not absent:
+            return
+        rows = self._siblings.find(contents, absent)
+        known, added, found = dict[OffloadKey, list[int]](), list[OffloadKey](), rows[0] >= 0
+        for key, row in zip(absent, rows.T.tolist(), strict=True):
+            before = self._found.pop(key, None)
             if row[0] >= 0:
-                self._found.pop(key, None)
                 self._found[key] = row, now + BORROWED_SECONDS
-                added.append(key)
+                if before is None:
+                    added.append(key)
+            elif before is not None:
+                known[key] = before[0]
+        self._keep_unchanged(known, now)
         self._add_events(EventKind.BORROWED, added)
+        self.forget(list(islice(self._found, max(0, len(self._found) - MAX_BORROWED))))
+        if found.any():
+            there = [key for key, is_found in zip(absent, found.tolist(), strict=True) if is_found]
+            self._siblings.note_uses(contents, rows[:, found], there)
+
+    def held_elsewhere(
+        self, contents: NamespaceContents | None, keys: Sequence[OffloadKey]
+    ) -> Set[OffloadKey]:
+        """Those of these keys that a store leaves out, because a sibling has them."""
+        if contents is None or not self._siblings.stores_once:
+            return frozenset()
+        held = self._siblings.find(contents, keys)[0] >= 0
+        return {keys[place] for place in np.flatnonzero(held).tolist()}
 
     def expire(self, now: float) -> None:
-        """Of the keys that were found too long ago, forget those whose blocks have changed."""
-        surplus = max(0, len(self._found) - MAX_BORROWED)
-        self.forget(list(islice(self._found, surplus)))
-        late = [key for key, _ in takewhile(lambda each: each[1][1] <= now, self._found.items())]
-        if late:
-            self.forget(self.blocks_of(late).changed_keys())
-            for key in late:
-                if (found := self._found.pop(key, None)) is not None:
-                    self._found[key] = found[0], now + BORROWED_SECONDS
+        """Of the keys that were refreshed too long ago, forget those whose blocks have changed."""
+        late = takewhile(lambda each: each[1][1] <= now, self._found.items())
+        rows = {key: row for key, (row, _) in late}
+        for key in rows:
+            del self._found[key]
+        self._keep_unchanged(rows, now)
 
     def forget(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
@@ -101,11 +126,10 @@ class BorrowedKeys:
     def clear(self) -> None:
         self._found.clear()
 
-    def blocks_of(self, keys: Sequence[OffloadKey]) -> BorrowedBlocks:
+    def blocks_of(self, contents: NamespaceContents, keys: Sequence[OffloadKey]) -> BorrowedBlocks:
         """The blocks of borrowed keys."""
-        assert self._memory is not None
         rows = np.array([self._found[key][0] for key in keys], np.int64).T
-        return BorrowedBlocks(self._memory, tuple(keys), rows)
+        return BorrowedBlocks(self._siblings, contents, tuple(keys), rows)
 
     def places(self, keys: Sequence[OffloadKey]) -> list[int]:
         """The places of the keys that a load must read from siblings: the cache has no hit."""
@@ -127,6 +151,16 @@ class BorrowedKeys:
             Lookup.HIT if key in self._found else state
             for key, state in zip(keys, states, strict=True)
         ]
+
+    def _keep_unchanged(self, rows: dict[OffloadKey, list[int]], now: float) -> None:
+        """Borrow keys on whose blocks have not changed, and forget the others."""
+        if not rows:
+            return
+        same = self._siblings.unchanged(np.array(list(rows.values()), np.int64).T).tolist()
+        for (key, row), kept in zip(rows.items(), same, strict=True):
+            if kept:
+                self._found[key] = row, now + BORROWED_SECONDS
+        self.forget([key for key, kept in zip(rows, same, strict=True) if not kept])
 
     def _add_events(self, kind: EventKind, keys: Sequence[OffloadKey]) -> None:
         if keys:

@@ -9,61 +9,49 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from kvferry.daemon.core.actions import (
     Action,
     BlocksCorrupted,
     BlocksVerified,
     CloseSession,
-    Continue,
-    CopyCalibrated,
     OwnRequest,
-    Pong,
-    PoolRegistered,
     Report,
     SendMessage,
     SendStatus,
-    TensorsMapped,
     TensorsUnmapped,
-    TransferCompleted,
 )
+from kvferry.daemon.core.dispatch import MessageTable, ReportTable
 from kvferry.daemon.core.engine_owners import EngineOwners
-from kvferry.daemon.core.epochs import Epochs
+from kvferry.daemon.core.grants import Grants, RegionRequest
 from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.layout import split_spec
 from kvferry.daemon.core.lending import Lending
 from kvferry.daemon.core.namespaces import Namespaces
+from kvferry.daemon.core.ports import Ports
 from kvferry.daemon.core.promotions import Promotions
 from kvferry.daemon.core.records import KeptTensorsRecord, RecoveredRegion
 from kvferry.daemon.core.refused_engines import RefusedEngines
 from kvferry.daemon.core.region import Region
 from kvferry.daemon.core.regions import MAX_REGIONS, Regions
-from kvferry.daemon.core.registration import OWN, OWN_SESSION
+from kvferry.daemon.core.registration import OWN_SESSION
 from kvferry.daemon.core.registrations import Registrations
 from kvferry.daemon.core.resets import Resets
-from kvferry.daemon.core.tier_actions import (
-    BlocksFetched,
-    BlocksWritten,
-    EpochsSettled,
-    EpochsSynced,
-    FetchReleased,
-    KeysFound,
-    StoresFound,
-    TierDescription,
-)
+from kvferry.daemon.core.siblings import NamespaceContents
+from kvferry.daemon.core.tier_actions import BlocksWritten, FetchReleased, TimedReport
 from kvferry.daemon.core.transfers import JobObserver, Transfers
 from kvferry.daemon.core.writes import Writes
 from kvferry.proto import messages as wire
 from kvferry.proto import status as wire_status
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused
-from kvferry.proto.lending import LendingRequest
 from kvferry.proto.protocol import format_protocol, protocol_number
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import Direction
 
-RegionRequest: TypeAlias = wire.OpenNamespace | wire.RegisterKVCaches | wire.AllocateKVCaches
-_RETRYABLE = Code.POOL_FULL, Code.ALREADY_REGISTERED
+# After these, something that a waiting request needs may be free.
+_FREEING = TensorsUnmapped, FetchReleased, BlocksWritten
+# Messages that a daemon refuses while it stops.
+_REFUSED_AT_STOP = wire.Submit | RegionRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +66,7 @@ class PoolBounds:
 class Core:
     """All bookkeeping of a daemon.
 
-    epochs: of this host. observe_job: see transfers.JobObserver. tiers: those below the pool,
-    fastest first.
+    ports: what it asks of others. observe_job: see transfers.JobObserver.
 
     errors: their number by code. writes: what the tiers take to write it. Every method is called on
     the event loop and returns without blocking.
@@ -89,33 +76,54 @@ class Core:
         self,
         identity: DaemonIdentity,
         pool: PoolBounds,
-        epochs: Epochs,
+        ports: Ports,
         observe_job: JobObserver = lambda *_: None,
-        tiers: tuple[TierDescription, ...] = (),
     ) -> None:
         self.identity = identity
         self.stopping = False
         self.errors: Counter[str] = Counter()
-        self.refused_engines = RefusedEngines()
-        # The engine of each session.
-        self._engines: dict[str, str] = {OWN_SESSION: OWN}
+        # Of the last message, or of a later report.
+        self._now = 0.0
         self._owners = EngineOwners()
-        # Requests, by session, that wait until a closing registration or a tier frees what they
-        # need.
-        self._waiting_requests: dict[str, RegionRequest] = {}
         self._regions = Regions(pool.nbytes, pool.own_bytes, pool.max_regions)
-        self._namespaces = Namespaces(self._regions, epochs, tiers)
-        self.resets = Resets(self._namespaces, epochs, tiers)
-        self._promotions = Promotions(self._namespaces, tiers)
-        self.lending = Lending(self._namespaces, self._promotions)
-        self.writes = Writes(self._namespaces, tiers)
-        self._registrations = Registrations(self._regions, self._namespaces, self._owners)
-        self._transfers = Transfers(self._registrations, identity.limits, observe_job)
+        self._namespaces = Namespaces(self._regions, ports)
+        self.resets = Resets(self._namespaces, ports.epochs, ports.tiers)
+        self._promotions = Promotions(self._namespaces, ports.tiers)
+        self.lending = Lending(self._namespaces, is_enabled=ports.siblings.is_enabled)
+        self.writes = Writes(self._namespaces, ports.tiers)
+        regions, namespaces = self._regions, self._namespaces
+        self._registrations = Registrations(regions, namespaces, self._owners, self.errors)
+        self._transfers = Transfers(self._registrations, identity.limits, observe_job, self.errors)
+        self._grants = Grants(namespaces, self._registrations, self._owners)
+        self._messages: MessageTable = {
+            **self._transfers.messages,
+            **self._namespaces.messages,
+            **self._promotions.messages,
+            **self.resets.messages,
+            **self.lending.messages,
+            **self._grants.messages,
+            **self._registrations.messages,
+            **self._own_messages,
+        }
+        self._reports: ReportTable = {
+            **self._transfers.reports,
+            **self._promotions.reports,
+            **self.resets.reports,
+            **self.writes.reports,
+            **self._registrations.reports,
+            BlocksVerified: self._handle_verified,
+            BlocksCorrupted: self._handle_corrupted,
+        }
 
     @property
     def sessions(self) -> tuple[str, ...]:
         """Sessions of clients, without the daemon's own."""
-        return tuple(name for name, engine in self._engines.items() if engine != OWN)
+        return tuple(self._owners)
+
+    @property
+    def refused_engines(self) -> RefusedEngines:
+        """Engines whose last request for memory was refused."""
+        return self._grants.refused
 
     @property
     def busy(self) -> bool:
@@ -137,10 +145,9 @@ class Core:
         if self.stopping:
             return [SendMessage(session, self.refusal_reply(None, self._shutting_down()))]
         try:
-            self._owners.add_session(hello.engine, uid)
+            self._owners.add_session(session, hello.engine, uid)
         except Refused as refused:
             return [SendMessage(session, self.refusal_reply(None, refused))]
-        self._engines[session] = hello.engine
         me = self.identity
         reply = wire.Welcome(
             protocol, me.boot_id, session, me.version, me.pid, me.device, me.limits
@@ -149,17 +156,20 @@ class Core:
 
     def handle(self, session: str, message: wire.ClientMessage, now: float) -> list[Action]:
         """Handle one message of an open session. now: time.monotonic() in seconds."""
+        self._now = max(self._now, now)
         actions = self._namespaces.adopt_epochs(now)
         try:
-            actions += self._dispatch(session, self._engines[session], message, now)
+            if self.stopping and isinstance(message, _REFUSED_AT_STOP):
+                raise self._shutting_down()
+            actions += self._messages[type(message)](session, message, now)
         except KVFerryError as error:
             actions.append(SendMessage(session, self.refusal_reply(message, error, session)))
-        return [*self._with_changes(actions), *self.resets.take_done(now)]
+        return self._with_changes(actions)
 
     def advance(self, now: float) -> list[Action]:
         """Do what is due by `deadline`. now: time.monotonic() in seconds."""
-        adopted = self._namespaces.adopt_epochs(now)
-        return [*self._with_changes(adopted), *self.resets.take_done(now)]
+        self._now = max(self._now, now)
+        return self._with_changes(self._namespaces.advance(now))
 
     @property
     def deadline(self) -> float | None:
@@ -168,55 +178,22 @@ class Core:
         return min((each for each in deadlines if each is not None), default=None)
 
     def _with_changes(self, actions: list[Action]) -> list[Action]:
-        """Actions, after changes for persistence, and before key events."""
-        changes = self._regions.take_changes()
-        return [*changes, *actions, *self._namespaces.take_key_events()]
+        """Actions, after changes for persistence, and before key events and the resets that are
+        done."""
+        changes, events = self._regions.take_changes(), self._namespaces.take_key_events()
+        return [*changes, *actions, *events, *self.resets.take_done(self._now)]
 
     def report(self, report: Report) -> list[Action]:
         """Handle a report of the device worker, of persistence or of the tiers."""
-        done = list[Action]()
-        match report:
-            case TransferCompleted():
-                actions, error = self._transfers.end_transfer(report)
-            case TensorsMapped():
-                actions, error = self._registrations.finish_mapping(report)
-            case TensorsUnmapped(number):
-                unmapped = self._registrations.finish_unmapping(number)
-                actions, error = [*unmapped, *self._retry_requests()], None
-            case BlocksVerified():
-                self._handle_verified(report)
-                actions, error = [], None
-            case BlocksCorrupted():
-                self._handle_corrupted(report)
-                actions, error = [], None
-            case Pong() | CopyCalibrated() | PoolRegistered():  # for observability
-                return []
-            case OwnRequest(message):
-                return self.handle(OWN_SESSION, message, now=0.0)
-            case KeysFound():
-                actions, error = self._promotions.handle_found(report), None
-            case BlocksFetched():
-                self._promotions.end_fetch(report)
-                actions, error = [], None
-            case FetchReleased():
-                self._promotions.release_fetch(report)
-                actions, error = self._retry_requests(), None
-            case BlocksWritten():
-                written = self.writes.end_write(report)
-                actions, error = [*written, *self._retry_requests()], None
-            case EpochsSynced(now):
-                actions, error = self.resets.end_sync(now), None
-                done = self.resets.take_done(now)
-            case StoresFound(stores, now):
-                actions, error = self.resets.note_stores(stores, now), None
-            case EpochsSettled():
-                actions, error = self.resets.settle(report), None
-                done = self.resets.take_done(report.now)
-            case Continue(command):
-                return [command]
-        if error is not None:
-            self.errors[error.code] += 1
-        return [*self._with_changes(actions), *done]
+        if isinstance(report, OwnRequest):
+            return self.handle(OWN_SESSION, report.message, self._now)
+        handler = self._reports.get(type(report))
+        if handler is None:  # it is for observability
+            return []
+        if isinstance(report, TimedReport):
+            self._now = max(self._now, report.now)
+        actions = handler(report)
+        return self._with_changes(actions + self._retry_requests(report))
 
     def restore_region(self, found: RecoveredRegion) -> Region:
         """Restore a region of an earlier daemon, before the first session.
@@ -237,12 +214,10 @@ class Core:
 
     def close_session(self, session: str) -> list[Action]:
         """Close a session: cancel its jobs and unmap what it registered."""
-        self._owners.remove_session(self._engines.pop(session))
-        self._waiting_requests.pop(session, None)
-        self._namespaces.region_wanted = bool(self._waiting_requests)
+        self._owners.remove_session(session)
+        self._grants.close_session(session)
         self._promotions.close_session(session)
         self.resets.close_session(session)
-        self.lending.close_session(session)
         deferred = self._namespaces.close_session(session)
         moved = self._transfers.moved_bytes.pop(session, 0)
         cancels, unfinished = self._transfers.close_session(session)
@@ -266,7 +241,7 @@ class Core:
     ) -> wire.DaemonMessage:
         """The reply to a refused message; counts the error."""
         if isinstance(message, RegionRequest) and isinstance(error, Refused):
-            self.refused_engines.add(self._engines[session], error.info)
+            self._grants.note_refused(session, error)
         if isinstance(message, wire.Submit):
             self._count_error(error, session)
             return wire.Finished((_refused_job(message, error.info),))
@@ -280,7 +255,7 @@ class Core:
         return wire.Error(request_id, error.info)
 
     def _count_error(self, error: KVFerryError, session: str) -> None:
-        if self._engines.get(session) != OWN:
+        if not self._owners.is_own(session):
             self.errors[error.code] += 1
 
     # Numbers of the status
@@ -309,112 +284,76 @@ class Core:
     def engines(self) -> tuple[wire_status.EngineStatus, ...]:
         return self._registrations.status(self._transfers.count_by_engine())
 
+    def used_contents(self) -> list[NamespaceContents]:
+        """Of the namespaces in use, what siblings must have, too."""
+        return self._namespaces.used_contents()
+
     def namespaces(self) -> tuple[wire_status.NamespaceStatus, ...]:
         return self._namespaces.status()
 
-    def _dispatch(
-        self, session: str, engine: str, message: wire.ClientMessage, now: float
-    ) -> list[Action]:
-        match message:
-            case wire.Submit():
-                self._check_running()
-                return self._transfers.submit_transfer(session, engine, message, now)
-            case wire.Cancel(job_ids):
-                return self._transfers.cancel_transfers(engine, job_ids)
-            case wire.Wait():
-                return self._transfers.add_wait(session, engine, message)
-            case wire.FindInTiers():
-                return self._promotions.find_keys(session, message, now)
-            case wire.Reset():
-                return self.resets.reset(session, message, now)
-            case message if isinstance(message, LendingRequest):
-                return self.lending.handle(session, message)
-            case wire.Subscribe() | wire.Pin() | wire.Unpin() | wire.Touch():
-                return self._namespaces.handle_message(session, message)
-            case wire.StatusRequest(request_id):
-                return [SendStatus(session, request_id)]
-            case wire.NamespacesRequest(request_id):
-                return [SendMessage(session, wire.NamespacesReport(request_id, self.namespaces()))]
-            case wire.OpenNamespace() | wire.RegisterKVCaches() | wire.AllocateKVCaches():
-                return self._grant_region(session, engine, message)
-            case wire.ReleaseKVCaches():
-                return self._registrations.release_kept_tensors(session, message)
-            case wire.Goodbye():
-                return [SendMessage(session, wire.Goodbye()), *self.close_session(session)]
-            case wire.Hello():
-                text = f"engine {engine!r} sent a second Hello; send one Hello per connection"
-                raise Refused(Code.BAD_MESSAGE, text, engine)
+    @property
+    def _own_messages(self) -> MessageTable:
+        return {
+            wire.StatusRequest: lambda session, message, _: [
+                SendStatus(session, message.request_id)
+            ],
+            wire.NamespacesRequest: self._report_namespaces,
+            wire.Goodbye: self._say_goodbye,
+            wire.Hello: self._refuse_hello,
+        }
 
-    def _handle_verified(self, report: BlocksVerified) -> None:
+    def _report_namespaces(
+        self, session: str, message: wire.NamespacesRequest, _now: float
+    ) -> list[Action]:
+        report = wire.NamespacesReport(message.request_id, self.namespaces())
+        return [SendMessage(session, report)]
+
+    def _say_goodbye(self, session: str, _message: wire.Goodbye, _now: float) -> list[Action]:
+        return [SendMessage(session, wire.Goodbye()), *self.close_session(session)]
+
+    def _refuse_hello(self, session: str, _message: wire.Hello, _now: float) -> list[Action]:
+        engine = self._owners.engine_of(session)
+        text = f"engine {engine!r} sent a second Hello; send one Hello per connection"
+        raise Refused(Code.BAD_MESSAGE, text, engine)
+
+    def _handle_verified(self, report: BlocksVerified) -> list[Action]:
         region = self._regions.get(report.owner)
         if region is None:
-            return
+            return []
         if region.states is not None:
             region.states.mark_verified(report.blocks)
         else:
             self._namespaces.mark_verified(report)
+        return []
 
-    def _handle_corrupted(self, report: BlocksCorrupted) -> None:
+    def _handle_corrupted(self, report: BlocksCorrupted) -> list[Action]:
         """Host blocks are corrupt: they are no longer loadable, and loads in flight fail."""
         self.errors[Code.CORRUPT_BLOCK] += report.blocks.size
         region = self._regions.get(report.owner)
         if region is None:
-            return
+            return []
         self._transfers.mark_corrupted(report)
         if region.states is not None:
             region.states.discard_blocks(report.blocks)
         else:
             self._namespaces.mark_corrupted(report)
-
-    def _check_running(self) -> None:
-        if self.stopping:
-            raise self._shutting_down()
+        return []
 
     def _shutting_down(self) -> Gone:
         daemon = f"pid {self.identity.pid}"
         message = f"the daemon ({daemon}) is stopping; connect again once it is restarted"
         return Gone(Code.SHUTTING_DOWN, message, daemon)
 
-    def _grant_region(self, session: str, engine: str, message: RegionRequest) -> list[Action]:
-        """Grant a request, or keep it waiting if what it needs may soon be free: held by a closing
-        registration, or by tiers in a namespace that nobody uses. A new region that is all that is
-        free always waits for them."""
-        self._check_running()
-        if session in self._waiting_requests:
-            waiting = type(self._waiting_requests[session]).__name__
-            error = f"{waiting} of engine {engine!r} has no reply yet; wait for it, then try again"
-            raise Refused(Code.BUSY, error, waiting)
-        held = self._namespaces.any_held_by_tiers or self._registrations.is_closing
-        if held and self._registrations.wants_all_free(session, engine, message):
-            return self._keep_waiting(session, message)
-        try:
-            if isinstance(message, wire.OpenNamespace):
-                opened = self._namespaces.open_namespace(session, engine, message)
-                granted = self._registrations.release_orphaned() + opened
-            else:
-                granted = self._registrations.register_tensors(session, engine, message)
-            self.refused_engines.remove(engine)
-            return granted
-        except Refused as refused:
-            held = refused.code == Code.POOL_FULL and self._namespaces.any_held_by_tiers
-            closing = refused.code in _RETRYABLE and self._registrations.is_closing
-            if not (held or closing):
-                raise
-            return self._keep_waiting(session, message)
-
-    def _keep_waiting(self, session: str, message: RegionRequest) -> list[Action]:
-        self._waiting_requests[session] = message
-        self._namespaces.region_wanted = True
-        return []
-
-    def _retry_requests(self) -> list[Action]:
-        """Something was freed: try the waiting requests again, in order."""
+    def _retry_requests(self, report: Report) -> list[Action]:
+        """If something was freed, try the waiting requests again, in order."""
         actions = list[Action]()
-        waiting, self._waiting_requests = self._waiting_requests, {}
-        self._namespaces.region_wanted = False
-        for session, message in waiting.items():
+        if not isinstance(report, _FREEING):
+            return actions
+        for session, message in self._grants.take_waiting().items():
             try:
-                actions += self._grant_region(session, self._engines[session], message)
+                if self.stopping:
+                    raise self._shutting_down()
+                actions += self._grants.grant(session, message, self._now)
             except KVFerryError as error:
                 actions.append(SendMessage(session, self.refusal_reply(message, error, session)))
         return actions

@@ -8,7 +8,7 @@ The transfer holds a Lease on them until it ends. Called by the core, on the eve
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import msgspec
@@ -21,10 +21,11 @@ from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.cache.jobs import Pins, Reservation
 from kvferry.daemon.core.epochs import NEVER_RESET
 from kvferry.daemon.core.layout import BlockLayout, GroupExtent, Int64s, ResolvedBlocks
+from kvferry.daemon.core.ports import Ports
 from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.core.region import Region
+from kvferry.daemon.core.siblings import NamespaceContents
 from kvferry.daemon.core.store_name import StoreName
-from kvferry.daemon.core.tier_actions import TierDescription
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import Lookup, OffloadKey
@@ -55,7 +56,7 @@ class Lease(msgspec.Struct, frozen=True):
     def release_blocks(self, *, done: bool) -> None:
         """End the lease. The keys of a completed store become loadable."""
         if self.borrowed is not None:
-            self.borrowed.release(self.namespace.fingerprint.host_block_bytes if done else 0)
+            self.borrowed.release(done=done)
         if isinstance(self.held, Pins):
             self.namespace.cache.complete_load(self.held)
         else:
@@ -75,7 +76,7 @@ class Namespace:
         policy: str,
         threshold: int,
         changed: Callable[[Namespace], None],
-        tiers: Sequence[TierDescription] = (),
+        ports: Ports,
     ) -> None:
         self.name = fingerprint.name
         self.region = region
@@ -94,13 +95,15 @@ class Namespace:
         self.policy, self.threshold = policy, threshold
         # Why its engines have less host memory than they asked for.
         self.shortfall = ""
-        min_uses = [tier.min_uses for tier in tiers]
+        min_uses = [tier.min_uses for tier in ports.tiers]
         self.cache = Cache(region.num_blocks, policy, threshold, min_uses, region.table)
         self.cache.events.on_event = partial(changed, self)
-        self.borrowed = BorrowedKeys(None, self.cache)
+        self.borrowed = BorrowedKeys(ports.siblings, self.cache)
         self._pages: tuple[tuple[int, ...], ...] | None = None
         # GPU blocks in a host block.
         self._factor = 0
+        # What siblings must have, too; None before any registration.
+        self.contents: NamespaceContents | None = None
 
     @property
     def in_use(self) -> bool:
@@ -162,6 +165,7 @@ class Namespace:
                 given,
             )
         self._pages, self._factor = pages, factor
+        self._update_contents()
         self.registrations.add(registration)
 
     @property
@@ -184,6 +188,7 @@ class Namespace:
         Raises ValueError if the block table of its region is damaged.
         """
         self._pages, self._factor = record.pages, record.factor
+        self._update_contents()
         self.cache.restore_keys(record.factor)
 
     def check_keys(self, keys: Sequence[OffloadKey]) -> None:
@@ -230,7 +235,9 @@ class Namespace:
         be freed."""
         self.epoch, self.is_behind = epoch, False
         self.borrowed.clear()
-        return self.cache.reset(epoch)
+        deferred = self.cache.reset(epoch)
+        self._update_contents()
+        return deferred
 
     def lookups(self, keys: Sequence[OffloadKey]) -> list[Lookup | None]:
         """The lookup of each key, which is not counted. Borrowed keys are a HIT. None: it has no
@@ -292,7 +299,9 @@ class Namespace:
     ) -> tuple[Int64s, Lease]:
         """The host block of each key; -1 for those that are borrowed."""
         away = self.borrowed.places(keys)
-        borrowed = self.borrowed.blocks_of([keys[place] for place in away]) if away else None
+        borrowed = None
+        if away and self.contents is not None:
+            borrowed = self.borrowed.blocks_of(self.contents, [keys[place] for place in away])
         if borrowed is not None and (changed := borrowed.changed_keys()):
             self.borrowed.forget(changed)
             text = f"the sibling no longer has key {changed[0].hex()}; treat it as a miss"
@@ -326,6 +335,13 @@ class Namespace:
             text = f"the namespace was reset, so it has no key {first}; treat it as a miss"
             raise Refused(Code.KEY_ABSENT, text, first)
 
+    def _update_contents(self) -> None:
+        record, region = self.record, self.region
+        if record.composition:
+            self.contents = NamespaceContents(
+                self.name, record.composition, region.table.epoch, region.block_bytes, region.start
+            )
+
     def _check_part(self, key: OffloadKey, wanted: Part) -> None:
         stored = self.cache.stored_part(key)
         if stored is not None and not stored[0] <= wanted[0] < wanted[1] <= stored[1]:
@@ -343,8 +359,7 @@ class Namespace:
         # Of a key that occurs twice, the first place counts. One pass: each group has two parts.
         first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True)) if parts else {}
         named = {keys[at]: part for at, part in parts.items() if first[keys[at]] == at}
-        held: Set[OffloadKey] = frozenset()
-        # TODO siblings
+        held = self.borrowed.held_elsewhere(self.contents, keys)
         offered = [key for key in keys if key not in held] if held else keys
         reservation = self.cache.prepare_store(offered, named, keep)
         if reservation is None:

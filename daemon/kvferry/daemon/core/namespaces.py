@@ -23,13 +23,15 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.cache.policies import POLICIES
-from kvferry.daemon.core.epochs import Epochs
+from kvferry.daemon.core.dispatch import MessageTable
 from kvferry.daemon.core.namespace import Namespace
+from kvferry.daemon.core.ports import Ports
 from kvferry.daemon.core.records import RecoveredRegion, namespace_owner
 from kvferry.daemon.core.region import Region
 from kvferry.daemon.core.regions import Regions
 from kvferry.daemon.core.session_pins import SessionPins
-from kvferry.daemon.core.tier_actions import DropStore, TierDescription
+from kvferry.daemon.core.siblings import NamespaceContents
+from kvferry.daemon.core.tier_actions import DropStore
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.messages import (
@@ -52,22 +54,21 @@ MOST_UNLIKE, UNLIKE_CHARACTERS = 16, 512
 LOOK_EVERY = 0.25
 # Seconds from an adoption of an epoch to the next one: it takes up to 20 ms of the event loop.
 ADOPT_EVERY = 0.05
+# The name of siblings among those of tiers, for clients.
+SIBLINGS = "siblings"
 # How many characters of a reason for less host memory the status has.
 SHORTFALL_CHARACTERS = 1024
 
 
 class Namespaces:
-    """All namespaces, and which session is in which.
+    """All namespaces, and which session is in which."""
 
-    tiers: those below the host pool, fastest first.
-    """
-
-    def __init__(
-        self, regions: Regions, epochs: Epochs, tiers: tuple[TierDescription, ...] = ()
-    ) -> None:
-        self._regions, self._epochs, self._tiers = regions, epochs, tiers
+    def __init__(self, regions: Regions, ports: Ports) -> None:
+        self._regions, self._ports, self._epochs = regions, ports, ports.epochs
+        tiers = ports.tiers
         # `changes` of the epochs at the last look, its time, and that of the last adoption.
-        self._seen_changes, self._looked, self._adopted = epochs.changes, 0.0, float("-inf")
+        self._seen_changes, self._looked = self._epochs.changes, 0.0
+        self._adopted = float("-inf")
         # How often epochs were adopted.
         self.adoptions = 0
         # Namespaces that have another epoch than the host.
@@ -78,7 +79,7 @@ class Namespaces:
         self._by_session: dict[str, Namespace] = {}
         # Namespaces whose region was freed; their subscribers are not notified yet.
         self._freed: list[Namespace] = []
-        self._freed_seen = 0
+        regions.on_freed = self._remove_freed
         # Namespaces with unsent key events, oldest first.
         self._changed: dict[Namespace, None] = {}
         # Whether a request waits for a region: tiers then take no blocks of a namespace without
@@ -88,28 +89,37 @@ class Namespaces:
         self._session_pins: dict[str, SessionPins] = {}
 
     def __iter__(self) -> Iterator[Namespace]:
-        """Namespaces that still have their region."""
-        self._find_freed()
         return iter(self._by_name.values())
+
+    @property
+    def messages(self) -> MessageTable:
+        return dict.fromkeys((Subscribe, Pin, Unpin, Touch), self.handle_message)
 
     def names(self) -> Sequence[str]:
         return [one.name for one in self]
 
     def has(self, namespace: Namespace) -> bool:
         """Whether a namespace still has its region."""
-        return self.find_namespace(namespace.name) is namespace
+        return self._by_name.get(namespace.name) is namespace
 
     @property
     def deadline(self) -> float | None:
-        """The time of the next `adopt_epochs`, if any."""
+        """The time of the next `advance`, if any."""
         if self._behind:
             return self._adopted + ADOPT_EVERY
-        return self._looked + LOOK_EVERY if self._by_name else None
+        return self._looked + LOOK_EVERY if self._by_session else None
+
+    def advance(self, now: float) -> list[Action]:
+        """Adopt epochs, and forget borrowed keys that nobody uses."""
+        if now >= self._looked + LOOK_EVERY:
+            self._looked = now
+            for one in self:
+                one.borrowed.expire(now)
+        return self.adopt_epochs(now)
 
     def adopt_epochs(self, now: float) -> list[Action]:
         """Empty the namespaces whose epoch has changed on this host, some perhaps later: until then
-        nothing in them is valid. Follows every message, before anything else."""
-        self._looked = now
+        nothing in them is valid. Called for every message, before anything else."""
         if (changes := self._epochs.changes) != self._seen_changes:
             self._seen_changes = changes
             for one in self:
@@ -126,7 +136,7 @@ class Namespaces:
         old = namespace.store_name
         deferred = namespace.begin_epoch(self._epochs.current(namespace.name))
         self._regions.record_updated(namespace.record)
-        dropped: list[Action] = [] if old is None or not self._tiers else [DropStore(old)]
+        dropped: list[Action] = [] if old is None or not self._ports.tiers else [DropStore(old)]
         return [*_free_later(deferred), *dropped]
 
     @property
@@ -168,15 +178,15 @@ class Namespaces:
             namespace.threshold,
             self._similar_namespaces(namespace),
             namespace.epoch,
-            tuple(tier.name for tier in self._tiers),
-            False,  # TODO siblings
+            self._searched_names(),
+            self._ports.siblings.stores_once,
             namespace.shortfall,
         )
         return [SendMessage(session, reply)]
 
     def find_namespace(self, name: str) -> Namespace | None:
         """The namespace with this name that has a region, if any."""
-        return next((one for one in self if one.name == name), None)
+        return self._by_name.get(name)
 
     def namespace_of(self, session: str) -> Namespace | None:
         """The namespace of a session, if any."""
@@ -216,7 +226,7 @@ class Namespaces:
         self.mark_deserted_if_unused(namespace)
 
     def handle_message(
-        self, session: str, message: Subscribe | Pin | Unpin | Touch
+        self, session: str, message: Subscribe | Pin | Unpin | Touch, _now: float
     ) -> list[Action]:
         """Handle a message about the keys of the session's namespace. Raises Refused."""
         namespace = self.require_namespace(session, message)
@@ -250,7 +260,6 @@ class Namespaces:
 
     def take_key_events(self) -> list[Action]:
         """Key events since the last call: actions for subscribers, mirrors and deferred freeing."""
-        self._find_freed()
         lost, self._freed = self._freed, []
         actions = [each for one in lost for each in _free_later(one.begin_epoch(one.epoch))]
         if not self._changed:
@@ -271,24 +280,26 @@ class Namespaces:
     def _make_namespace(
         self, region: Region, fingerprint: Fingerprint, policy: str, threshold: int
     ) -> Namespace:
-        made = Namespace(region, fingerprint, policy, threshold, self._note_changed, self._tiers)
+        made = Namespace(region, fingerprint, policy, threshold, self._note_changed, self._ports)
         made.start_epoch(self._epochs.current(made.name))
         return made
+
+    def _searched_names(self) -> tuple[str, ...]:
+        """What is searched below the own pool, fastest first."""
+        siblings = [SIBLINGS] if self._ports.siblings.is_enabled else []
+        return *siblings, *(tier.name for tier in self._ports.tiers)
 
     def _note_changed(self, namespace: Namespace) -> None:
         self._changed[namespace] = None
 
-    def _find_freed(self) -> None:
-        """Remove namespaces whose region was freed since the last call."""
-        if self._freed_seen == self._regions.freed_count:
-            return
-        self._freed_seen = self._regions.freed_count
-        lost = [one for one in self._by_name.values() if not self._regions.is_owned(one.region)]
-        for namespace in lost:
+    def _remove_freed(self, region: Region) -> None:
+        """A region was freed: remove its namespace."""
+        namespace = self._by_name.get(region.owner.name)
+        if namespace is not None and namespace.region is region:
             del self._by_name[namespace.name]
             namespace.cache.tier_access.count_loss()
             self._unwritten = _sums(self._unwritten, namespace.cache.tier_access.unwritten)
-        self._freed += lost
+            self._freed.append(namespace)
 
     def close_session(self, session: str) -> list[Action]:
         """Remove a closed session and release its pins, many of them later."""
@@ -304,6 +315,10 @@ class Namespaces:
 
     def status(self) -> tuple[NamespaceStatus, ...]:
         return tuple(namespace.status() for namespace in self)
+
+    def used_contents(self) -> list[NamespaceContents]:
+        """The contents of each namespace in use in which an engine has registered."""
+        return [one.contents for one in self if one.has_users and one.contents is not None]
 
     def unwritten(self) -> list[int]:
         """For each tier, the blocks that were evicted before they were written into it."""

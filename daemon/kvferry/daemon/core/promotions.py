@@ -3,7 +3,7 @@
     FindInTiers -> FindKeys ... KeysFound (perhaps in parts) -> FetchBlocks, TiersFound
     ... BlocksFetched (keys become loadable or absent) ... FetchReleased (blocks are released)
 
-Keys that can be loaded from a sibling are not promoted, but borrowed (borrowed.py).
+Keys that a sibling has are not promoted, but borrowed (borrowed.py), before any tier is asked.
 A prefix is promoted only if reading it is expected to be faster than computing it. If it is not,
 and the rate of the tier is not known, some of its last keys are read nevertheless, to measure it:
 no request waits for them, as the first keys are absent. Called by the core, on the event loop.
@@ -19,6 +19,7 @@ from itertools import count
 import numpy as np
 
 from kvferry.daemon.core.actions import Action, SendMessage
+from kvferry.daemon.core.dispatch import MessageTable, ReportTable
 from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.namespaces import Namespaces
@@ -74,6 +75,18 @@ class Promotions:
         # Of each tier, the keys that it has and that are computed instead.
         self._skipped = [0] * len(tiers)
 
+    @property
+    def messages(self) -> MessageTable:
+        return {FindInTiers: self.find_keys}
+
+    @property
+    def reports(self) -> ReportTable:
+        return {
+            KeysFound: self.handle_found,
+            BlocksFetched: self.end_fetch,
+            FetchReleased: self.release_fetch,
+        }
+
     def counters(self) -> dict[str, dict[str, float]]:
         """Fields of TierStatus by tier. skipped: keys that are computed faster than read.
         dropped_writes: blocks that were evicted before they were written.
@@ -93,6 +106,8 @@ class Promotions:
         namespace = self._namespaces.require_namespace(session, message)
         namespace.check_keys(message.keys)
         keys, store = message.keys, namespace.store_name
+        if not namespace.is_behind:
+            namespace.borrowed.search(namespace.contents, keys, now)
         states = namespace.lookups(keys)
         absent = dict.fromkeys(key for key, state in zip(keys, states, strict=True) if not state)
         if not self.tiers or store is None or not absent or namespace.is_behind:
@@ -107,27 +122,29 @@ class Promotions:
         promoted = [] if search is None else self._promote_found(search, report)
         return [*self._searches.next_parts(), *promoted]
 
-    def end_fetch(self, report: BlocksFetched) -> None:
+    def end_fetch(self, report: BlocksFetched) -> list[Action]:
         """Keys that were read become loadable, others absent. The blocks stay held."""
         fetch = self._fetches.get(report.fetch)
         if fetch is None or fetch.ended:
-            return
+            return []
         fetch.ended = True
         fetch.namespace.cache.tier_access.end_promotion(
             fetch.keys, fetch.blocks, np.array(report.ok, np.bool_), self._written_in(fetch.tier)
         )
+        return []
 
-    def release_fetch(self, report: FetchReleased) -> None:
+    def release_fetch(self, report: FetchReleased) -> list[Action]:
         """Nothing writes into the blocks any longer. Keys that were not read are absent."""
         fetch = self._fetches.get(report.fetch)
         if fetch is None:
-            return
+            return []
         if not fetch.ended:
             self.end_fetch(BlocksFetched(report.fetch, (False,) * len(fetch.keys)))
         del self._fetches[report.fetch]
         fetch.namespace.promoting -= fetch.blocks.size
         fetch.namespace.cache.tier_access.release_promotion(fetch.blocks)
         self._namespaces.mark_deserted_if_unused(fetch.namespace)
+        return []
 
     def _promote_found(self, search: KeySearch, report: KeysFound) -> list[Action]:
         """Promote the prefix that was found, if that is worth it, and reply to the search.

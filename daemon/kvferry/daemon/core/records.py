@@ -7,6 +7,7 @@ wrote them (persistence/region_store.py, persistence/kept_tensor_store.py). Even
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -77,6 +78,15 @@ class RegionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def num_blocks(self) -> int:
         return self.nbytes // self.block_bytes
+
+    @property
+    def composition(self) -> int:
+        """A hash of the composition of host blocks and of the length of keys: blocks of a namespace
+        with another one are not exchangeable. 63 bits; 0: no engine has registered in it."""
+        if self.pages is None:
+            return 0
+        parts = repr((self.pages, self.factor, self.key_bytes)).encode()
+        return int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest(), "big") >> 1 or 1
 
     @property
     def key_bytes(self) -> int:

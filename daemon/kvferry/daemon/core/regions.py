@@ -16,7 +16,7 @@ the core, on the event loop.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvferry.daemon.core.actions import RegionChange, RegionCreated, RegionFreed, RegionUpdated
 from kvferry.daemon.core.block_lines import UseClock
@@ -44,8 +44,8 @@ class Regions:
         self.own_bytes = own_bytes
         self._max_regions = most
         self._regions: dict[RegionOwner, Region] = {}
-        # Number of regions freed so far.
-        self.freed_count = 0
+        # Called with each region that was freed.
+        self.on_freed: Callable[[Region], None] = _ignore
         self._changes: list[RegionChange] = []
         self._clock = UseClock()
         self._ranges = PoolRanges(own_bytes, pool_bytes)
@@ -111,9 +111,10 @@ class Regions:
 
     def free_region(self, owner: RegionOwner) -> None:
         """Free an owner's region with its contents."""
-        self._regions.pop(owner).table.closed = True
-        self.freed_count += 1
+        region = self._regions.pop(owner)
+        region.table.closed = True
         self._changes.append(RegionFreed(owner))
+        self.on_freed(region)
 
     def record_created(self, record: RegionRecord) -> None:
         """Record a new region for persistence."""
@@ -209,3 +210,7 @@ class Regions:
         if not ranges:
             raise self._ranges.refusal(present, nbytes, block)
         return min(ranges, key=lambda free: free[1])[0], nbytes
+
+
+def _ignore(_: Region) -> None:
+    """Do nothing."""

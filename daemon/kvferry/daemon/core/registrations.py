@@ -22,8 +22,10 @@ from kvferry.daemon.core.actions import (
     MapTensors,
     SendMessage,
     TensorsMapped,
+    TensorsUnmapped,
     UnmapTensors,
 )
+from kvferry.daemon.core.dispatch import MessageTable, ReportTable
 from kvferry.daemon.core.engine_owners import EngineOwners
 from kvferry.daemon.core.hazards import HazardTracker
 from kvferry.daemon.core.kept_tensors import KeptTensorsTable
@@ -44,7 +46,7 @@ from kvferry.daemon.core.registration import (
     RegistrationTerms,
     check_layout,
 )
-from kvferry.proto.errors import Code, ErrorInfo, Refused
+from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import (
@@ -62,14 +64,20 @@ from kvferry.proto.status import EngineStatus, GroupCopying
 
 
 class Registrations:
-    """All registrations by state, at most one per engine. Iteration: those that have a name."""
+    """All registrations by state, at most one per engine. Iteration: those that have a name.
+
+    errors: number of errors by code.
+    """
 
     def __init__(
-        self, regions: Regions, namespaces: Namespaces, owners: EngineOwners | None = None
+        self,
+        regions: Regions,
+        namespaces: Namespaces,
+        owners: EngineOwners,
+        errors: Counter[str],
     ) -> None:
-        self._regions = regions
-        self._owners = owners or EngineOwners()
-        self._namespaces = namespaces
+        self._regions, self._namespaces = regions, namespaces
+        self._owners, self._errors = owners, errors
         self._kept_tensors = KeptTensorsTable(regions)
         self._opening: dict[int, Registration] = {}
         self._open: dict[int, Registration] = {}
@@ -89,6 +97,17 @@ class Registrations:
     def is_closing(self) -> bool:
         """Whether a closing registration will free a name or host blocks."""
         return bool(self._closing)
+
+    @property
+    def messages(self) -> MessageTable:
+        return {ReleaseKVCaches: self.release_kept_tensors}
+
+    @property
+    def reports(self) -> ReportTable:
+        return {TensorsMapped: self.finish_mapping, TensorsUnmapped: self.finish_unmapping}
+
+    def engine_of(self, session: str) -> str:
+        return self._owners.engine_of(session)
 
     def require_open(self, engine: str) -> Registration:
         """The open registration of an engine. Raises Refused (NOT_REGISTERED)."""
@@ -167,16 +186,17 @@ class Registrations:
             mapping = MapTensors(number, session, layout, *shared, request.timeline)
         return [*dropped, *self.release_orphaned(), mapping]
 
-    def finish_mapping(self, report: TensorsMapped) -> tuple[list[Action], ErrorInfo | None]:
-        """Reply to the client whose tensors were mapped or not. Return an error to be counted."""
+    def finish_mapping(self, report: TensorsMapped) -> list[Action]:
+        """Reply to the client whose tensors were mapped or not."""
         registration = self._opening.pop(report.registration, None)
         if registration is None:  # its session has ended; TensorsUnmapped follows
-            return [], None
+            return []
         request_id = registration.terms.request_id
         if report.error is not None:
             self._free_name(registration)
-            counted = None if registration.engine == OWN else report.error
-            return [SendMessage(registration.session, Error(request_id, report.error))], counted
+            if registration.engine != OWN:
+                self._errors[report.error.code] += 1
+            return [SendMessage(registration.session, Error(request_id, report.error))]
         registration.copying = report.copying
         registration.was_open = True
         self._open[registration.number] = registration
@@ -186,7 +206,7 @@ class Registrations:
             dropped = self._kept_tensors.take_over_allocated(registration, report)
             shared = report.allocations, report.locations
             reply = Allocated(request_id, registration.host, *shared, report.reused)
-        return [*dropped, SendMessage(registration.session, reply)], None
+        return [*dropped, SendMessage(registration.session, reply)]
 
     def restore_kept_tensors(self, record: KeptTensorsRecord) -> int:
         """Hold tensors that an earlier daemon kept; return the number to hold them under.
@@ -195,7 +215,9 @@ class Registrations:
         """
         return self._kept_tensors.restore_tensors(record, self._numbers)
 
-    def release_kept_tensors(self, session: str, message: ReleaseKVCaches) -> list[Action]:
+    def release_kept_tensors(
+        self, session: str, message: ReleaseKVCaches, _now: float
+    ) -> list[Action]:
         """Stop keeping an engine's tensors, and its region or that of a namespace if requested.
 
         Raises Refused: NOT_REGISTERED if nothing is kept, ALREADY_REGISTERED if it is in use.
@@ -228,9 +250,9 @@ class Registrations:
                 actions.append(UnmapTensors(registration.number))
         return actions
 
-    def finish_unmapping(self, number: int) -> list[Action]:
+    def finish_unmapping(self, report: TensorsUnmapped) -> list[Action]:
         """Remove an unmapped registration; its engine's name is free again."""
-        registration = self._closing.pop(number)
+        registration = self._closing.pop(report.registration)
         self._free_name(registration)
         return self._kept_tensors.end_registration(registration)
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.daemon.core.actions import Action, SendMessage
+from kvferry.daemon.core.dispatch import MessageTable, ReportTable
 from kvferry.daemon.core.epochs import Epochs
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.namespaces import Namespaces
@@ -23,7 +24,9 @@ from kvferry.daemon.core.store_name import StoreName
 from kvferry.daemon.core.tier_actions import (
     DropStore,
     EpochsSettled,
+    EpochsSynced,
     SettleEpochs,
+    StoresFound,
     SyncEpochs,
     TierDescription,
 )
@@ -38,7 +41,7 @@ MAX_PENDING = 1 << 16
 
 @dataclass(eq=False, slots=True)
 class _PendingReset:
-    """epoch: of the namespace after it. until: once it is durable, time of its Done at the latest."""
+    """epoch: of the namespace after it. until: latest time of its Done, once it is durable."""
 
     session: str
     request_id: int
@@ -67,6 +70,18 @@ class Resets:
         self._changes, self._seen = 0, (0, 0)
 
     @property
+    def messages(self) -> MessageTable:
+        return {Reset: self.reset}
+
+    @property
+    def reports(self) -> ReportTable:
+        return {
+            StoresFound: self.note_stores,
+            EpochsSynced: self.end_sync,
+            EpochsSettled: self.settle,
+        }
+
+    @property
     def deadline(self) -> float | None:
         """The time of the next `take_done`, if any."""
         return self._pending[0].until if self._durable else None
@@ -86,10 +101,10 @@ class Resets:
         self._pending.append(_PendingReset(session, message.request_id, namespace, epoch))
         return [*self._namespaces.adopt_epochs(now), *self._sync()]
 
-    def end_sync(self, now: float) -> list[Action]:
+    def end_sync(self, report: EpochsSynced) -> list[Action]:
         """The epochs are durable as they were when the sync began."""
         for reset in self._pending[self._durable : self._durable + self._syncing]:
-            reset.until = now + PUBLISH_SECONDS
+            reset.until = report.now + PUBLISH_SECONDS
         self._durable, self._syncing = self._durable + self._syncing, 0
         self._changes += 1
         settle: list[Action] = [SettleEpochs()] if self._shared and self._pending else []
@@ -116,12 +131,12 @@ class Resets:
         adopted = self._namespaces.adopt_epochs(report.now)
         return [*adopted, SettleEpochs()] if again else adopted
 
-    def note_stores(self, stores: Sequence[str], now: float) -> list[Action]:
-        """A tier has these stores of earlier daemons. Adopt later epochs, and drop old stores."""
-        names = [(StoreName.parse(store), store) for store in stores]
+    def note_stores(self, report: StoresFound) -> list[Action]:
+        """A tier has stores of earlier daemons. Adopt later epochs, and drop old stores."""
+        names = [(StoreName.parse(store), store) for store in report.stores]
         for name, _ in names:
             self._epochs.raise_to(name.namespace, name.epoch)
-        adopted = self._namespaces.adopt_epochs(now)
+        adopted = self._namespaces.adopt_epochs(report.now)
         current = self._epochs.current
         old = [store for name, store in names if name.epoch != current(name.namespace)]
         return [*adopted, *map(DropStore, old)]

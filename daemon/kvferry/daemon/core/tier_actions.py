@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
 from kvferry.daemon.core.block_lines import Checksums
 from kvferry.daemon.core.layout import Int64s
-from kvferry.daemon.core.records import RegionOwner
+from kvferry.daemon.core.region import Region
 
 # Keys of one FindKeys, FetchBlocks or WriteJob: with the longest keys, a request to the
 # process of a tier fits a datagram.
@@ -87,16 +88,14 @@ class SettleEpochs:
 
 
 @dataclass(frozen=True, slots=True)
-class LendPool:
-    """Reply PoolLent to a sibling. start, end: of the namespace's region, in bytes in the pool.
-    first: number of the first chunk that it wants. owner: of the region."""
+class LendMemory:
+    """Reply MemoryLent to a sibling. first: see BorrowMemory. keys: loadable ones of the region."""
 
     session: str
     request_id: int
-    start: int
-    end: int
-    first: int
-    owner: RegionOwner
+    region: Region
+    first: int | None
+    keys: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,29 +172,32 @@ class BlocksWritten:
     done: tuple[bool, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedReport:
+    """now: time.monotonic() in seconds."""
+
+    now: float
+
+
 @dataclass(frozen=True, slots=True)
-class StoresFound:
-    """A tier has started, and has these stores. now: time.monotonic()."""
+class StoresFound(TimedReport):
+    """A tier has started, and has these stores."""
 
     stores: tuple[str, ...]
-    now: float
 
 
 @dataclass(frozen=True, slots=True)
-class EpochsSynced:
-    """The epochs are durable as they were when SyncEpochs was performed. now: time.monotonic()."""
-
-    now: float
+class EpochsSynced(TimedReport):
+    """The epochs are durable as they were when SyncEpochs was performed."""
 
 
 @dataclass(frozen=True, slots=True)
-class EpochsSettled:
+class EpochsSettled(TimedReport):
     """A shared tier has answered which epochs its store has.
 
-    tier: its index. asked: the epochs of this host. found: see SharedTier.settle. now: as above.
+    tier: its index. asked: the epochs of this host. found: see SharedTier.settle.
     """
 
     tier: int
     asked: Mapping[str, int]
     found: Mapping[str, int]
-    now: float

@@ -25,12 +25,13 @@ from kvferry.daemon.core.actions import (
     StartTransfer,
     TransferCompleted,
 )
+from kvferry.daemon.core.dispatch import MessageTable, ReportTable
 from kvferry.daemon.core.layout import ResolvedBlocks, split_spec
 from kvferry.daemon.core.namespace import Lease
 from kvferry.daemon.core.registration import OWN, Registration
 from kvferry.daemon.core.registrations import Registrations
 from kvferry.proto.errors import Code, ErrorInfo, Failed, Refused
-from kvferry.proto.messages import Finished, Submit, Wait, Waited
+from kvferry.proto.messages import Cancel, Finished, Submit, Wait, Waited
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import (
     MAX_BLOCK_IDS,
@@ -82,7 +83,7 @@ JobObserver: TypeAlias = Callable[[str, JobResult, TransferCompleted], None]
 class Transfers:
     """All jobs in flight, by serial, and by engine and job id.
 
-    limits: of one session. observe: see JobObserver.
+    limits: of one session. observe: see JobObserver. errors: number of errors by code.
     """
 
     def __init__(
@@ -90,7 +91,9 @@ class Transfers:
         registrations: Registrations,
         limits: Limits,
         observe: JobObserver,
+        errors: Counter[str],
     ) -> None:
+        self._errors = errors
         self.totals: Counter[str] = Counter()
         self._observe = observe
         # Bytes moved, per session.
@@ -110,14 +113,25 @@ class Transfers:
     def __len__(self) -> int:
         return len(self._jobs)
 
+    @property
+    def messages(self) -> MessageTable:
+        return {
+            Submit: self.submit_transfer,
+            Cancel: self.cancel_transfers,
+            Wait: self.add_wait,
+        }
+
+    @property
+    def reports(self) -> ReportTable:
+        return {TransferCompleted: self.end_transfer}
+
     def count_by_engine(self) -> Counter[str]:
         """Number of jobs in flight per engine."""
         return Counter(name for name, _ in self._by_id)
 
-    def submit_transfer(
-        self, session: str, engine: str, message: Submit, now: float
-    ) -> list[Action]:
+    def submit_transfer(self, session: str, message: Submit, now: float) -> list[Action]:
         """Check a transfer and start it. If it raises Refused, nothing has changed."""
+        engine = self._registrations.engine_of(session)
         registration = self._registrations.require_open(engine)
         key = engine, message.job_id
         parts = self._by_id.get(key, [])
@@ -172,16 +186,18 @@ class Transfers:
             0.0 if engine == OWN else now,
             requires,
         )
-        used = registration.region.table, blocks.host_blocks
-        loaded = used if direction is Direction.LOAD else None
-        return [StartTransfer(plan, session, message.job_id, loaded)]
+        if direction is Direction.LOAD:
+            registration.region.table.lines.touch(blocks.host_blocks)
+        return [StartTransfer(plan, session, message.job_id)]
 
-    def cancel_transfers(self, engine: str, job_ids: tuple[int, ...]) -> list[Action]:
+    def cancel_transfers(self, session: str, message: Cancel, _now: float) -> list[Action]:
         """Cancel these jobs of an engine; unknown ids are ignored."""
-        return _cancel_jobs(self._parts_of(engine, job_ids))
+        engine = self._registrations.engine_of(session)
+        return _cancel_jobs(self._parts_of(engine, message.job_ids))
 
-    def add_wait(self, session: str, engine: str, message: Wait) -> list[Action]:
+    def add_wait(self, session: str, message: Wait, _now: float) -> list[Action]:
         """Reply Waited when all these jobs have ended. Unknown ids count as ended."""
+        engine = self._registrations.engine_of(session)
         jobs = {*self._parts_of(engine, message.job_ids)}
         if not jobs:
             return [SendMessage(session, Waited(message.request_id))]
@@ -198,7 +214,7 @@ class Transfers:
         for job_id in job_ids:
             yield from self._by_id.get((engine, job_id), ())
 
-    def end_transfer(self, report: TransferCompleted) -> tuple[list[Action], ErrorInfo | None]:
+    def end_transfer(self, report: TransferCompleted) -> list[Action]:
         """End a job: send its result, then Waited to sessions that waited for it."""
         job = self._jobs.pop(report.serial)
         key = job.registration.engine, job.job_id
@@ -212,8 +228,7 @@ class Transfers:
             job.lease.release_blocks(done=done)
         elif job.registration.region.states is not None and job.direction is Direction.STORE:
             job.registration.region.states.end_store(job.serial, job.blocks, done=done)
-        own = job.registration.engine == OWN
-        if not own:
+        if job.registration.engine != OWN:
             self._count_result(result)
             self._observe(job.mode, result, report)
         actions: list[Action] = []
@@ -227,7 +242,7 @@ class Transfers:
             if not waiter.remaining and waiter.session in self._pending_waits:
                 self._pending_waits[waiter.session] -= 1
                 actions.append(SendMessage(waiter.session, Waited(waiter.request_id)))
-        return actions, None if own else result.error
+        return actions
 
     def mark_corrupted(self, report: BlocksCorrupted) -> None:
         """Host blocks are corrupt: loads of them that are in flight will fail."""
@@ -275,6 +290,8 @@ class Transfers:
         return JobResult(job.job_id, job.direction, outcome, moved, report.seconds, error)
 
     def _count_result(self, result: JobResult) -> None:
+        if result.error is not None:
+            self._errors[result.error.code] += 1
         match result.outcome:
             case Outcome.DONE:
                 store = result.direction is Direction.STORE

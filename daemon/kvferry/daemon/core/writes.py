@@ -14,6 +14,7 @@ from itertools import compress, count
 import numpy as np
 
 from kvferry.daemon.core.actions import Action, PublishKVEvents
+from kvferry.daemon.core.dispatch import ReportTable
 from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.namespaces import Namespaces
@@ -52,6 +53,10 @@ class Writes:
         self._served: dict[int, str] = {}
         # Of each tier the namespace and the block at which `next_written` continues.
         self._next_written: dict[int, tuple[str, int]] = {}
+
+    @property
+    def reports(self) -> ReportTable:
+        return {BlocksWritten: self.end_write}
 
     def stores_in_use(self) -> list[str]:
         """The names of the stores of namespaces with a session."""

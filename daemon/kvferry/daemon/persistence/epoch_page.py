@@ -238,7 +238,7 @@ class EpochSync:
         """Of the daemons of this host, all have the epoch; only a power cut could undo it."""
         if not syncing.cancelled() and (error := syncing.exception()) is not None:
             log.warning("epochs not synced", reason=str(error))
-        self._report([EpochsSynced(time.monotonic())])
+        self._report([EpochsSynced(now=time.monotonic())])
 
 
 def open_epoch_page(directory: Path) -> EpochPage:

@@ -77,6 +77,11 @@ class RecoveredState:
     new_pool: Mapping[str, int]
     incarnation: PoolIncarnation
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether the next daemon gets the pool."""
+        return not isinstance(self.fd_store, NullFdStore)
+
     def store_new_pool(self) -> None:
         """Remove and close the stale descriptors, free the stale pool, and store the new one.
 

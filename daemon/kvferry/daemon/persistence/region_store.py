@@ -35,7 +35,7 @@ from kvferry.daemon.persistence.block_checks import (
 )
 from kvferry.daemon.persistence.checksum_client import Batch, ChecksumClient
 from kvferry.daemon.persistence.checksum_writer import write_checksums
-from kvferry.daemon.persistence.table_file import TableFile, convert_table, mark_void
+from kvferry.daemon.persistence.table_file import TableFile, convert_table
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.status import VerificationStatus
 
@@ -78,6 +78,7 @@ class RegionStore:
     """The files of the block tables.
 
     report: called with reports for the core. scrub_rate: bytes per second; 0: no scrub.
+    incarnation: of the pool. lends: whether siblings search the regions.
     """
 
     def __init__(
@@ -86,9 +87,13 @@ class RegionStore:
         fd_store: FdStore,
         report: ReportToCore,
         scrub_rate: int,
+        incarnation: int = 0,
+        *,
+        lends: bool = False,
     ) -> None:
         self._checksums, self._fd_store = checksums, fd_store
         self._report, self._scrub_rate = report, scrub_rate
+        self._incarnation, self._lends = incarnation, lends
         self._kept: dict[RegionOwner, _KeptRegion] = {}
         # Set when a store may have completed.
         self._stored = asyncio.Event()
@@ -133,7 +138,7 @@ class RegionStore:
                 log.warning("region dropped", region=record.name, reason=str(error))
                 self._drop_file(name, file)
                 continue
-            self._kept[record.owner] = _KeptRegion(name, file, region)
+            self._attach(name, file, region)
             log.info(
                 "region restored",
                 region=record.name,
@@ -174,6 +179,7 @@ class RegionStore:
             case RegionFreed(owner):
                 if (kept := self._kept.pop(owner, None)) is not None:
                     kept.region.table.lines.leave_memory()
+                    kept.region.table.key_table = None
                     self._drop_file(kept.name, kept.file)
 
     def descriptor_of(self, owner: RegionOwner) -> int | None:
@@ -201,8 +207,15 @@ class RegionStore:
             return
         region.table.lines.use_memory(file.lines)
         name = f"{TABLE}{next(self._names)}"
-        self._kept[record.owner] = _KeptRegion(name, file, region)
+        self._attach(name, file, region)
         self._fd_store.store_fd(name, file.descriptor)
+
+    def _attach(self, name: str, file: TableFile, region: Region) -> None:
+        """The lines of a region are those of this file, and siblings may search them."""
+        if self._lends and file.record.key_bytes:
+            region.table.share_keys(file.buckets)
+        file.sign(self._incarnation)
+        self._kept[file.record.owner] = _KeptRegion(name, file, region)
 
     def _convert(self, name: str, descriptor: int) -> int:
         """The descriptor of a kept table, in the format of this version if it is of the one before.
@@ -233,7 +246,7 @@ class RegionStore:
             self._drop_file(kept.name, kept.file)
 
     def _drop_file(self, name: str, file: TableFile) -> None:
-        mark_void(file.descriptor)
+        file.mark_void()
         self._fd_store.remove_fd(name)
         file.close()
         close_later(file.unmap)  # frees the memory: 14 ms for a million keys

@@ -2,13 +2,16 @@
 
 It is a memfd, so it outlives the daemon while another process has its descriptor. Layout:
 
-    0                          MAGIC, and the number of the valid record
+    0                          the head: the words MAGIC, number of the valid record, composition
+                               (0: void) and incarnation of the pool
     PAGE                       record 0: length, CRC-32, data
     PAGE + RECORD_BYTES        record 1
     LINES_AT                   a line for each host block (core/block_lines.py)
+    buckets_at                 the key table, if blocks have keys (core/key_table.py)
 
-A record is written where the valid one is not, then the number changes. A sibling has mapped the
-file to be read only, and may read it at any time. Event loop only, except LentTable.
+A record is written where the valid one is not, then the number changes. A daemon that has created
+or adopted the table signs it with the incarnation of its pool. A sibling has mapped the file to be
+read only, and may read it at any time (siblings/lent_table.py). Event loop only.
 """
 
 from __future__ import annotations
@@ -23,12 +26,12 @@ from contextlib import suppress
 import msgspec
 import numpy as np
 
-from kvferry.daemon.core.block_lines import Lines, Versions, line_type
+from kvferry.daemon.core.block_lines import Lines, line_type
+from kvferry.daemon.core.key_table import BUCKET, Hashes, bucket_count
 from kvferry.daemon.core.records import RegionRecord, decode_record, encode_record
-from kvferry.daemon.memory.foreign_memory import WORD, ForeignMemory, SharedWords
+from kvferry.daemon.memory.foreign_memory import SharedWords
 from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.proto.errors import Code, KVFerryError, Refused
-from kvferry.proto.layout import Bools, Int64s
 from kvferry.shm.memfd import check_sealed, sealed_memfd
 
 # The last character is the version of the format. The one before had no epochs.
@@ -36,10 +39,11 @@ MAGIC, OLD_MAGIC = b"kvferry3", b"kvferry2"
 # Bytes reserved for a record; pages that are never written take no memory.
 RECORD_BYTES = 1 << 20
 LINES_AT = PAGE + 2 * RECORD_BYTES
-# MAGIC, and the number of the valid record, 0 or 1: two words.
+# The words of the head.
+MAGIC_WORD, NUMBER_WORD, COMPOSITION_WORD, INCARNATION_WORD = range(4)
+HEAD_WORDS = 4
+MAGIC_VALUE = int.from_bytes(MAGIC, "little")
 _HEAD = struct.Struct("<8sQ")
-_MAGIC_WORD, _NUMBER_WORD = 0, 1
-_MAGIC_VALUE = int.from_bytes(MAGIC, "little")
 # Length and CRC-32 of the record that follows.
 _RECORD = struct.Struct("<II")
 
@@ -55,11 +59,12 @@ class TableFile:
         self.descriptor = descriptor
         try:
             check_sealed(descriptor, "a kept block table")
-            self._file = mmap.mmap(descriptor, _check_size(os.fstat(descriptor).st_size))
-            self.record = _read_record(self._copy_bytes, len(self._file))
-            self._head = SharedWords(self._file, 0, 2)
-            dtype = line_type(self.record.key_bytes)
-            self.lines: Lines = np.frombuffer(self._file, dtype, -1, LINES_AT)
+            self._file = mmap.mmap(descriptor, check_table_size(os.fstat(descriptor).st_size))
+            self.record = record = read_record(self._copy_bytes, len(self._file))
+            self._head = SharedWords(self._file, 0, HEAD_WORDS)
+            dtype = line_type(record.key_bytes)
+            self.lines: Lines = np.frombuffer(self._file, dtype, record.num_blocks, LINES_AT)
+            self._head.write(COMPOSITION_WORD, record.composition)
         except BaseException:
             os.close(descriptor)
             raise
@@ -82,18 +87,36 @@ class TableFile:
         Raises Refused (BAD_LAYOUT) if it is too long.
         """
         data = _packed(record)
-        other = 1 - self._head.read(_NUMBER_WORD)
+        other = 1 - self._head.read(NUMBER_WORD)
         at = PAGE + other * RECORD_BYTES
         self._file[at : at + len(data)] = data
-        self._head.write(_NUMBER_WORD, other)
+        self._head.write(NUMBER_WORD, other)
+        self._head.write(COMPOSITION_WORD, record.composition)
         self.record = record
+
+    def sign(self, incarnation: int) -> None:
+        """The lines are those of the pool with this incarnation. Every block that is loadable has
+        contents in it."""
+        self._head.write(INCARNATION_WORD, incarnation)
+
+    def mark_void(self) -> None:
+        """Make it an invalid block table, for every process that has mapped it."""
+        self._head.write(COMPOSITION_WORD, 0)
+        self._head.write(MAGIC_WORD, 0)
+
+    @property
+    def buckets(self) -> Hashes:
+        """The key table; without keys, none."""
+        count = bucket_count(self.record.num_blocks) if self.record.key_bytes else 0
+        buckets: Hashes = np.frombuffer(self._file, BUCKET, count, buckets_at(self.record))
+        return buckets
 
     def close(self) -> None:
         """Close the descriptor; a stored duplicate stays valid."""
         os.close(self.descriptor)
 
     def unmap(self) -> None:
-        """Unmap the file, if nothing else uses the lines. They must not be used again.
+        """Unmap the file, if nothing else uses its parts. They must not be used again.
 
         An mmap has a descriptor of its own, which garbage collection would close late.
         """
@@ -105,35 +128,6 @@ class TableFile:
         return self._file[at : at + nbytes]
 
 
-class LentTable:
-    """The block table of another daemon. Any thread.
-
-    num_blocks: number of its lines. Owns the descriptor, and closes it at once. Raises Refused
-    (BAD_LAYOUT, NOT_SHAREABLE) if it is no block table of this version.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        try:
-            memory = ForeignMemory(descriptor, "the block table")
-        finally:
-            os.close(descriptor)
-        record = _read_record(memory.copy_bytes, _check_size(memory.nbytes))
-        self.num_blocks, kind = record.num_blocks, line_type(record.key_bytes)
-        self._magic = memory.column(WORD, 0, 1)
-        self._versions = memory.column(kind, LINES_AT, self.num_blocks, "version")
-
-    def unchanged(self, blocks: Int64s, versions: Int64s) -> Bools:
-        """Which blocks have not lost their contents since they had these versions. None of them if
-        the table has become void."""
-        found: Versions = self._versions.copy(blocks)
-        same: Bools = (found == versions) & (self._magic.read() == _MAGIC_VALUE)
-        return same
-
-    def unmap(self) -> None:
-        """Unmap the file. It must not be used again."""
-        del self._magic, self._versions
-
-
 def convert_table(descriptor: int) -> int | None:
     """The descriptor of a new file with what a table of the format before has committed.
 
@@ -143,7 +137,7 @@ def convert_table(descriptor: int) -> int | None:
     if os.fstat(descriptor).st_size <= LINES_AT or os.pread(descriptor, 8, 0) != OLD_MAGIC:
         return None
     with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as memory:
-        record = _read_record(lambda at, size: memory[at : at + size], len(memory), OLD_MAGIC)
+        record = read_record(lambda at, size: memory[at : at + size], len(memory), OLD_MAGIC)
         old = np.frombuffer(memory, _old_line_type(record.key_bytes), -1, LINES_AT).copy()
     file, rows = TableFile.create(record), np.flatnonzero(old["committed"])
     for field in ("stamp", "checksum", "part", "key", "committed"):
@@ -153,13 +147,13 @@ def convert_table(descriptor: int) -> int | None:
     return new
 
 
-def mark_void(descriptor: int) -> None:
-    """Make a file an invalid block table, for every process that has mapped it."""
-    with suppress(OSError):
-        os.pwrite(descriptor, bytes(len(MAGIC)), 0)
+def buckets_at(record: RegionRecord) -> int:
+    """Where the key table begins."""
+    end = LINES_AT + line_type(record.key_bytes).itemsize * record.num_blocks
+    return -(-end // BUCKET.itemsize) * BUCKET.itemsize
 
 
-def _check_size(nbytes: int) -> int:
+def check_table_size(nbytes: int) -> int:
     """The size of a file. Raises Refused if it has no lines."""
     if nbytes <= LINES_AT:
         message = f"the block table has {nbytes} bytes, not more than {LINES_AT}"
@@ -167,7 +161,7 @@ def _check_size(nbytes: int) -> int:
     return nbytes
 
 
-def _read_record(
+def read_record(
     copy_bytes: Callable[[int, int], bytes], nbytes: int, expected_magic: bytes = MAGIC
 ) -> RegionRecord:
     """The valid record of a file of `nbytes`. Raises Refused."""
@@ -187,11 +181,11 @@ def _read_record(
             fields.pop("generation", None)
             data = msgspec.msgpack.encode(fields)
         record = decode_record(data, RegionRecord)
-        kind = (_old_line_type if is_old else line_type)(record.key_bytes)
+        expected = (_old_file_bytes if is_old else _file_bytes)(record)
     except (msgspec.MsgspecError, KVFerryError, ValueError, RecursionError) as error:
         message = f"the record of the block table cannot be decoded: {error}"
         raise Refused(Code.BAD_LAYOUT, message) from error
-    if nbytes != (expected := LINES_AT + kind.itemsize * record.num_blocks):
+    if nbytes != expected:
         message = f"the block table has {nbytes} bytes, but its record needs {expected}"
         raise Refused(Code.BAD_LAYOUT, message, nbytes)
     return record
@@ -208,7 +202,12 @@ def _packed(record: RegionRecord) -> bytes:
 
 
 def _file_bytes(record: RegionRecord) -> int:
-    return LINES_AT + line_type(record.key_bytes).itemsize * record.num_blocks
+    count = bucket_count(record.num_blocks) if record.key_bytes else 0
+    return buckets_at(record) + count * BUCKET.itemsize
+
+
+def _old_file_bytes(record: RegionRecord) -> int:
+    return LINES_AT + _old_line_type(record.key_bytes).itemsize * record.num_blocks
 
 
 def _old_line_type(key_bytes: int) -> np.dtype[np.void]:

@@ -82,7 +82,7 @@ def start_tiers(
     """Start the process of each tier. report: called with reports for the core."""
 
     def report_stores(stores: Sequence[str]) -> None:
-        report([StoresFound(tuple(stores), time.monotonic())])
+        report([StoresFound(tuple(stores), now=time.monotonic())])
 
     return [
         AttachedTier(
@@ -105,8 +105,8 @@ class _Search:
 class Tiering:
     """The tiers below the host pool, fastest first.
 
-    epochs_in_use: see Resets. report: called with reports for the core. promoted: called with the name of a tier and the
-    seconds of a fetch in which at least one key was read.
+    epochs_in_use: see Resets. report: called with reports for the core. promoted: called with the
+    name of a tier and the seconds of a fetch in which at least one key was read.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class Tiering:
             epochs = dict(self._epochs_in_use())
             if epochs and client.is_started:
                 found = await client.settle(epochs)
-                self._report(EpochsSettled(place, epochs, found, time.monotonic()))
+                self._report(EpochsSettled(place, epochs, found, now=time.monotonic()))
 
     def _status_of(
         self, place: int, tier: AttachedTier, counted: Mapping[str, Mapping[str, float]]

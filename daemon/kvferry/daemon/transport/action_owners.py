@@ -36,6 +36,7 @@ from kvferry.daemon.device.device_worker import Command, DeviceWorker
 from kvferry.daemon.persistence.epoch_page import EpochSync
 from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
 from kvferry.daemon.persistence.region_store import RegionStore
+from kvferry.daemon.siblings.peers import Peers
 from kvferry.daemon.tiers.tiering import Tiering
 from kvferry.proto.messages import DaemonMessage
 
@@ -53,7 +54,7 @@ class ActionOwners:
     """The device worker, persistence, the tiers and observability.
 
     publish: publishes KV events to subscribers outside of the daemon. receive_own: gets the
-    messages to the daemon's own session.
+    messages to the daemon's own session. peers: None without siblings.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class ActionOwners:
         tiering: Tiering,
         publish: Callable[[PublishKVEvents], None],
         receive_own: Callable[[DaemonMessage], None],
+        peers: Peers | None = None,
     ) -> None:
         self._worker, self._persistence, self._tiering = worker, persistence, tiering
-        self._publish, self._receive_own = publish, receive_own
+        self._publish, self._receive_own, self._peers = publish, receive_own, peers
 
     @property
     def busy(self) -> bool:
@@ -76,13 +78,14 @@ class ActionOwners:
         match action:  # the most frequent first
             case StartTransfer():
                 self._worker.post_command(action)
-                action.record_use()
             case PublishKVEvents():
                 self._publish(action)
             case SendMessage(_, message):
                 self._receive_own(message)
             case RegionCreated() | RegionUpdated() | RegionFreed():
                 self._persistence.regions.apply_change(action)
+                if self._peers is not None:
+                    self._peers.ask_soon()
             case KeepTensors():
                 self._persistence.tensors.store_tensors(action)
             case ReleaseTensors(number):

@@ -1,4 +1,4 @@
-"""Lends the memory of the pool to siblings, which copy blocks from it.
+"""Lends the memory of the pool to siblings, which load blocks from it.
 
 Called by the server, on the event loop.
 """
@@ -12,61 +12,72 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.daemon.core.records import RegionOwner
-from kvferry.daemon.core.tier_actions import LendPool
-from kvferry.daemon.memory.incarnation import PoolIncarnation
+from kvferry.daemon.core.tier_actions import LendMemory
 from kvferry.daemon.transport.accept_gate import NONE_LEFT, fds_exhausted
 from kvferry.daemon.transport.fd_server import FdServer
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.lending import MAX_LENT_CHUNKS, PoolLent
+from kvferry.proto.lending import MAX_LENT_CHUNKS, MemoryLent
 
 
 @dataclass(frozen=True, slots=True)
 class LentPool:
     """The host pool: descriptors of its chunks, all but the last of `chunk_bytes`.
 
-    table_of: returns the descriptor of a region's block table; None if it is in no file.
+    incarnation: descriptor of its incarnation page. is_kept: whether the next daemon gets it.
+    page_identity: of the page of epochs. table_of: returns the descriptor of a region's block
+    table; None if it is in no file.
     """
 
     descriptors: Sequence[int]
     chunk_bytes: int
-    incarnation: PoolIncarnation
+    incarnation: int
+    is_kept: bool = False
+    page_identity: bytes = b""
     table_of: Callable[[RegionOwner], int | None] = lambda _: None
 
 
-def lend_pool(pool: LentPool, fd_server: FdServer, action: LendPool) -> PoolLent:
-    """Pass chunks of the pool to a sibling. Raises Refused.
+def lend_memory(pool: LentPool, fd_server: FdServer, action: LendMemory) -> MemoryLent:
+    """Describe a region to a sibling, and pass chunks of the pool. Raises Refused.
 
     The descriptors can only be read; a sibling cannot write into the pool by mistake.
     """
+    table = pool.table_of(action.region.owner)
+    if table is None:
+        return MemoryLent(action.request_id)
+    first, end = action.region.start // pool.chunk_bytes, -(-action.region.end // pool.chunk_bytes)
+    lent = MemoryLent(
+        action.request_id,
+        os.fstat(table).st_ino,
+        pool.chunk_bytes,
+        action.region.start,
+        first,
+        end,
+        keys=action.keys,
+        is_kept=pool.is_kept,
+        page_identity=pool.page_identity,
+    )
+    if action.first is None:
+        return lent
     if fd_server.holds_any(action.session):
         text = "descriptors of this session are waiting; fetch them before you request more"
         raise Refused(Code.BUSY, text, action.session)
     if fds_exhausted():
         raise Refused(Code.BUSY, NONE_LEFT, action.session)
-    chunk_bytes = pool.chunk_bytes
-    first = max(action.start // chunk_bytes, action.first)
-    end = -(-action.end // chunk_bytes)
-    handles = tuple(
-        fd_server.hold_fd(action.session, _readable(descriptor))
-        for descriptor in pool.descriptors[first:end][:MAX_LENT_CHUNKS]
-    )
-    number, start = action.request_id, action.start
-    lent = PoolLent(number, chunk_bytes, min(first, end), end, handles, start)
-    table = None if action.first else pool.table_of(action.owner)
-    if table is None:
+
+    def hold(descriptor: int) -> int:
+        return fd_server.hold_fd(action.session, _readable(descriptor))
+
+    chunks = pool.descriptors[max(first, action.first) : end][:MAX_LENT_CHUNKS]
+    lent = msgspec.structs.replace(lent, handles=tuple(map(hold, chunks)))
+    if action.first > first:
         return lent
-    return msgspec.structs.replace(
-        lent,
-        table=fd_server.hold_fd(action.session, _readable(table)),
-        page=fd_server.hold_fd(action.session, _readable(pool.incarnation.descriptor)),
-        incarnation=pool.incarnation.number,
-    )
+    return msgspec.structs.replace(lent, table=hold(table), page=hold(pool.incarnation))
 
 
 def check_sibling(uid: int) -> None:
     """Raise Refused (FORBIDDEN) if user `uid` is not the daemon's.
 
-    The pool may have blocks of any engine, and a sibling chooses the generation of a namespace.
+    The pool may have blocks of any engine.
     """
     if uid != os.geteuid():
         text = f"this daemon lends its pool to siblings of user {os.geteuid()}, not to {uid}"

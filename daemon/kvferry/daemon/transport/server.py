@@ -19,6 +19,7 @@ from kvferry.daemon.core.actions import (
     Action,
     Broadcast,
     CloseSession,
+    Continue,
     CopyCalibrated,
     MapTensors,
     Pong,
@@ -32,20 +33,20 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.registration import OWN_SESSION
-from kvferry.daemon.core.tier_actions import LendPool
+from kvferry.daemon.core.tier_actions import LendMemory
 from kvferry.daemon.device.report_queue import ReportQueue
 from kvferry.daemon.observability.event_log import EventLog
 from kvferry.daemon.transport.accept_gate import AcceptGate
 from kvferry.daemon.transport.action_owners import ActionOwners
 from kvferry.daemon.transport.fd_server import FdServer
-from kvferry.daemon.transport.lender import LentPool, check_sibling, lend_pool
+from kvferry.daemon.transport.lender import LentPool, check_sibling, lend_memory
 from kvferry.daemon.transport.outbox import merge_results
 from kvferry.daemon.transport.sessions import Sessions
 from kvferry.daemon.transport.status import StatusAssembler
 from kvferry.daemon.transport.zap import ZapHandler, protect
 from kvferry.proto.codec import MAX_MESSAGE_BYTES
 from kvferry.proto.errors import KVFerryError
-from kvferry.proto.lending import LendingRequest
+from kvferry.proto.lending import LendingMessage
 from kvferry.proto.messages import ClientMessage, DaemonMessage, Goodbye, Hello, StatusReport
 
 # Messages of any size that ZeroMQ itself queues per connection: received ones, of at most twice
@@ -131,7 +132,7 @@ class Server:
 
     def handle_message(self, session: str, message: ClientMessage) -> None:
         self._take_reports()
-        if isinstance(message, LendingRequest) and not self._is_sibling(session, message):
+        if isinstance(message, LendingMessage) and not self._is_sibling(session, message):
             return
         self._perform(self._core.handle(session, message, time.monotonic()))
         self._set_timer()
@@ -154,6 +155,9 @@ class Server:
         reports, actions = list[Report](), list[Action]()
         for report in self._reports.take_reports():
             match report:
+                case Continue(command):
+                    actions.append(command)
+                    continue
                 case TensorsMapped():
                     self._client_log.mapping_ended(report)
                     report = self._fd_server.hold_fds_of(report)
@@ -210,25 +214,26 @@ class Server:
                 case CloseSession(session):
                     self._fd_server.close_session(session)
                     self._sessions.remove_session(action)
-                case LendPool():
-                    self._lend_pool(action)
+                case LendMemory():
+                    self._lend_memory(action)
                 case _:
                     self._owners.perform(action)
 
-    def _is_sibling(self, session: str, message: LendingRequest) -> bool:
+    def _is_sibling(self, session: str, message: LendingMessage) -> bool:
         """Whether the session is of the daemon's own user; others get an error."""
         peer = self._sessions.peer_of(session)
         try:
             check_sibling(-1 if peer is None else peer.uid)
         except KVFerryError as error:
-            reply = self._core.error_reply(error, message.request_id, session)
+            number = getattr(message, "request_id", None)
+            reply = self._core.error_reply(error, number, session)
             self._sessions.send_message(session, reply)
             return False
         return True
 
-    def _lend_pool(self, action: LendPool) -> None:
+    def _lend_memory(self, action: LendMemory) -> None:
         try:
-            reply: DaemonMessage = lend_pool(self._pool, self._fd_server, action)
+            reply: DaemonMessage = lend_memory(self._pool, self._fd_server, action)
         except KVFerryError as error:
             reply = self._core.error_reply(error, action.request_id, action.session)
         self._sessions.send_message(action.session, reply)

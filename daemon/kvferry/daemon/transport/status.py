@@ -9,6 +9,7 @@ from kvferry.daemon.core.actions import CopyCalibrated, Pong, PoolRegistered
 from kvferry.daemon.core.core import Core
 from kvferry.daemon.observability.health import Health
 from kvferry.daemon.persistence.region_store import RegionStore
+from kvferry.daemon.siblings.peers import Peers
 from kvferry.daemon.tiers.tiering import Tiering
 from kvferry.proto.status import (
     CopyStatus,
@@ -22,7 +23,7 @@ from kvferry.proto.status import (
 class StatusAssembler:
     """Assembles the status for clients, and for the metrics thread, which has a StatusSource.
 
-    clock: seconds, monotonic.
+    peers: None without siblings. clock: seconds, monotonic.
     """
 
     def __init__(
@@ -31,10 +32,11 @@ class StatusAssembler:
         health: Health,
         region_store: RegionStore,
         tiering: Tiering,
+        peers: Peers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core, self._health, self._clock = core, health, clock
-        self._region_store, self._tiering = region_store, tiering
+        self._region_store, self._tiering, self._peers = region_store, tiering, peers
         self._registered_bytes = 0
         self._copying: CopyStatus | None = None
 
@@ -71,8 +73,8 @@ class StatusAssembler:
             health=self._health.status(),
             verification=self._region_store.verification,
             tiers=self._tiering.status(core.tier_counters()),
-            siblings=(),
-            located=core.lending.located,
+            siblings=() if self._peers is None else self._peers.status(),
+            lent=core.lending.used,
         )
 
     # As StatusSource of observability/http.py
