@@ -288,7 +288,8 @@ class Opened(Message):
 
     unlike: other namespaces of the same model, with the fields that differ; shortened.
     reattached: the namespace existed before, with its keys. name: a hash of the fingerprint.
-    epoch: of its contents, see KeyLoadStoreSpec. stores_once: whether a store leaves out what siblings have.
+    epoch: of its contents, see KeyLoadStoreSpec. stores_once: whether a store leaves out what
+    siblings have.
     tiers: names, fastest first; without one FindInTiers promotes none.
     shortfall: why it has less host memory than its quota (without one: than the pool), or empty.
     """

@@ -372,6 +372,8 @@ class DaemonStatus(Part):
         int, counter("Blocks that siblings have found or loaded here.", "lent_blocks", text="")
     ] = 0
     refused_engines: dict[str, ErrorInfo] = msgspec.field(default_factory=dict)
+    # The last host blocks that were found corrupt, each with what became of it before.
+    corrupt: tuple[str, ...] = ()
 
     @property
     def unverified_bytes(self) -> Annotated[int, gauge("Bytes of an earlier daemon to verify.")]:

@@ -32,6 +32,7 @@ CHECKS: tuple[Check, ...] = (
     daemon.processes,
     daemon.device,
     daemon.pool,
+    daemon.corrupt_blocks,
     tiers,
     siblings,
     environment.shared_memory,

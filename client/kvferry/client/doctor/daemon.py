@@ -277,6 +277,12 @@ def device(context: CheckContext) -> Iterator[Finding]:
         yield fail("device", f"the daemon uses {gpu.uuid}; visible here: {here}; {setting}", change)
 
 
+def corrupt_blocks(context: CheckContext) -> Iterator[Finding]:
+    for story in () if context.status is None else context.status.corrupt:
+        change = "check the host's memory (dmesg, EDAC counters); the block is a miss since then"
+        yield fail("corrupt blocks", f"a block does not match its checksum. {story}", change)
+
+
 def pool(context: CheckContext) -> Iterator[Finding]:
     if context.status is None:
         return

@@ -39,6 +39,7 @@ from kvferry.daemon.core.block_lines import (
     Part,
     Versions,
 )
+from kvferry.daemon.core.block_story import BlockStory
 from kvferry.daemon.core.key_table import Hashes, KeyTable
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.layout import Bools, Int64s
@@ -47,6 +48,11 @@ FREE, ORPHANED, PENDING = 0, 1, 2
 STORED, COMMITTED, UNVERIFIED = 3, 4, 5
 STORED_PART, COMMITTED_PART, UNVERIFIED_PART = 6, 7, 8
 STATES = 9
+# By number, for people.
+NAMES = (
+    *("free", "orphaned", "pending", "stored", "committed", "unverified"),
+    *("stored in part", "committed in part", "unverified in part"),
+)
 
 # Sets of states, by what they have in common.
 HITS = STORED, COMMITTED
@@ -102,6 +108,7 @@ class BlockTable:
         # How often jobs hold each block, and the number of blocks that any job holds.
         self._holds = np.zeros(num_blocks, np.int32)
         self.held = 0
+        self.story = BlockStory(NAMES)
         # Grows whenever blocks enter a state.
         self.changes = 0
         # Whether the region was freed: nobody uses its blocks again.
@@ -166,14 +173,14 @@ class BlockTable:
         if not self._counts[ORPHANED]:
             return idle[:0]
         orphans: Int64s = idle[self.among(idle, ORPHANED)]
-        self._move(orphans, FREE)
+        self._move(orphans, FREE, "released")
         return orphans
 
     # Transitions
 
     def set_pending(self, blocks: Int64s) -> None:
         """Free blocks are about to be written, which counts as a use of them."""
-        self._move(blocks, PENDING)
+        self._move(blocks, PENDING, "reserved")
         # Their lines may be of an earlier epoch, with contents.
         self.lines.invalidate(blocks)
         self.lines.touch(blocks)
@@ -185,9 +192,9 @@ class BlockTable:
         self.lines.store(blocks, keys, parts, self.epoch)
         if parts:
             some = np.fromiter(parts, np.int64)
-            self._move(some, STORED_PART)
+            self._move(some, STORED_PART, "completed")
             blocks = blocks[~np.isin(blocks, some)]
-        self._move(blocks, STORED)
+        self._move(blocks, STORED, "completed")
         self._show_keys(blocks)
 
     def restore(self, factor: int) -> tuple[Int64s, tuple[OffloadKey, ...]]:
@@ -207,8 +214,8 @@ class BlockTable:
         if damaged.any():
             block, (at, to) = int(blocks[damaged][0]), parts[damaged][0].tolist()
             raise ValueError(f"sub-blocks {at} to {to - 1} of host block {block} do not exist")
-        self._move(blocks[end == 0], UNVERIFIED)
-        self._move(blocks[end > 0], UNVERIFIED_PART)
+        self._move(blocks[end == 0], UNVERIFIED, "restored")
+        self._move(blocks[end > 0], UNVERIFIED_PART, "restored")
         return blocks, keys
 
     def commit(self, blocks: Int64s, versions: Versions, checksums: Checksums) -> None:
@@ -219,8 +226,8 @@ class BlockTable:
         same = self.unchanged(blocks, versions) & self.among(blocks, *UNCOMMITTED)
         blocks = blocks[same]
         self.lines.commit(blocks, checksums[same])
-        self._move(blocks[self.among(blocks, STORED)], COMMITTED)
-        self._move(blocks[self.among(blocks, STORED_PART)], COMMITTED_PART)
+        self._move(blocks[self.among(blocks, STORED)], COMMITTED, "checksum")
+        self._move(blocks[self.among(blocks, STORED_PART)], COMMITTED_PART, "checksum")
 
     def unchanged(self, blocks: Int64s, versions: Versions) -> Bools:
         """Which blocks have contents, and have not lost them since they had these versions."""
@@ -230,23 +237,25 @@ class BlockTable:
         """Unverified blocks match their checksums. Others are ignored."""
         whole = blocks[self.among(blocks, UNVERIFIED)]
         self.lines.validate(blocks[self.among(blocks, *UNCHECKED)])
-        self._move(whole, COMMITTED)
-        self._move(blocks[self.among(blocks, UNVERIFIED_PART)], COMMITTED_PART)
+        self._move(whole, COMMITTED, "verified")
+        self._move(blocks[self.among(blocks, UNVERIFIED_PART)], COMMITTED_PART, "verified")
         self._show_keys(whole)
 
-    def drop(self, blocks: Int64s) -> Int64s:
-        """Occupied blocks lose their contents. Returns those that become free."""
+    def drop(self, blocks: Int64s, cause: str = "dropped") -> Int64s:
+        """Occupied blocks lose their contents. Returns those that become free. cause: for the
+        story."""
         self.lines.invalidate(blocks)
         idle = self._holds[blocks] == 0
-        self._move(blocks[~idle], ORPHANED)
+        self._move(blocks[~idle], ORPHANED, cause)
         freed: Int64s = blocks[idle]
-        self._move(freed, FREE)
+        self._move(freed, FREE, cause)
         return freed
 
     def begin_epoch(self, epoch: int) -> None:
         """All blocks lose their contents, which were of another epoch. No line changes."""
         assert self.closed or epoch != self.epoch, f"epoch {epoch} has begun before"
         self.epoch = epoch
+        self.story.add_for_all("new epoch")
         self._states = np.where(self._holds > 0, np.uint8(ORPHANED), np.uint8(FREE))
         self._counts = [self.num_blocks - self.held, self.held, *[0] * (STATES - 2)]
         self.changes += 1
@@ -274,13 +283,15 @@ class BlockTable:
         if self.key_table is not None and blocks.size:
             self.key_table.add(self.lines.keys(blocks), blocks)
 
-    def _move(self, blocks: Int64s, state: int) -> None:
+    def _move(self, blocks: Int64s, state: int, cause: str) -> None:
+        """The one place where blocks enter a state. Raises IllegalTransition."""
         if not blocks.size:
             return
-        for before, count in enumerate(np.bincount(self._states[blocks]).tolist()):
-            if count:
-                assert before in _BEFORE[state], f"a block in state {before} enters {state}"
-                self._counts[before] -= count
+        states = self._states[blocks]
+        self.story.check(blocks, states, state, _BEFORE[state])
+        self.story.add(blocks, states, state, cause)
+        for before, count in enumerate(np.bincount(states).tolist()):
+            self._counts[before] -= count
         self._counts[state] += blocks.size
         self._states[blocks] = state
         self.changes += 1

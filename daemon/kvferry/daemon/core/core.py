@@ -7,7 +7,7 @@ Error, and it is counted. Called by the server, on the event loop only.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from kvferry.daemon.core.actions import (
@@ -48,6 +48,8 @@ from kvferry.proto.protocol import format_protocol, protocol_number
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import Direction
 
+# Stories of corrupt blocks that are kept.
+MOST_CORRUPT = 4
 # After these, something that a waiting request needs may be free.
 _FREEING = TensorsUnmapped, FetchReleased, BlocksWritten
 # Messages that a daemon refuses while it stops.
@@ -82,6 +84,8 @@ class Core:
         self.identity = identity
         self.stopping = False
         self.errors: Counter[str] = Counter()
+        # Stories of the last corrupt blocks.
+        self.corrupt = deque[str](maxlen=MOST_CORRUPT)
         # Of the last message, or of a later report.
         self._now = 0.0
         self._owners = EngineOwners()
@@ -332,6 +336,9 @@ class Core:
         region = self._regions.get(report.owner)
         if region is None:
             return []
+        first, owner = int(report.blocks[0]), report.owner
+        story = f"{owner.kind} {owner.name}, host block {first}: {region.table.story.of(first)}"
+        self.corrupt.append(story)
         self._transfers.mark_corrupted(report)
         if region.states is not None:
             region.states.discard_blocks(report.blocks)

@@ -72,6 +72,7 @@ async def check_blocks(
             owner=region.owner.name,
             blocks=bad.size,
             first=int(bad[0]),
+            story=region.table.story.of(int(bad[0])),
             found_by=purpose.name.lower(),
         )
     if reports:

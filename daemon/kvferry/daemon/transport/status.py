@@ -75,6 +75,7 @@ class StatusAssembler:
             tiers=self._tiering.status(core.tier_counters()),
             siblings=() if self._peers is None else self._peers.status(),
             lent=core.lending.used,
+            corrupt=tuple(core.corrupt),
         )
 
     # As StatusSource of observability/http.py

@@ -154,7 +154,7 @@ class Cache:
             if needed > self.table.idle:
                 self.counts["stores_skipped"] += len(wanted)
                 return None
-            self._blocks.discard_blocks(_array(replaced))
+            self._blocks.discard_blocks(_array(replaced), "replaced")
             blocks, evicted = self._blocks.reserve_blocks(tuple(wanted))
             stored = {key: parts[key] for key in wanted if key in parts} if parts else NO_PARTS
             reservation = Reservation(tuple(wanted), tuple(blocks.tolist()), tuple(evicted), stored)
@@ -178,7 +178,7 @@ class Cache:
             self.events.add(EventKind.STORED, whole)
             self.events.add(EventKind.ABANDONED, tuple(parts))
         elif present:
-            self._blocks.discard_blocks(blocks)
+            self._blocks.discard_blocks(blocks, "store failed")
 
     # Loads
 
@@ -244,7 +244,7 @@ class Cache:
 
         A block that jobs still read is orphaned until the last of them ends.
         """
-        self._blocks.discard_blocks(blocks[self.table.among(blocks, *WITH_CONTENTS)])
+        self._blocks.discard_blocks(blocks[self.table.among(blocks, *WITH_CONTENTS)], "corrupt")
 
     def reset(self, epoch: int) -> DeferredFree:
         """Make every key absent: another epoch begins.

@@ -77,7 +77,7 @@ class KeyedBlocks:
         table = self.table
         victims = np.array(self.policy.choose_victims(keys, table.free, table.idle_among), np.int64)
         self._count_unwritten(victims)
-        evicted = self._remove_keys(victims)
+        evicted = self._remove_keys(victims, "evicted")
         blocks = self._free.pop_blocks(len(keys))
         table.set_pending(blocks)
         table.hold(blocks)
@@ -148,10 +148,10 @@ class KeyedBlocks:
         self.table.set_verified(blocks)
         self.events.add(EventKind.STORED, self.index.keys_of(hits.tolist()))
 
-    def discard_blocks(self, blocks: Int64s) -> None:
-        """Remove keys, other than by eviction."""
+    def discard_blocks(self, blocks: Int64s, cause: str = "discarded") -> None:
+        """Remove keys, other than by eviction. cause: for the story of the blocks."""
         self.policy.remove_blocks(blocks)
-        self._remove_keys(blocks)
+        self._remove_keys(blocks, cause)
 
     def clear(self, epoch: int) -> list[KeyIndex]:
         """Make every key absent: another epoch begins.
@@ -175,7 +175,7 @@ class KeyedBlocks:
         self.index.add_keys(keys, blocks.tolist())
         if self.index.has_repeated:
             keeps = np.array(self.index.find_numbers(keys), np.int64) == blocks
-            self.table.drop(blocks[~keeps])
+            self.table.drop(blocks[~keeps], "the key is in another block, too")
             blocks, keys = blocks[keeps], tuple(compress(keys, keeps.tolist()))
             self._start()
             self.index.add_keys(keys, blocks.tolist())
@@ -226,7 +226,7 @@ class KeyedBlocks:
             missing = self.marks.count_missing(blocks[self.table.among(blocks, *HITS)])
             self.unwritten = [sum(counts) for counts in zip(self.unwritten, missing, strict=True)]
 
-    def _remove_keys(self, blocks: Int64s) -> list[bytes]:
+    def _remove_keys(self, blocks: Int64s, cause: str) -> list[bytes]:
         """Remove the keys of blocks that the policy does not have, and return them.
 
         The event of a key matches its lookup: REMOVED for a HIT, ABANDONED for a HIT_PENDING.
@@ -235,5 +235,5 @@ class KeyedBlocks:
             found = blocks[self.table.among(blocks, *states)]
             self.events.add(kind, self.index.keys_of(found.tolist()))
         self.store_order.remove(blocks)
-        self._free.push_blocks(self.table.drop(blocks))
+        self._free.push_blocks(self.table.drop(blocks, cause))
         return self.index.remove_numbers(blocks.tolist())

@@ -75,7 +75,7 @@ class TierAccess:
         self._blocks.set_stored(blocks[stored], names)
         self._blocks.marks.set_written(blocks[stored], written_in)
         self._blocks.events.add(EventKind.STORED, names)
-        self._blocks.discard_blocks(blocks[present & ~ok])
+        self._blocks.discard_blocks(blocks[present & ~ok], "promotion failed")
         return stored
 
     def release_promotion(self, blocks: Int64s) -> None:
