@@ -108,6 +108,8 @@ class SchedulerSide:
         self._ready = NO_KEYS
         self._hits = 0
         self._requests: dict[str, RequestState] = {}
+        # The epochs in which each request began; None: while a reset was in progress.
+        self._epochs: dict[str, tuple[int, ...] | None] = {}
         # The request of the current lookups.
         self._request = RequestState()
         self._may_load = config.loads
@@ -152,6 +154,7 @@ class SchedulerSide:
         """The following lookups belong to this request. may_load: if not, they are misses."""
         self._request = self._requests.setdefault(request, RequestState())
         self._request.since = self._request.since or time.monotonic()
+        self._epochs[request] = None if self._manager.is_resetting else self._manager.epochs
         self._may_load = may_load and self._config.loads and self._request.loads < MAX_LOADS
         if not self._may_load:
             self._ready = NO_KEYS
@@ -200,7 +203,8 @@ class SchedulerSide:
         if not self.adapters.may_use_keys(req_context.req_id):
             return StoreOutput([], KeysSpec(()), [])
         last = req_context.req_id in self._ended_requests
-        return self._offer_keys(keys, last) or StoreOutput([], KeysSpec(()), [])
+        epochs = self._epochs_of(req_context.req_id)
+        return self._offer_keys(keys, epochs, last) or StoreOutput([], KeysSpec(()), [])
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: Any, success: bool = True
@@ -209,6 +213,8 @@ class SchedulerSide:
 
     def on_schedule_end(self, context: Any = None) -> None:
         self._ready = NO_KEYS
+        for request in self._ended_requests:
+            self._epochs.pop(request, None)
         load_pending, self._load_pending = self._load_pending, False
         if self._to_unpin or not load_pending:
             self._flush()
@@ -298,14 +304,25 @@ class SchedulerSide:
             return Lookup.MISS
         return found
 
+    def _epochs_of(self, request: str) -> tuple[int, ...]:
+        """The epochs in which a request began: what it computes is valid in no other."""
+        epochs = self._epochs.get(request, ())
+        if epochs is None:  # this engine's reset was on its way, so nothing of before is in it
+            epochs = self._manager.reset_epochs
+            if not self._manager.is_resetting:
+                self._epochs[request] = epochs
+        return epochs
+
     @catch_errors
-    def _offer_keys(self, keys: Collection[OffloadKey], last: bool) -> StoreOutput | None:
-        """last: whether these keys are not offered again."""
+    def _offer_keys(
+        self, keys: Collection[OffloadKey], epochs: tuple[int, ...], last: bool
+    ) -> StoreOutput | None:
+        """epochs: see `_epochs_of`. last: whether these keys are not offered again."""
         if not self._usable or not self._config.stores:
             return None
         if self._manager.is_resetting and not last:
             return None
-        output = self._manager.prepare_store(keys)
+        output = self._manager.prepare_store(keys, epochs)
         if output is None or not output.keys_to_store:
             return None
         self._store_sizes.append(len(output.keys_to_store))
