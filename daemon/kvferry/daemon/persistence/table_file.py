@@ -131,7 +131,7 @@ class TableFile:
 def convert_table(descriptor: int) -> int | None:
     """The descriptor of a new file with what a table of the format before has committed.
 
-    Its contents are of epoch 0. None if it is no such table. Raises Refused (BAD_LAYOUT) if it is
+    Its epoch is the number of its resets. None if it is no such table. Raises Refused (BAD_LAYOUT) if it is
     damaged, and OSError. The caller owns both descriptors.
     """
     if os.fstat(descriptor).st_size <= LINES_AT or os.pread(descriptor, 8, 0) != OLD_MAGIC:
@@ -142,6 +142,7 @@ def convert_table(descriptor: int) -> int | None:
     file, rows = TableFile.create(record), np.flatnonzero(old["committed"])
     for field in ("stamp", "checksum", "part", "key", "committed"):
         file.lines[field][rows] = old[field][rows]
+    file.lines["epoch"][rows] = record.epoch
     new = os.dup(file.descriptor)
     file.close()
     return new
@@ -178,7 +179,9 @@ def read_record(
     try:
         if is_old := magic == OLD_MAGIC:
             fields = msgspec.msgpack.decode(data, type=dict[str, msgspec.Raw])
-            fields.pop("generation", None)
+            generation = msgspec.msgpack.decode(fields.pop("generation", b"\x01"), type=int)
+            # Siblings may have missed resets of a namespace that had some. Below all drawn epochs.
+            fields["epoch"] = msgspec.Raw(msgspec.msgpack.encode(max(0, generation - 1)))
             data = msgspec.msgpack.encode(fields)
         record = decode_record(data, RegionRecord)
         expected = (_old_file_bytes if is_old else _file_bytes)(record)
