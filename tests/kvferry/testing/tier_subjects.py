@@ -96,7 +96,7 @@ class Subject:
         raise NotImplementedError
 
     def stores(self) -> list[str]:
-        """The stores that outlived an earlier process, as the tier named them when it was opened."""
+        """The stores that outlived an earlier process, as the tier has named them at first."""
         raise NotImplementedError
 
     def settle(self, epochs: Mapping[str, int]) -> dict[str, int]:
@@ -250,6 +250,14 @@ class ProcessSubject(Subject):
 
         return self.runner.run(drop())
 
+    def begin_settle(self, epochs: Mapping[str, int]) -> asyncio.Future[Mapping[str, int]]:
+        """Send epochs to settle."""
+
+        async def begin() -> asyncio.Future[Mapping[str, int]]:
+            return asyncio.ensure_future(self.client.settle(epochs))
+
+        return self.runner.run(begin())
+
     def _begin(
         self, call: Coroutine[Any, Any, tuple[Sequence[Result], asyncio.Future[Sequence[Result]]]]
     ) -> CallOutcome:
@@ -294,14 +302,9 @@ class ProcessSubject(Subject):
         return self._stores
 
     def settle(self, epochs: Mapping[str, int]) -> dict[str, int]:
-        found = list[Mapping[str, int]]()
-
-        async def settle() -> None:
-            found.append(await self.client.settle(epochs))
-
-        self.start(settle())
-        self.wait_until(lambda: found)
-        return dict(found[0])
+        settled = self.begin_settle(epochs)
+        self.wait_until(settled.done)
+        return dict(settled.result())
 
     def usage(self) -> TierUsage:
         self.wait_until(self.start(self.client.refresh_usage()).done)
