@@ -35,18 +35,19 @@ class FakeDaemon:
 
     It records received messages and replies at once. slow: it does not reply to resets until
     `finish_resets`. silent: it does not reply. lossy: it drops KeyEvents. refusal: the error that
-    it replies to each request. stores_once: whether it has siblings, whose keys it does not store.
+    it replies to each request. unpublished: what its Done names. stores_once: whether it has siblings, whose keys it does not store.
     Clients receive messages at each lookup, and check the connection at each poll.
     """
 
     def __init__(self, directory: Path, num_blocks: int) -> None:
         self.directory, self.num_blocks = directory, num_blocks
         self.received: list[wire.ClientMessage] = []
-        self.sequence, self.generation = 0, 1
+        self.sequence = self.epoch = 0
         self.ready: dict[OffloadKey, None] = {}
         self.pending: dict[OffloadKey, None] = {}
         self.slow = self.silent = self.lossy = self.disconnected = self.closed = False
         self.stores_once = False
+        self.unpublished: tuple[str, ...] = ()
         self.refusal: ErrorInfo | None = None
         self.drains = self.opened = 0
         self.alive_check_interval = self.mirror_max_age = 0.0
@@ -69,15 +70,15 @@ class FakeDaemon:
         self.sequence += 1
         for kind, *keys in events:
             self._apply(kind, keys)
-            self.generation += kind is EventKind.CLEARED
+            self.epoch += kind is EventKind.CLEARED
         if not self.lossy:
             parts = tuple(KeyEvent(kind, tuple(keys)) for kind, *keys in events)
-            self.send_to_client(KeyEvents(self.sequence, parts, self.generation))
+            self.send_to_client(KeyEvents(self.sequence, parts, self.epoch))
 
     def finish_resets(self) -> None:
         for request_id in self._resets:
             self.send_events((EventKind.CLEARED,))
-            self.send_to_client(wire.Done(request_id))
+            self.send_to_client(wire.Done(request_id, self.epoch, self.unpublished))
         self._resets.clear()
 
     def received_of(self, kind: type[M]) -> list[M]:
@@ -130,7 +131,14 @@ class FakeDaemon:
             case wire.OpenNamespace(number, fingerprint, _, policy, threshold):
                 name, nbytes = fingerprint.name, fingerprint.host_block_bytes
                 opened = wire.Opened(
-                    number, name, self.num_blocks, nbytes, False, policy, threshold
+                    number,
+                    name,
+                    self.num_blocks,
+                    nbytes,
+                    False,
+                    policy,
+                    threshold,
+                    epoch=self.epoch,
                 )
                 if self.stores_once:
                     tiers = ("siblings",)
@@ -150,7 +158,8 @@ class FakeDaemon:
         """One key per part."""
         keys = [(False, (key,)) for key in self.ready] + [(True, (key,)) for key in self.pending]
         for part, (pending, part_keys) in enumerate([*keys, (False, ())]):
-            yield wire.Snapshot(self.sequence, part, pending, part_keys, part == len(keys))
+            last = part == len(keys)
+            yield wire.Snapshot(self.sequence, part, pending, part_keys, last, self.epoch)
 
     def _apply(self, kind: EventKind, keys: list[OffloadKey]) -> None:
         if kind is EventKind.CLEARED:

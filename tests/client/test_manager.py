@@ -343,13 +343,13 @@ def test_nothing_is_offered_to_a_lost_daemon(
     assert manager.lookup(C) is MISS
 
 
-def test_a_store_has_the_generation_of_its_decision(
+def test_a_store_has_the_epoch_in_which_its_request_began(
     manager: OffloadingManager, fake_daemon: FakeDaemon
 ) -> None:
-    """The daemon must distinguish stores decided before a reset from later ones."""
+    """Without the epochs of that time, it began with its decision."""
     before = manager.prepare_store([C])
+    began = manager.epochs
     fake_daemon.send_events((EventKind.CLEARED,))
-    after = manager.prepare_store([D])
-    assert before is not None
-    assert after is not None
-    assert [before.store_spec.generation, after.store_spec.generation] == [1, 2]
+    after, late = manager.prepare_store([D]), manager.prepare_store([A], began)
+    specs = [each.store_spec for each in (before, after, late) if each is not None]
+    assert [spec.epoch for spec in specs] == [0, 1, 0]

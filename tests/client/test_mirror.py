@@ -13,20 +13,27 @@ A, B, C, *_ = KEYS
 HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.RETRY
 
 
-def key_events(sequence: int, kind: EventKind, *keys: OffloadKey) -> KeyEvents:
-    return KeyEvents(sequence, (KeyEvent(kind, keys),))
+def key_events(sequence: int, kind: EventKind, *keys: OffloadKey, epoch: int = 0) -> KeyEvents:
+    return KeyEvents(sequence, (KeyEvent(kind, keys),), epoch)
 
 
-def stored(sequence: int, *keys: OffloadKey) -> KeyEvents:
-    return key_events(sequence, EventKind.STORED, *keys)
+def stored(sequence: int, *keys: OffloadKey, epoch: int = 0) -> KeyEvents:
+    return key_events(sequence, EventKind.STORED, *keys, epoch=epoch)
+
+
+def cleared(sequence: int, epoch: int) -> KeyEvents:
+    """The events of a reset."""
+    return key_events(sequence, EventKind.CLEARED, epoch=epoch)
 
 
 def removed(sequence: int, *keys: OffloadKey) -> KeyEvents:
     return key_events(sequence, EventKind.REMOVED, *keys)
 
 
-def snapshot(sequence: int, *keys: OffloadKey, part: int = 0, last: bool = True) -> Snapshot:
-    return Snapshot(sequence, part, False, keys, last)
+def snapshot(
+    sequence: int, *keys: OffloadKey, part: int = 0, last: bool = True, epoch: int = 0
+) -> Snapshot:
+    return Snapshot(sequence, part, False, keys, last, epoch)
 
 
 def answers(mirror: Mirror, *keys: OffloadKey) -> list[Lookup]:
@@ -222,22 +229,26 @@ def test_all_keys_are_absent_until_a_reset_is_done(mirror: Mirror) -> None:
     mirror.hide()
     mirror.apply_message(stored(11, B))
     assert answers(mirror) == [MISS] * 6
-    mirror.apply_message(key_events(12, EventKind.CLEARED))
-    mirror.apply_message(stored(13, C))
+    mirror.apply_message(cleared(12, epoch=7))
+    mirror.apply_message(stored(13, C, epoch=7))
     assert answers(mirror) == [MISS] * 6
-    mirror.clear_after_reset()
+    mirror.clear_after_reset(7)
     mirror.reveal()
     assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
+    assert mirror.epoch == 7
 
 
-def test_each_reset_clears(mirror: Mirror) -> None:
-    for number in (11, 13):
+@pytest.mark.parametrize("epochs", [(7, 9), (9, 7)])
+def test_each_reset_clears(mirror: Mirror, epochs: tuple[int, int]) -> None:
+    """Epochs are compared for equality only: a clock may have been set back."""
+    for number, epoch in zip((11, 13), epochs, strict=True):
         mirror.hide()
-        mirror.apply_message(key_events(number, EventKind.CLEARED))
-        mirror.apply_message(stored(number + 1, C))
-        mirror.clear_after_reset()
+        mirror.apply_message(cleared(number, epoch))
+        mirror.apply_message(stored(number + 1, C, epoch=epoch))
+        mirror.clear_after_reset(epoch)
         mirror.reveal()
         assert answers(mirror, A, C) == [MISS, HIT]
+        assert mirror.epoch == epoch
 
 
 def test_a_reset_that_was_not_done_changes_nothing(mirror: Mirror) -> None:
@@ -246,37 +257,88 @@ def test_a_reset_that_was_not_done_changes_nothing(mirror: Mirror) -> None:
     assert answers(mirror, A, B, C) == [HIT, PENDING, MISS]
 
 
-def test_two_resets_with_the_events_of_one_lost(mirror: Mirror) -> None:
+@pytest.mark.parametrize("epoch", [3, 7])
+def test_events_of_another_epoch_clear_the_known_keys(mirror: Mirror, epoch: int) -> None:
+    """Those of the reset itself were dropped."""
+    mirror.apply_message(cleared(11, epoch=5))
+    mirror.apply_message(stored(12, A, epoch=5))
+    assert mirror.apply_message(stored(14, C, epoch=epoch))
+    assert answers(mirror, A, B, C) == [RETRY, RETRY, HIT]
+    assert mirror.epoch == epoch
+
+
+def test_a_number_without_events_of_another_epoch_clears_the_known_keys(mirror: Mirror) -> None:
+    assert mirror.apply_message(KeyEvents(12, (), 7))
+    assert answers(mirror, A, B) == [RETRY, RETRY]
+    assert mirror.epoch == 7
+
+
+def test_two_resets_with_the_events_of_the_second_lost(mirror: Mirror) -> None:
     mirror.hide()
     mirror.hide()
-    mirror.apply_message(key_events(11, EventKind.CLEARED))
-    mirror.clear_after_reset()
-    mirror.apply_message(stored(12, C))
-    mirror.clear_after_reset()
+    mirror.apply_message(cleared(11, epoch=7))
+    mirror.clear_after_reset(7)
+    mirror.apply_message(stored(12, C, epoch=7))
+    mirror.clear_after_reset(8)
     mirror.reveal()
     assert mirror.lookup(C) is MISS
 
 
-def test_keys_stored_after_two_resets_are_hits(mirror: Mirror) -> None:
-    """With tiers, a reset is done much later than its event."""
+def test_resets_that_are_adopted_together_clear_once(mirror: Mirror) -> None:
+    """Each Done names the epoch of the namespace then, perhaps that of a later reset."""
     mirror.hide()
     mirror.hide()
-    mirror.apply_message(key_events(11, EventKind.CLEARED))
-    mirror.apply_message(key_events(12, EventKind.CLEARED))
-    mirror.apply_message(stored(13, C))
-    mirror.clear_after_reset()
-    mirror.clear_after_reset()
+    mirror.apply_message(cleared(11, epoch=8))
+    mirror.apply_message(stored(12, C, epoch=8))
+    mirror.clear_after_reset(8)
+    mirror.clear_after_reset(8)
+    mirror.reveal()
+    assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
+
+
+def test_keys_stored_after_a_later_reset_survive_the_end_of_an_earlier_one(
+    mirror: Mirror,
+) -> None:
+    """With shared tiers, a reset is done much later than its events."""
+    mirror.hide()
+    mirror.apply_message(cleared(11, epoch=7))
+    mirror.apply_message(cleared(12, epoch=8))
+    mirror.apply_message(stored(13, C, epoch=8))
+    mirror.clear_after_reset(8)
     mirror.reveal()
     assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
 
 
 def test_a_snapshot_from_after_a_reset_survives_its_end(mirror: Mirror) -> None:
-    """With tiers, the snapshot may arrive before the reset is done, whose event was omitted."""
+    """With shared tiers, the snapshot may arrive before the reset is done, whose event was lost."""
     mirror.hide()
     assert mirror.apply_message(KeyEvents(12, (), 2))
-    assert not mirror.apply_message(Snapshot(12, 0, False, (C,), True, 2))
-    mirror.clear_after_reset()
+    assert not mirror.apply_message(snapshot(12, C, epoch=2))
+    mirror.clear_after_reset(2)
     mirror.reveal()
+    assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
+
+
+def test_a_snapshot_that_began_before_a_reset_is_cleared_by_its_events() -> None:
+    mirror = Mirror()
+    mirror.apply_message(snapshot(10, A, last=False, epoch=1))
+    mirror.apply_message(cleared(11, epoch=2))
+    mirror.apply_message(stored(12, C, epoch=2))
+    assert not mirror.apply_message(snapshot(10, B, part=1, epoch=1))
+    assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
+    assert mirror.epoch == 2
+
+
+def test_a_snapshot_that_began_before_a_reset_is_of_no_use_without_its_events() -> None:
+    mirror = Mirror()
+    mirror.apply_message(snapshot(10, A, last=False, epoch=1))
+    mirror.hide()
+    mirror.clear_after_reset(2)
+    mirror.reveal()
+    mirror.apply_message(KeyEvents(11, (), 2))  # sent before any later part of a snapshot
+    assert mirror.apply_message(snapshot(10, B, part=1, epoch=1))
+    assert answers(mirror, A, B) == [RETRY, RETRY]
+    assert not mirror.apply_message(snapshot(11, C, epoch=2))
     assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
 
 
@@ -290,10 +352,10 @@ def test_a_hidden_mirror_misses_even_if_incomplete() -> None:
 
 def test_a_reset_whose_events_were_lost_still_clears_the_mirror(mirror: Mirror) -> None:
     mirror.hide()
-    mirror.clear_after_reset()
+    mirror.clear_after_reset(7)
     mirror.reveal()
     assert answers(mirror) == [MISS] * 6
-    assert mirror.apply_message(stored(12, C))
+    assert mirror.apply_message(stored(12, C, epoch=7))
     assert answers(mirror, A, B, C) == [RETRY, RETRY, HIT]
 
 

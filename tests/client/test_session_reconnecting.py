@@ -118,24 +118,27 @@ def test_reconnecting_restores_namespace_mirror_and_pins_in_order(
     assert [mirror.lookup(key) for key in (b"aaaa", b"bbbb")] == [Lookup.MISS, Lookup.HIT]
 
 
-def test_pending_resets_are_done_before_the_mirror_is_shown(
+def test_pending_resets_are_done_with_their_labels_before_the_mirror_is_shown(
     reconnecting: ClientSession,
 ) -> None:
     reconnecting.namespace_opened(wire.OpenNamespace(1, FINGERPRINT), OPENED)
     reconnecting.namespace.ensure_mirror()
-    reconnecting.reset()
+    reconnecting.reset("weights 2")
     reconnecting.connection_lost(KILLED)
-    reconnecting.reset()
+    reconnecting.reset("weights 3")
     attempt = SteppedAttempt(reconnecting)
     attempt.receive(WELCOME)
     attempt.receive(opened_for(attempt))
     attempt.receive(wire.Snapshot(1, 0, False, (b"aaaa",), True))
-    (reset,) = attempt.sent
-    assert isinstance(reset, wire.Reset)
-    attempt.receive(wire.Done(reset.request_id))
+    for epoch, label in ((7, "weights 2"), (8, "weights 3")):
+        (reset,) = attempt.sent
+        assert isinstance(reset, wire.Reset)
+        assert reset.label == label
+        attempt.receive(wire.Done(reset.request_id, epoch))
     assert attempt.done
     assert reconnecting.namespace.mirror.lookup(b"aaaa") is Lookup.MISS
-    assert reconnecting.namespace.pending_resets() == ()
+    assert reconnecting.namespace.pending_resets() == {}
+    assert reconnecting.namespace.reset_epoch == 8
 
 
 def test_a_host_block_whose_store_was_lost_loads_only_after_another_store(

@@ -24,8 +24,9 @@ class SimulatedDaemon:
     """A daemon's namespace, a wire that can drop messages, and the client's mirror."""
 
     def __init__(self) -> None:
-        # The resident keys at each number.
+        # The resident keys at each number, and their epoch.
         self.states: list[State] = [{}]
+        self.epochs = [0]
         self.wire: deque[KeyEvents | Snapshot] = deque()
         self.streams: list[Iterator[Snapshot]] = [self.snapshot()]
         # Requests for a snapshot that the daemon has not received yet.
@@ -35,7 +36,9 @@ class SimulatedDaemon:
         # The hits at the last check.
         self.known_hits: set[OffloadKey] = set()
 
-    def send_events(self, kind: EventKind, keys: tuple[OffloadKey, ...]) -> None:
+    def send_events(
+        self, kind: EventKind, keys: tuple[OffloadKey, ...], epoch: int | None = None
+    ) -> None:
         state = dict(self.states[-1])
         if kind is EventKind.CLEARED:
             state.clear()
@@ -44,11 +47,19 @@ class SimulatedDaemon:
             if kind in (EventKind.STORED, EventKind.BORROWED, EventKind.PENDING):
                 state[key] = PENDING if kind is EventKind.PENDING else HIT
         self.states.append(state)
-        self.wire.append(KeyEvents(len(self.states) - 1, (KeyEvent(kind, keys),)))
+        self.epochs.append(self.epochs[-1] if epoch is None else epoch)
+        events = (KeyEvent(kind, keys),)
+        self.wire.append(KeyEvents(len(self.states) - 1, events, self.epochs[-1]))
+
+    def reset(self) -> None:
+        """Epochs differ, but need not grow."""
+        known = {*self.epochs}
+        epoch = next(each for each in (9, 3, *range(10, 99)) if each not in known)
+        self.send_events(EventKind.CLEARED, (), epoch=epoch)
 
     def snapshot(self) -> Iterator[Snapshot]:
         """A snapshot of the resident keys, in parts of at most two keys."""
-        sequence, state = len(self.states) - 1, self.states[-1]
+        sequence, state, epoch = len(self.states) - 1, self.states[-1], self.epochs[-1]
         parts = [
             (pending is PENDING, tuple(keys[at : at + 2]))
             for pending in (HIT, PENDING)
@@ -57,7 +68,7 @@ class SimulatedDaemon:
         ] or [(False, ())]
         return iter(
             [
-                Snapshot(sequence, number, pending, keys, number == len(parts) - 1)
+                Snapshot(sequence, number, pending, keys, number == len(parts) - 1, epoch)
                 for number, (pending, keys) in enumerate(parts)
             ]
         )
@@ -91,6 +102,8 @@ class SimulatedDaemon:
     def check(self) -> None:
         """A complete mirror equals the namespace at the number of the last received message."""
         state = self.states[self.mirror.sequence]
+        if self.mirror.complete:
+            assert self.mirror.epoch == self.epochs[self.mirror.sequence]
         for key in KEYS if self.mirror.complete else ():
             assert self.mirror.lookup(key) is state.get(key, MISS)
         hits = {key for key in KEYS if self.mirror.lookup(key) is HIT}
@@ -110,7 +123,8 @@ KEY_SETS = st.lists(st.sampled_from(KEYS), max_size=3, unique=True).map(tuple)
 EVENTS = st.sampled_from([kind for kind in EventKind if kind is not EventKind.CLEARED])
 STEPS = st.one_of(
     st.tuples(st.just("send_events"), EVENTS, KEY_SETS),
-    st.just(("send_events", EventKind.CLEARED, ())),
+    st.just(("send_events", EventKind.CLEARED, ())),  # the region was freed
+    st.just(("reset",)),
     st.sampled_from([("deliver",), ("deliver",), ("deliver",), ("drop",), ("receive_requests",)]),
     st.tuples(st.just("stream"), st.integers(0, 3)),
     st.just(("streams", None)),
@@ -128,7 +142,7 @@ def test_a_mirror_equals_the_namespace_after_all_messages(steps: list[tuple[obje
             getattr(daemon, str(name))(*arguments)
     daemon.settle()
     # Shows the client which numbers it has missed.
-    daemon.wire.append(KeyEvents(len(daemon.states) - 1, ()))
+    daemon.wire.append(KeyEvents(len(daemon.states) - 1, (), daemon.epochs[-1]))
     daemon.settle()
     assert daemon.mirror.complete
     assert daemon.mirror.sequence == len(daemon.states) - 1

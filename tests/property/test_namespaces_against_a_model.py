@@ -184,8 +184,8 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
         keys = self.draw_from([LETTERS, LETTERS, partial])
         request = self.draw(key_requests(registration.layout, keys))
         keep = tuple(self.draw(st.lists(st.sampled_from([b"a", b"b", b"u"]), max_size=2)))
-        generation = self.draw_from([0, namespace.generation])
-        transfer = self.store(session, request, keep, generation)
+        epoch = self.draw_from([None, namespace.epoch, namespace.epoch, namespace.epoch - 1])
+        transfer = self.store(session, request, keep, epoch)
         if transfer and outcome:
             self.end_transfer(transfer, outcome)
 

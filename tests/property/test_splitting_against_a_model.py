@@ -91,7 +91,7 @@ def test_the_keys_of_a_store_in_parts_are_evicted_in_the_same_order(
         for gpu, host in parts:
             assert isinstance(gpu, GPULoadStoreSpec)
             assert isinstance(host, KeyLoadStoreSpec)
-            assert (gpu.block_ids.size, host.generation) == (factor * len(host.keys), 3)
+            assert (gpu.block_ids.size, host.epoch) == (factor * len(host.keys), 3)
             reservation = cache.prepare_store(host.keys)
             assert reservation is not None
             cache.complete_store(reservation, success=True)

@@ -194,7 +194,7 @@ MESSAGES: dict[str, Any] = {
     "client/pin": wire.Pin((KEY, OTHER)),
     "client/unpin": wire.Unpin((KEY,)),
     "client/touch": wire.Touch((KEY,), 3, 4),
-    "client/reset": wire.Reset(9),
+    "client/reset": wire.Reset(9, "weights 2"),
     "client/find_in_tiers": wire.FindInTiers(10, (KEY, OTHER), 0.0125),
     "client/borrow_namespace": BorrowNamespace(11, "0123456789abcdef-fedc", 3, True),
     "client/borrow_pool": BorrowPool(12, 64),
@@ -295,7 +295,7 @@ MESSAGES: dict[str, Any] = {
     "daemon/opened-shortfall": wire.Opened(
         7, "0123456789abcdef", 1000, 32768, True, "arc", 2, shortfall="in use"
     ),
-    "daemon/done": wire.Done(9),
+    "daemon/done": wire.Done(9, (1 << 62) - 1, ("store",)),
     "daemon/tiers_found": wire.TiersFound(10, 2, 1),
     "daemon/namespace_lent": NamespaceLent(11, 3),
     "daemon/pool_lent": PoolLent(12, 1 << 30, 64, 66, (7, 8)),

@@ -42,9 +42,13 @@ class CheckedNamespaces(CheckedSessions):
     # Transfers
 
     def store(
-        self, session: str, request: KeyRequest, keep: tuple[bytes, ...] = (), generation: int = 0
+        self,
+        session: str,
+        request: KeyRequest,
+        keep: tuple[bytes, ...] = (),
+        epoch: int | None = None,
     ) -> KeyedTransfer | None:
-        """Store keys. Returns None if the cache is full."""
+        """Store keys. Returns None if the cache is full, or if the namespace has another epoch."""
         registration = self.registrations()[self.sessions[session]]
         namespace = registration.namespace
         replaced = namespace.replaced(request)
@@ -53,8 +57,11 @@ class CheckedNamespaces(CheckedSessions):
         movable = namespace.ready.keys() - namespace.pinned - {*request.keys, *keep}
         missing = max(0, len(wanted) - namespace.free - len(replaced))
         orphaned = namespace.orphaned
-        spec = KeyLoadStoreSpec(request.keys, generation, keep)
+        spec = KeyLoadStoreSpec(request.keys, epoch, keep)
         actions = self.send(session, wire.Submit(next(self.numbers), request.gpu, spec))
+        if epoch not in (None, namespace.epoch):
+            self.check_refused(actions, session, Code.STALE)
+            return None
         if missing > len(movable):
             self.check_refused(actions, session, Code.CACHE_FULL)
             return None
@@ -79,7 +86,7 @@ class CheckedNamespaces(CheckedSessions):
     def load(self, session: str, request: KeyRequest) -> None:
         registration = self.registrations()[self.sessions[session]]
         namespace = registration.namespace
-        spec = KeyLoadStoreSpec(request.keys, 1)  # the generation of a load is not compared
+        spec = KeyLoadStoreSpec(request.keys, 1)  # the epoch of a load is not compared
         actions = self.send(session, wire.Submit(next(self.numbers), spec, request.gpu))
         if not namespace.is_loadable(request):
             self.check_refused(actions, session, Code.KEY_ABSENT)
@@ -119,7 +126,7 @@ class CheckedNamespaces(CheckedSessions):
             cells.append((offset, nbytes, (found.serial, block.key, block.sub)))
         assert plan.nbytes == sum(nbytes for _, nbytes, _ in cells)
         transfer = KeyedTransfer(
-            plan.serial, direction, registration, namespace.generation, blocks, cells
+            plan.serial, direction, registration, namespace.epoch, blocks, cells
         )
         namespace.transfers[plan.serial] = transfer
         return transfer
@@ -133,7 +140,7 @@ class CheckedNamespaces(CheckedSessions):
             if done:
                 for cell in transfer.cells:
                     self.pool.write(*cell)
-            if transfer.generation == namespace.generation:
+            if transfer.epoch == namespace.epoch:
                 for key in transfer.blocks:
                     del namespace.pending[key]
                 namespace.ready.update(transfer.blocks if done else {})
@@ -156,7 +163,7 @@ class CheckedNamespaces(CheckedSessions):
         assert self.send(session, wire.Pin(tuple(keys))) == []
         for key in keys:
             found = key in namespace.ready
-            pin = (namespace.generation, namespace.ready[key]) if found else None
+            pin = (namespace.epoch, namespace.ready[key]) if found else None
             namespace.pins[session].setdefault(key, []).append(pin)
 
     def unpin(self, session: str, keys: Sequence[bytes]) -> None:
@@ -169,15 +176,17 @@ class CheckedNamespaces(CheckedSessions):
                 del pins[key]
 
     def reset(self, session: str) -> None:
-        self._namespace_of(session).reset()
-        number = next(self.numbers)
-        assert self.send(session, wire.Reset(number)) == [SendMessage(session, wire.Done(number))]
+        namespace, number = self._namespace_of(session), next(self.numbers)
+        self.epochs[namespace.name] += 1
+        namespace.begin_epoch(self.epochs[namespace.name])
+        done = wire.Done(number, namespace.epoch)
+        assert self.send(session, wire.Reset(number)) == [SendMessage(session, done)]
 
     def subscribe(self, session: str) -> MirrorModel:
         namespace = self._namespace_of(session)
         (stream,) = self.send(session, wire.Subscribe())
         assert isinstance(stream, SendStream)
         assert stream.session == session
-        mirror = MirrorModel(stream.messages, namespace.generation)
+        mirror = MirrorModel(stream.messages, namespace.epoch)
         namespace.subscribers[session] = mirror
         return mirror

@@ -6,6 +6,7 @@ Transfers and keys are in checked_namespaces.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import chain, count
 from typing import Any, TypeAlias
 
@@ -49,7 +50,7 @@ from support.namespaces_model import (
     NamespaceModel,
     PoolModel,
 )
-from support.own_epochs import OwnEpochs
+from support.own_epochs import OwnEpochs, with_syncs
 from support.region_records_model import RegionRecordsModel
 
 # An engine with a region of its own, in no namespace.
@@ -74,6 +75,10 @@ class CheckedSessions:
         self.core, self.records = new_core(), RegionRecordsModel()
         self.pool = PoolModel()
         self.namespaces: dict[str, NamespaceModel] = {}
+        # Of each namespace, the number of its resets, which is its epoch.
+        self.epochs = Counter[str]()
+        # Each message comes a second later, so that epochs are adopted with it.
+        self.now = 101.0
         # The engine of each session.
         self.sessions: dict[str, str] = {}
         # For each session, the request that is answered when a registration has closed.
@@ -117,7 +122,9 @@ class CheckedSessions:
     # Answers of the core
 
     def send(self, session: str, message: wire.ClientMessage) -> list[Any]:
-        return self._observe(self.core.handle(session, message, now=101.0))
+        self.now += 1.0
+        actions = self.core.handle(session, message, self.now)
+        return self._observe(with_syncs(self.core, actions, self.now))
 
     def report(self, report: Report) -> list[Any]:
         return self._observe(self.core.report(report))
@@ -133,12 +140,11 @@ class CheckedSessions:
                     assert subscribed is None
                     namespace = self.namespaces[name]
                     namespace.published.receive(events)
-                    if events.generation > namespace.generation:  # its region was freed
-                        assert not namespace.in_use
-                        assert events.events == (wire.KeyEvent(EventKind.CLEARED, ()),)
+                    assert events.epoch == namespace.epoch
+                    cleared = events.events == (wire.KeyEvent(EventKind.CLEARED, ()),)
+                    if cleared and not namespace.in_use:  # its region was freed
                         del self.namespaces[name]
                     else:
-                        assert events.generation == namespace.generation
                         subscribed = (events, namespace) if namespace.subscribers else None
                 case Broadcast(sessions, message):
                     assert subscribed is not None
@@ -252,15 +258,16 @@ class CheckedSessions:
         assert opened.reattached == (fingerprint.name in self.namespaces)
         region = self.core._namespaces._by_name[fingerprint.name].region
         namespace = self.namespaces.setdefault(
-            fingerprint.name, NamespaceModel(fingerprint, region.start, region.nbytes)
+            fingerprint.name,
+            NamespaceModel(fingerprint, region.start, region.nbytes, self.epochs[fingerprint.name]),
         )
         assert (region.start, region.nbytes) == (namespace.start, expected)
         falls_short = expected < (message.quota_bytes or POOL)
         assert bool(opened.shortfall) == falls_short
         namespace.sessions[session] = self.sessions[session]
         namespace.pins.setdefault(session, {})
-        reply = opened.name, opened.num_blocks, opened.generation
-        assert reply == (namespace.name, namespace.capacity, namespace.generation)
+        reply = opened.name, opened.num_blocks, opened.epoch
+        assert reply == (namespace.name, namespace.capacity, namespace.epoch)
         assert (action.session, opened.request_id) == (session, message.request_id)
 
     def _check_registered(self, session: str, message: wire.AllocateKVCaches, action: Any) -> None:

@@ -51,7 +51,7 @@ def offer(manager: OffloadingManager, *keys: bytes) -> tuple[bytes, ...]:
     assert output is not None
     wanted = output.keys_to_store
     keep = tuple(key for key in dict.fromkeys(keys) if key not in absent) if wanted else ()
-    specs = (KeyLoadStoreSpec(wanted, 1, keep),) * len(output.store_specs)
+    specs = tuple(KeyLoadStoreSpec(wanted, epoch, keep) for epoch in manager.epochs)
     assert output == PrepareStoreOutput(output.keys_to_store, specs)
     assert output.store_spec == specs[0]
     return output.keys_to_store

@@ -12,12 +12,13 @@ from kvferry.proto.messages import KeyEvents, Snapshot
 class MirrorModel:
     """A plain mirror of a namespace's keys.
 
-    snapshot: its messages, of this generation; None if the mirror has received all events.
+    snapshot: its messages; None if the mirror has received all events. epoch: of
+    the keys at the beginning.
     """
 
-    def __init__(self, snapshot: Iterator[Any] | None = None, generation: int = 1) -> None:
+    def __init__(self, snapshot: Iterator[Any] | None = None, epoch: int = 0) -> None:
         self.snapshot = snapshot
-        self.generation = generation
+        self.epoch = epoch
         self.ready, self.pending = set[bytes](), set[bytes]()
         self.sequence = 0
         self._parts = 0
@@ -31,6 +32,7 @@ class MirrorModel:
         self.sequence += 1
         assert message.sequence == self.sequence
         assert message.events
+        self._check_epoch(message)
         for event in message.events:
             keys = set(event.keys)
             assert len(keys) == len(event.keys)
@@ -42,7 +44,7 @@ class MirrorModel:
         assert self.snapshot is not None
         part = next(self.snapshot)
         assert isinstance(part, Snapshot)
-        assert (part.part, part.generation) == (self._parts, self.generation)
+        assert (part.part, part.epoch) == (self._parts, self.epoch)
         assert self._parts == 0 or part.sequence == self.sequence
         self._parts, self.sequence = self._parts + 1, part.sequence
         (self.pending if part.pending else self.ready).update(part.keys)
@@ -52,8 +54,15 @@ class MirrorModel:
             for message in early:  # a part may include changes that these events report
                 self.sequence += 1
                 assert message.sequence == self.sequence
+                self._check_epoch(message)
                 for event in message.events:
                     self._apply(event.kind, set(event.keys))
+
+    def _check_epoch(self, message: KeyEvents) -> None:
+        """Check that another epoch begins with the removal of all keys."""
+        if message.events[0].kind is EventKind.CLEARED:
+            self.epoch = message.epoch
+        assert message.epoch == self.epoch
 
     def _check(self, kind: EventKind, keys: set[bytes]) -> None:
         """Check that the keys of an event are in the state that it ends, and in no other."""

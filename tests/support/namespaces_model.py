@@ -78,7 +78,7 @@ class KeyedTransfer:
     serial: int
     direction: Direction
     registration: KeyedRegistration
-    generation: int
+    epoch: int
     blocks: dict[bytes, KeyBlock]
     cells: list[Cell]
 
@@ -89,21 +89,25 @@ class NamespaceModel:
     # Where its region starts in the pool, and its size.
     start: int
     nbytes: int
+    # Of its keys; it belongs to the host, and outlives the region.
+    epoch: int
     # The layout of the engine that registered last.
     layout: KVLayout | None = None
-    generation: int = 1
     # The engine of each session.
     sessions: dict[str, str] = field(default_factory=dict)
     registrations: list[KeyedRegistration] = field(default_factory=list)
     transfers: dict[int, KeyedTransfer] = field(default_factory=dict)
     ready: dict[bytes, KeyBlock] = field(default_factory=dict)
     pending: dict[bytes, KeyBlock] = field(default_factory=dict)
-    # For each session and key, the generation and the block of each pin, the oldest first; None
+    # For each session and key, the epoch and the block of each pin, the oldest first; None
     # for a key that was absent.
     pins: dict[str, dict[bytes, list[tuple[int, KeyBlock] | None]]] = field(default_factory=dict)
     subscribers: dict[str, MirrorModel] = field(default_factory=dict)
     # A mirror of all events that were published.
-    published: MirrorModel = field(default_factory=MirrorModel)
+    published: MirrorModel = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.published = MirrorModel(epoch=self.epoch)
 
     @property
     def name(self) -> str:
@@ -129,17 +133,17 @@ class NamespaceModel:
     @property
     def orphaned(self) -> set[int]:
         """Offsets of the blocks."""
-        pinned = {b.offset for _, generation, b in self._pins() if generation < self.generation}
-        transfers = [t for t in self.transfers.values() if t.generation < self.generation]
+        pinned = {b.offset for _, epoch, b in self._pins() if epoch != self.epoch}
+        transfers = [t for t in self.transfers.values() if t.epoch != self.epoch]
         return pinned.union(b.offset for t in transfers for b in t.blocks.values())
 
     @property
     def pinned(self) -> set[bytes]:
-        pinned = {key for key, generation, _ in self._pins() if generation == self.generation}
+        pinned = {key for key, epoch, _ in self._pins() if epoch == self.epoch}
         return pinned.union(
             key
             for transfer in self.transfers.values()
-            if transfer.direction is Direction.LOAD and transfer.generation == self.generation
+            if transfer.direction is Direction.LOAD and transfer.epoch == self.epoch
             for key in transfer.blocks
         )
 
@@ -165,6 +169,5 @@ class NamespaceModel:
             if {b.sub for b in request.first_blocks(key)} > set(self.ready[key].subs)
         }
 
-    def reset(self) -> None:
-        self.ready, self.pending = {}, {}
-        self.generation += 1
+    def begin_epoch(self, epoch: int) -> None:
+        self.ready, self.pending, self.epoch = {}, {}, epoch

@@ -43,11 +43,8 @@ class OwnEpochs:
 
 
 def with_syncs(core: Core, actions: list[Any], now: float) -> list[Any]:
-    """Actions of a core, with those that follow when each SyncEpochs has been performed at once."""
-    done = list[Any]()
-    for action in actions:
-        if isinstance(action, SyncEpochs):
-            done += with_syncs(core, core.report(EpochsSynced(now)), now)
-        else:
-            done.append(action)
-    return done
+    """Actions of a core, then those that follow when its SyncEpochs has been performed."""
+    others = [action for action in actions if not isinstance(action, SyncEpochs)]
+    if len(others) < len(actions):
+        others += with_syncs(core, core.report(EpochsSynced(now)), now)
+    return others

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from itertools import chain, repeat
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -21,7 +20,7 @@ from kvferry.daemon.core.tier_actions import (
     WrittenBlocks,
 )
 from kvferry.daemon.core.writes import Writes
-from kvferry.daemon.tiers.tiering import AttachedTier, DropTimes, Tiering
+from kvferry.daemon.tiers.tiering import AttachedTier, Tiering
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
     PoolMemory,
@@ -32,7 +31,6 @@ from kvferry.testing.tier_subjects import (
 from support.time_limits import TIMEOUT
 
 BLOCK = 16 << 10
-DROP_TIMES = DropTimes()
 R = TypeVar("R", bound=Report)
 
 
@@ -62,27 +60,23 @@ class FakeWrites:
     def next_written(self, tier: int, limit: int) -> WrittenBlocks | None:
         return None
 
-    def namespaces(self) -> dict[str, str]:
-        return {}
-
-    def generations(self) -> dict[str, int]:
-        return {}
+    def stores_in_use(self) -> list[str]:
+        return [NAMESPACE]
 
 
 class TieringFixture:
     """A Tiering over tiers. Key n has `content_of(n)`."""
 
-    def __init__(self, pool: PoolMemory, tiers: list[ProcessSubject], markers: Path) -> None:
+    def __init__(self, pool: PoolMemory, tiers: list[ProcessSubject]) -> None:
         self.pool, self.tiers = pool, tiers
         self.reports: list[Report] = []
         self.promoted: list[tuple[str, float]] = []
         self.core = FakeWrites()
         self.running: asyncio.Task[None] | None = None
-        self.attached = [
-            AttachedTier(tier.client, markers / str(n)) for n, tier in enumerate(tiers)
-        ]
+        # Of namespaces in use, which shared tiers settle.
+        self.epochs = dict[str, int]()
 
-    def start(self, *write: str, rate: int = 0, times: DropTimes = DROP_TIMES) -> None:
+    def start(self, *write: str, rate: int = 0) -> None:
         """write: the policies of the first tiers; the others are not written."""
         for tier, policy in zip(self.tiers, chain(write, repeat("off")), strict=False):
             tier.client.config = msgspec.structs.replace(
@@ -91,11 +85,11 @@ class TieringFixture:
 
         async def make() -> Tiering:
             return Tiering(
-                self.attached,
+                [AttachedTier(tier.client) for tier in self.tiers],
                 cast(Writes, self.core),
                 self._receive,
                 lambda *seen: self.promoted.append(seen),
-                times,
+                lambda: self.epochs,
             )
 
         for tier in self.tiers:
@@ -109,7 +103,6 @@ class TieringFixture:
             return
 
         async def close() -> None:
-            await self.tiering.send_drops()
             running.cancel()
             await asyncio.wait({running})
 

@@ -118,7 +118,7 @@ def test_a_restored_namespace_has_its_keys_and_parts_and_sends_no_events(
     fixture.open_sessions("b")
     actions = fixture.send("b", wire.OpenNamespace(7, FINGERPRINT_OF_THREE))
     assert [type(action) for action in actions] == [SendMessage]
-    assert actions[0].message.generation == 2
+    assert actions[0].message.epoch == 1
     fixture.register("b", WIDE)
     all_parts = blocks([0, 1, 2])
     assert (fixture.snapshot("b"), fixture.loadable("b", b"x")) == ((b"", b"x"), b"")

@@ -15,14 +15,13 @@ from kvferry.daemon.core.tier_actions import (
     FetchReleased,
     FindKeys,
     KeysFound,
-    StoreDropped,
-    StoreDroppedElsewhere,
 )
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
 from kvferry.proto.specs import KVLayout, TensorRef
 from support.committed_blocks import residents_of
 from support.namespaces_fixture import (
+    FINGERPRINT,
     OTHER,
     PAGE,
     POOL,
@@ -208,38 +207,24 @@ def test_searches_that_were_not_asked_yet_follow() -> None:
     assert reply_of(end_search(fixture, find, 0, 0)) == wire.TiersFound(2, 2, 2)
 
 
-def test_the_reply_to_a_reset_waits_until_the_tiers_dropped_the_namespace() -> None:
+def test_a_search_from_before_a_reset_promotes_nothing() -> None:
     fixture = new_fixture()
     search = start_search(fixture, b"a")
-    actions = fixture.send("a", wire.Reset(5))
-    (drop,) = actions_of(actions, DropStore)
-    assert search.store.startswith(f"{drop.namespace}-")
-    assert not actions_of(actions, SendMessage)
+    (drop,) = actions_of(fixture.send("a", wire.Reset(5)), DropStore)
+    assert drop.store == search.store
     assert reply_of(end_search(fixture, search, 0)) == wire.TiersFound(1, 0)
-    assert reply_of(fixture.send("a", wire.FindInTiers(1, each(b"a")))) == wire.TiersFound(1, 0)
-    assert reply_of(fixture.report(StoreDropped(drop.drop))) == wire.Done(5)
-    start_search(fixture, b"a")
+    assert fixture.usage("free") == (16,)
+    assert start_search(fixture, b"a").store == f"{search.store}-1"
 
 
-def test_a_reset_by_another_daemon_is_done_here_and_in_the_other_tiers() -> None:
+def test_a_search_that_ends_before_a_reset_is_adopted_promotes_nothing() -> None:
     fixture = new_fixture()
-    fixture.stored("a", b"b")
-    search = start_search(fixture, b"a")
-    name = search.store.partition("-")[0]
-    (drop,) = actions_of(fixture.core.report(StoreDroppedElsewhere(0, name)), DropStore)
-    assert (drop.namespace, drop.dropped_by) == (name, 0)
-    assert fixture.loadable("a") == b""
-    assert reply_of(end_search(fixture, search, 0)) == wire.TiersFound(1, 0)
-    assert reply_of(fixture.send("a", wire.FindInTiers(1, each(b"a")))) == wire.TiersFound(1, 0)
-    assert fixture.report(StoreDropped(drop.drop)) == []
-    start_search(fixture, b"a")
-
-
-def test_a_reset_by_another_daemon_of_an_unknown_namespace_drops_it_in_the_other_tiers() -> None:
-    """A tier may have it from an earlier daemon."""
-    actions = new_fixture().core.report(StoreDroppedElsewhere(0, "f" * 16))
-    (drop,) = actions_of(actions, DropStore)
-    assert (drop.namespace, drop.dropped_by) == ("f" * 16, 0)
+    fixture.send("a", wire.Reset(5))
+    find = wire.FindInTiers(1, each(b"a"))
+    (search,) = fixture.core.handle("a", find, fixture.now + 0.01)
+    fixture.epochs.draw(FINGERPRINT.name)
+    assert reply_of(fixture.core.handle("a", find, fixture.now + 0.02)) == wire.TiersFound(1, 0)
+    assert end_search(fixture, search, 0) == [SendMessage("a", wire.TiersFound(1, 0))]
 
 
 def test_blocks_from_before_a_reset_are_free_only_after_their_release() -> None:
@@ -289,14 +274,6 @@ def test_a_namespace_of_fewer_than_four_blocks_promotes_one_at_a_time() -> None:
     assert keys_of(promote(fixture, b"ab")) == b"a"
 
 
-def test_a_reset_before_any_registration_drops_the_keys_of_every_composition() -> None:
-    fixture = NamespacesFixture(tiers=("disk",))
-    fixture.open_sessions("a")
-    name = fixture.open_namespace("a").name
-    (drop,) = actions_of(fixture.send("a", wire.Reset(5)), DropStore)
-    assert drop.namespace == name
-
-
 def test_keys_of_another_composition_are_in_another_store() -> None:
     halves = KVLayout((ROW,), ((TensorRef(0, PAGE // 2),),))
     full = start_search(new_fixture(), b"a")
@@ -317,7 +294,6 @@ def test_reports_with_unknown_numbers_are_ignored() -> None:
         done,
         FetchReleased(fetch.fetch),
         KeysFound(99, (), (), (), ()),
-        StoreDropped(99),
     ):
         assert fixture.report(report) == []
     assert fixture.usage("free", "ready", "orphaned", "pinned") == (15, 1, 0, 0)

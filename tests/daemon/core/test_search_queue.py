@@ -23,7 +23,7 @@ NAMESPACE: Any = None
 def search_of(session: str, keys: int) -> KeySearch:
     names = tuple(f"{session}{number}".encode() for number in range(keys))
     message = FindInTiers(1, names)
-    return KeySearch(session, message, NAMESPACE, "store", 0, names)
+    return KeySearch(session, message, NAMESPACE, "store", names)
 
 
 class TierOfAllKeys:

@@ -248,14 +248,6 @@ def test_promoted_keys_are_not_written_back(
     assert tuple(write_all(fixture, tier=number) for number in range(3)) == written
 
 
-def test_keys_that_a_sibling_has_are_written_only_into_tiers_that_write_promoted_ones() -> None:
-    siblings = TierDescription("siblings", min_uses=0, is_siblings=True)
-    tiers = siblings, "disk", TierDescription("through", writes_promoted=True)
-    fixture = NamespacesFixture("a", quota=QUOTA, tiers=tiers)
-    promote(fixture, b"a", 0)
-    assert tuple(write_all(fixture, tier=number) for number in range(3)) == (b"", b"", b"a")
-
-
 def test_a_block_that_is_being_written_is_not_reused() -> None:
     fixture = new_fixture(b"abcdefghijklmnop")
     (job,) = take_writes(fixture, limit=1)
@@ -274,7 +266,7 @@ def test_written_keys_are_published_with_the_place_of_the_tier() -> None:
     for letter in each(b"abc"):
         fixture.stored("a", letter)
     (job,), (other,) = take_writes(fixture, tier=0), take_writes(fixture, tier=1)
-    events = wire.KeyEvents(0, (wire.KeyEvent(EventKind.STORED, each(b"ac")),), 1)
+    events = wire.KeyEvents(0, (wire.KeyEvent(EventKind.STORED, each(b"ac")),), 0)
     place = Place("STORAGE", "LOCAL", "disk")
     expected = PublishKVEvents(FINGERPRINT.name, FINGERPRINT.block_size, events, place)
     assert end_write(fixture, job, [True, False, True]) == [expected]
@@ -286,7 +278,7 @@ def test_written_keys_are_published_with_the_place_of_the_tier() -> None:
 
 
 def test_the_end_of_a_write_from_before_a_reset_marks_no_key() -> None:
-    """It is not published, because the tier has dropped the key."""
+    """It is not published, because the key is of an older epoch."""
     fixture = new_fixture(b"a")
     (job,) = take_writes(fixture)
     fixture.send("a", wire.Reset(5))
@@ -363,10 +355,9 @@ def test_blocks_of_a_second_namespace_are_written_from_its_region() -> None:
     assert job.offsets.tolist() == [QUOTA, QUOTA + PAGE]
 
 
-def test_a_namespace_is_in_use_while_it_has_a_session() -> None:
+def test_a_store_is_in_use_while_its_namespace_has_a_session() -> None:
     fixture = new_fixture(b"a")
-    (name,) = fixture.core.writes.namespaces()
     (job,) = take_writes(fixture)
-    assert fixture.core.writes.namespaces() == {name: job.store}
+    assert fixture.core.writes.stores_in_use() == [job.store]
     fixture.close_sessions("a")
-    assert fixture.core.writes.namespaces() == {name: ""}
+    assert fixture.core.writes.stores_in_use() == []

@@ -21,9 +21,12 @@ class Start(Protocol):
 class Rude:
     """A tier with faults, by the name of a file (rude_tier.py)."""
 
-    def __init__(self, folder: Path, start: Start, times: TierTimes = SOON_KILLED) -> None:
+    def __init__(
+        self, folder: Path, start: Start, times: TierTimes = SOON_KILLED, *, shared: bool = False
+    ) -> None:
         self.folder = folder
-        self.tier = start(CustomTierConfig("rude_tier", {"folder": str(folder)}), times)
+        options = {"folder": str(folder)}
+        self.tier = start(CustomTierConfig("rude_tier", options, shared=shared), times)
 
     def on(self, fault: str) -> None:
         (self.folder / fault).touch()

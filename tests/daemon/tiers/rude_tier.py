@@ -5,15 +5,20 @@ Its process finds it by PYTHONPATH. options: folder, where a file with a fault's
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage
 from kvferry.daemon.tiers.block_memory import view_memory
 from kvferry.testing.memory_tier import MemoryTier
+
+log = structlog.get_logger()
 
 
 def open_tier(options: Mapping[str, Any], _memory: HostMemory) -> RudeTier:
@@ -28,12 +33,12 @@ class RudeTier(MemoryTier):
         self._folder = folder
         self._wait_for("slow open")
 
-    def contains(self, namespace: str, keys: Sequence[bytes]) -> Sequence[bool]:
+    def contains(self, store: str, keys: Sequence[bytes]) -> Sequence[bool]:
         self._fail("contains")
         if self._is_on("note lookups"):
             for key in keys[:1]:
                 (self._folder / f"lookup-{key.hex()}").touch()
-        return super().contains(namespace, keys)[: self._count(keys)]
+        return super().contains(store, keys)[: self._count(keys)]
 
     def fetch(self, blocks: Blocks, deadline: float) -> Sequence[Fetched]:
         self._fail("fetch")
@@ -66,20 +71,27 @@ class RudeTier(MemoryTier):
         self._fail("usage")
         return super().usage()
 
-    def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
+    def drop(self, store: str, keys: Sequence[bytes] | None = None) -> None:
         self._fail("drop")
+        if self._is_on("end in drop"):
+            log.error("end in drop")
+            os._exit(3)
         self._wait_for("slow drop")
-        super().drop(namespace, keys)
-        if keys is None and (known := self.generation(namespace)) >= 0:
-            (self._folder / "generation").write_text(str(known + 1))
+        super().drop(store, keys)
 
-    def generation(self, namespace: str) -> int:
-        """The number in the file "generation"; without it, not known."""
-        path = self._folder / "generation"
-        return int(path.read_text()) if path.exists() else -1
+    def stores(self) -> Sequence[str]:
+        self._fail("stores")
+        return super().stores()
 
-    def note_used(self, namespaces: Collection[str]) -> None:
-        (self._folder / "used").write_text(" ".join(sorted(namespaces)))
+    def settle(self, epochs: Mapping[str, int]) -> Mapping[str, int]:
+        self._fail("settle")
+        self._wait_for("slow settle")
+        if self._is_on("wrong settle"):
+            return dict.fromkeys(epochs)  # type: ignore[arg-type]
+        return epochs
+
+    def note_used(self, stores: Collection[str]) -> None:
+        (self._folder / "used").write_text(" ".join(sorted(stores)))
 
     def _count(self, keys: Sequence[bytes]) -> int:
         """How many results to return."""

@@ -15,4 +15,9 @@ def memory_setup(size: int, *, in_process: bool = False) -> TierSetup:
 
 
 def disk_setup(root: Path, size: int, *, in_process: bool = False) -> TierSetup:
-    return TierSetup(DISK, {"path": str(root), "size": size}, size, in_process)
+    options = {"path": str(root), "size": size}
+    return TierSetup(DISK, options, size, in_process, keeps=True)
+
+
+def shared_setup(size: int, *, in_process: bool = False) -> TierSetup:
+    return TierSetup(MEMORY, {"size": size, "shared": True}, size, in_process, shared=True)

@@ -13,18 +13,24 @@ from kvferry.testing.mooncake_store import MooncakeStore, is_installed
 from kvferry.testing.tier_conformance import *  # noqa: F403
 from kvferry.testing.tier_subjects import PoolMemory, TierSetup, open_subject
 
-from .setups import MEMORY, MOONCAKE, disk_setup, memory_setup
+from .setups import MEMORY, MOONCAKE, disk_setup, memory_setup, shared_setup
 
 SIZE = 4 << 20
 SEGMENT = 32 << 20
 
 
-@pytest.fixture(params=["memory", "roomy", "disk", "memory-process", "disk-process", "mooncake"])
+TIERS = ["memory", "roomy", "shared", "disk"]
+TIERS += ["memory-process", "shared-process", "disk-process", "mooncake"]
+
+
+@pytest.fixture(params=TIERS)
 def tier_setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierSetup]:
     in_process = "-" not in request.param
     match request.param.partition("-")[0]:
         case "memory":
             yield memory_setup(SIZE, in_process=in_process)
+        case "shared":
+            yield shared_setup(SIZE, in_process=in_process)
         case "roomy":
             yield TierSetup(MEMORY, {"size": 64 << 20}, capacity=0, in_process=True)
         case "disk":
@@ -33,7 +39,7 @@ def tier_setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierS
             if not is_installed():
                 pytest.skip("MOONCAKE IS NOT TESTED: install mooncake-transfer-engine-non-cuda")
             with MooncakeStore(segment_bytes=SEGMENT) as store:
-                yield TierSetup(MOONCAKE, {"master": store.address}, SEGMENT)
+                yield TierSetup(MOONCAKE, {"master": store.address}, SEGMENT, shared=True)
 
 
 def test_a_tier_that_cannot_be_opened_is_explained(pool: PoolMemory) -> None:

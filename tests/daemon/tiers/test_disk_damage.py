@@ -16,8 +16,6 @@ from kvferry.daemon.tiers.disk import command
 from kvferry.daemon.tiers.disk.hints import HintFile
 from kvferry.daemon.tiers.disk.slab import SlotHeader
 from kvferry.daemon.tiers.disk.tier import DiskTier
-from kvferry.daemon.tiers.drop_markers import add_marker, marked_stores, remove_marker
-from kvferry.daemon.tiers.generations import Generations
 from kvferry.proto.errors import Refused
 from kvferry.testing.tier_subjects import NAMESPACE, key_of
 
@@ -229,28 +227,17 @@ def test_an_impossible_generation_in_a_slot_is_damage(two: KillableDisk, generat
 
 
 @pytest.mark.parametrize("entry", [*ENTRIES, full_directory])
-def test_another_entry_in_place_of_a_marker_is_removed_or_no_marker(
-    tmp_path: Path, entry: Callable[[Path], None]
+def test_another_entry_in_place_of_a_noted_drop_is_removed_or_none(
+    two: KillableDisk, entry: Callable[[Path], None]
 ) -> None:
-    marker = add_marker(tmp_path, NAMESPACE, 1)
-    marker.unlink()
+    two.kill()
+    marker = two.root / f"drop-7-{NAMESPACE}"
     entry(marker)
-    for path, _ in marked_stores(tmp_path):
-        remove_marker(path)
-    assert not list(marked_stores(tmp_path))
-
-
-@pytest.mark.parametrize("entry", [*ENTRIES, full_directory])
-def test_another_entry_in_place_of_the_generations_is_not_read(
-    tmp_path: Path, entry: Callable[[Path], None]
-) -> None:
-    path = tmp_path / "generations"
-    entry(path)
-    generations = Generations(path)
-    assert not generations.is_noted(NAMESPACE)
-    generations.note(NAMESPACE, 7)
-    generations.save(generations.take_unsaved())
-    assert Generations(path).is_noted(NAMESPACE) is (entry is not full_directory)
+    two.open()
+    is_none = entry is full_directory
+    assert (marker.exists(), marker.is_symlink()) == (is_none, False)
+    assert fetch_all(two) == {OK if is_none else MISS}
+    assert fetch_all(two, OTHER) == {OK}
 
 
 def test_records_have_the_form_that_these_tests_write(tmp_path: Path) -> None:

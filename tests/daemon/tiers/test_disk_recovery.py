@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from kvferry.daemon.core.store_name import StoreName
+from kvferry.daemon.persistence.epoch_page import END_OF_EPOCHS
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.disk import command, root_files
 from kvferry.daemon.tiers.disk.hints import HintFile
@@ -19,6 +21,7 @@ from kvferry.daemon.tiers.disk.namespace_store import NamespaceStore
 from kvferry.daemon.tiers.disk.slot_table import Entry
 from kvferry.daemon.tiers.disk.tier import DiskTier
 from kvferry.proto.errors import Refused
+from kvferry.proto.fingerprint import Fingerprint
 from kvferry.testing.tier_subjects import NAMESPACE, key_of
 
 from .disk_fixtures import SIZE, KillableDisk, put_all
@@ -108,7 +111,7 @@ def test_a_namespace_is_dropped_while_its_headers_are_read(
     assert fetch_all(disk) == [OK] * len(MANY)
 
 
-def test_a_dropped_namespace_stays_dropped(disk: KillableDisk) -> None:
+def test_a_dropped_store_stays_dropped(disk: KillableDisk) -> None:
     for end in (disk.kill, disk.lose_hints):
         put_all(disk, MANY)
         disk.drop()
@@ -117,6 +120,44 @@ def test_a_dropped_namespace_stays_dropped(disk: KillableDisk) -> None:
         assert disk.usage().keys == 0
         assert fetch_all(disk) == [MISS] * len(MANY)
     assert not list(disk.root.glob("trash-*"))
+
+
+def test_a_drop_that_an_earlier_build_has_noted_is_done(disk: KillableDisk) -> None:
+    """Before anything is found. A drop is of a namespace, and of all of its stores."""
+    names = NAMESPACE, str(StoreName(NAMESPACE, "a")), f"{NAMESPACE}2-a", "b" * 16
+    for name in names:
+        disk.put([1], name)
+    disk.kill()
+    notes = [disk.root / f"drop-{number}-{NAMESPACE}" for number in (3, 1 << 60)]
+    notes.append(disk.root / "drop-4-none")
+    for note in notes:
+        note.touch(0o600)
+    disk.open()
+    assert not any(note.exists() for note in notes)
+    assert disk.usage().keys == 2
+    assert [disk.contains([1], name) for name in names] == [[False], [False], [True], [True]]
+    assert disk.put([1]) == [OK]
+    disk.restart()
+    assert disk.contains([1]) == [True]
+
+
+@pytest.mark.parametrize("loses_hints", [False, True])
+def test_the_longest_name_of_a_store_is_kept(disk: KillableDisk, loses_hints: bool) -> None:
+    """Of a store that the daemon names. 64 characters are the limit."""
+    last = END_OF_EPOCHS - 1
+    named = str(StoreName(Fingerprint("llama", 4096).name, "f" * 16, last))
+    for name in (named, named + "-" * (64 - len(named))):
+        put_all(disk, range(4))
+        assert disk.put([1, 2], name) == [OK, OK]
+        assert disk.put([1], name + "-" * (65 - len(name))) == [Result.FULL]
+        disk.lose_hints() if loses_hints else disk.kill()
+        disk.open()
+        assert name in disk.tier.stores()
+        assert disk.fetch([1, 2], name) == [OK, OK]
+        disk.drop(store=name)
+        disk.restart()
+        assert name not in disk.tier.stores()
+    assert StoreName.parse(named).epoch == last
 
 
 def test_a_block_whose_hint_was_not_written_is_a_miss(

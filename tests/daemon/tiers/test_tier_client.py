@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import socket
 import subprocess
+import termios
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
 from kvferry.daemon.core.tier_actions import MAX_TIER_KEYS
+from kvferry.daemon.processes import ProcessDied
 from kvferry.daemon.tier_config import CustomTierConfig, DiskTierConfig
 from kvferry.daemon.tiers.base import Result
-from kvferry.daemon.tiers.generations import Generations
-from kvferry.daemon.tiers.messages import (
-    ContainsRequest,
-    DropRequest,
-    TierBlocks,
-    UsageRequest,
-    decode_request,
-)
+from kvferry.daemon.tiers.messages import TierBlocks
 from kvferry.daemon.tiers.tier_process import TierTimes
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
@@ -108,44 +102,62 @@ def test_a_drop_reaches_a_tier_that_was_dead(disk: ProcessSubject) -> None:
     assert before is not None
     os.kill(before, signal.SIGKILL)
     disk.wait_until(lambda: not disk.client.is_on)
-    dropped = disk.start(disk.client.drop(NAMESPACE))
+    dropped = disk.begin_drop()
     disk.wait_until(lambda: is_back(disk, before))
     assert disk.contains([1, 2, 3]) == [False] * 3
     assert dropped.done()
 
 
-def test_a_drop_is_the_first_request_of_the_next_process(rude: Rude) -> None:
-    tier, sent = rude.tier, list[type]()
-    send, before = tier.client._process.send, tier.client.pid
-
-    def record(payload: bytes, receive: Callable[[bytes], Any]) -> Any:
-        sent.append(type(decode_request(payload)))
-        return send(payload, receive)
-
+def test_a_store_whose_drop_was_lost_is_named_again(disk: ProcessSubject) -> None:
+    disk.put([1])
+    assert disk.stores() == []
+    before = disk.client.pid
     assert before is not None
     os.kill(before, signal.SIGSTOP)
-    dropped = tier.start(tier.client.drop(NAMESPACE))
-    tier.client._process.send = record  # type: ignore[method-assign]
+    dropped = disk.begin_drop()
     os.kill(before, signal.SIGKILL)
-    tier.wait_until(lambda: is_back(tier, before))
-    assert dropped.done()
-    assert sent[0] is DropRequest
-    assert {ContainsRequest, UsageRequest} <= set(sent[1:])
+    disk.wait_until(lambda: is_back(disk, before))
+    assert isinstance(dropped.exception(), ProcessDied)
+    assert disk.stores() == [NAMESPACE]
+    disk.drop()
+    assert disk.contains([1]) == [False]
 
 
-def test_a_drop_that_failed_is_logged_and_repeated(
-    rude: Rude, capfd: pytest.CaptureFixture[str]
-) -> None:
-    rude.on("drop")  # which ends the process
-    before, dropped = rude.tier.client.pid, rude.tier.start(rude.tier.client.drop(NAMESPACE))
-    rude.tier.wait_until(lambda: rude.tier.client.pid not in (None, before))
-    assert not dropped.done()
+def test_a_drop_that_failed_is_logged(rude: Rude, capfd: pytest.CaptureFixture[str]) -> None:
+    """It frees room only: nobody asks for the blocks again."""
+    rude.tier.put([1])
+    rude.on("drop")
+    rude.tier.drop()
     output, errors = capfd.readouterr()
-    assert "drop failed; it is repeated when the tier's process has restarted" in output
+    assert "tier failed" in output
     assert "drop fails" in output
     assert "Traceback" not in output + errors
-    rude.off("drop")
-    rude.tier.wait_until(dropped.done)
+    assert rude.tier.contains([1]) == [True]
+    assert rude.tier.client.counts["deaths"] == 0
+
+
+def is_received(tier: ProcessSubject) -> bool:
+    """Whether the process has received all that was sent to it."""
+    connection = tier.client._process._socket
+    assert connection is not None
+    return fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)) == bytes(4)
+
+
+def test_a_drop_of_a_store_ends_its_blocks_in_the_queue(start: Start, tmp_path: Path) -> None:
+    """And waits for those in progress, so that no later write creates the store again."""
+    rude = Rude(tmp_path, start, TierTimes(grace=30.0))
+    tier = rude.tier
+    rude.on("slow")
+    puts = [tier.begin_put(tier.blocks(NAMESPACE, [key_of(n)], [n])) for n in range(3)]
+    tier.wait_until(lambda: len(list(tmp_path.glob("slow-*"))) == 2)  # all threads
+    dropped = tier.begin_drop()
+    tier.wait_until(lambda: is_received(tier))
+    time.sleep(0.1)
+    assert not dropped.done()
+    rude.off("slow")
+    tier.wait_until(lambda: dropped.done() and all(put.results for put in puts))
+    assert [put.results for put in puts] == [[OK], [OK], [MISS]]
+    assert tier.contains(range(3)) == [False] * 3
 
 
 def test_three_errors_turn_it_off_until_a_probe_is_answered(
@@ -272,12 +284,12 @@ def test_what_was_read_in_time_counts(rude: Rude) -> None:
     assert rude.tier.fetch([1, 2], seconds=5.0) == [OK, LATE]
 
 
-def test_lookups_miss_while_a_namespace_is_dropped(rude: Rude) -> None:
+def test_lookups_miss_while_a_store_is_dropped(rude: Rude) -> None:
     """A drop may take long, and lookups are answered behind it."""
     tier = rude.tier
     tier.put([1], "other")
     rude.on("slow drop")
-    dropped = tier.start(tier.client.drop(NAMESPACE))
+    dropped = tier.begin_drop()
     lookup = tier.begin_lookup([key_of(1)], 0.1, "other")
     tier.wait_until(lambda: lookup)
     assert lookup == [MISS]
@@ -413,57 +425,62 @@ def test_a_full_file_system_stops_writes_but_not_reads(start: Start, tmp_path: P
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_another_generation_of_a_namespace_that_was_never_searched_is_noticed(rude: Rude) -> None:
-    """Also a smaller one. The first one that is known is not a change."""
-    client, dropped = rude.tier.client, list[str]()
-    client.dropped_elsewhere = dropped.append
-    client.usage_request = lambda: UsageRequest({NAMESPACE: ""})
-    (rude.folder / "generation").write_text("7")
-    rude.tier.wait_until(lambda: client._generations.get(NAMESPACE) == 7)
-    (rude.folder / "generation").write_text("5")
-    rude.tier.wait_until(lambda: dropped)
-    assert rude.tier.contains([1]) == [False]
-    assert dropped == [NAMESPACE]
-
-
-def test_a_drop_by_this_daemon_is_not_reported_as_one_of_another(rude: Rude) -> None:
-    client, dropped = rude.tier.client, list[str]()
-    client.dropped_elsewhere = dropped.append
-    (rude.folder / "generation").write_text("7")
-    for generation in (7, 8):
-        rude.tier.contains([1])
-        assert client._generations.get(NAMESPACE) == generation
-        rude.tier.drop()
-    assert dropped == []
-
-
-def test_a_drop_while_the_daemon_did_not_run_is_noticed(rude: Rude, tmp_path: Path) -> None:
-    client, dropped = rude.tier.client, list[str]()
-    client.dropped_elsewhere = dropped.append
-    (rude.folder / "generation").write_text("7")
-    client._generations = Generations(path := tmp_path / "state" / "generations")
-    assert rude.tier.put([1]) == [OK]
-    rude.tier.wait_until(path.exists)
-    (rude.folder / "generation").write_text("8")
-    client._generations = Generations(path)  # of the next daemon
-    assert rude.tier.contains([1]) == [False]
-    assert dropped == [NAMESPACE]
-
-
-def test_blocks_that_are_dropped_before_the_generation_is_known_are_not_put(rude: Rude) -> None:
-    rude.on("slow drop")
-    tier = rude.tier
-    drops = [tier.start(tier.client.drop("other"))]
-    put = tier.begin_put(tier.blocks(NAMESPACE, [key_of(1)], [0]), [0])
-    drops.append(tier.start(tier.client.drop(NAMESPACE)))
-    rude.off("slow drop")
-    tier.wait_until(lambda: put.results and all(drop.done() for drop in drops))
-    assert put.results == [FULL]
-    assert tier.put([1]) == [OK]
-
-
 def test_the_process_is_told_which_stores_are_in_use(rude: Rude) -> None:
-    names = {"a": "a-part", "b": "", "c": "c-part"}
-    rude.tier.client.usage_request = lambda: UsageRequest(names)
+    rude.tier.used_stores = "c-part", "a-part"
     rude.tier.usage()
     rude.tier.wait_until(lambda: (rude.folder / "used").read_text() == "a-part c-part")
+
+
+# Settling
+
+
+@pytest.fixture
+def shared(start: Start, tmp_path: Path) -> Rude:
+    return Rude(tmp_path, start, shared=True)
+
+
+def test_a_tier_settles_epochs(shared: Rude) -> None:
+    epochs = {NAMESPACE: (1 << 62) - 1, "other": 0}
+    assert shared.tier.settle(epochs) == epochs
+
+
+@pytest.mark.parametrize("fault", ["settle", "wrong settle"])
+def test_a_tier_that_cannot_settle_leaves_all_epochs_out(
+    shared: Rude, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared.on(fault)
+    assert shared.tier.settle({NAMESPACE: 7}) == {}
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "tier failed" in line)
+    assert "settle" in line
+    shared.off(fault)
+    assert shared.tier.settle({NAMESPACE: 7}) == {NAMESPACE: 7}
+    assert shared.tier.client.is_prompt
+    assert shared.tier.client.counts["deaths"] == 0
+
+
+def test_a_tier_that_hangs_while_it_settles_serves_all_else(shared: Rude) -> None:
+    """The network may be lost for long: neither a lookup waits for it, nor is it killed."""
+    tier, pid = shared.tier, shared.tier.client.pid
+    shared.on("slow settle")
+    settled = tier.begin_settle({NAMESPACE: 7})
+    tier.wait_until(lambda: list(shared.folder.glob("slow settle-*")))
+    ended = time.monotonic() + 3 * SOON_KILLED.grace
+    while time.monotonic() < ended:
+        assert tier.put([1]) == [OK]
+        assert tier.contains([1]) == [True]
+        assert tier.fetch([1]) == [OK]
+    assert (tier.client.pid, tier.client.is_prompt, settled.done()) == (pid, True, False)
+    shared.off("slow settle")
+    tier.wait_until(settled.done)
+    assert settled.result() == {NAMESPACE: 7}
+
+
+def test_settling_ends_with_the_process(shared: Rude) -> None:
+    tier, pid = shared.tier, shared.tier.client.pid
+    assert pid is not None
+    shared.on("slow settle")
+    settled = tier.begin_settle({NAMESPACE: 7})
+    tier.wait_until(lambda: list(shared.folder.glob("slow settle-*")))
+    os.kill(pid, signal.SIGKILL)
+    tier.wait_until(settled.done)
+    assert settled.result() == {}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -19,18 +19,17 @@ from kvferry.daemon.core.tier_actions import (
     MAX_TIER_KEYS,
     BlocksFetched,
     DropStore,
+    EpochsSettled,
     FetchReleased,
-    StoreDropped,
-    StoreDroppedElsewhere,
+    SettleEpochs,
+    StoresFound,
     WriteJob,
 )
 from kvferry.daemon.core.writes import Writes
 from kvferry.daemon.tier_config import CustomTierConfig
-from kvferry.daemon.tiers import drop_queue, tier_client, write_out
-from kvferry.daemon.tiers.drop_markers import add_marker, marked_stores
-from kvferry.daemon.tiers.messages import UsageRequest
+from kvferry.daemon.tiers import tier_client, tiering, write_out
 from kvferry.daemon.tiers.tier_process import PoolFiles
-from kvferry.daemon.tiers.tiering import DropTimes, start_tiers
+from kvferry.daemon.tiers.tiering import start_tiers
 from kvferry.testing.tier_subjects import (
     NAMESPACE,
     POOL_BYTES,
@@ -39,24 +38,23 @@ from kvferry.testing.tier_subjects import (
     content_of,
     open_subject,
 )
-from support.tiering_fixture import BLOCK, FakeWrites, TieringFixture
-from support.time_limits import TIMEOUT
+from support.tiering_fixture import BLOCK, TieringFixture
 
-from .rude_fixtures import Rude
-from .setups import MEMORY, disk_setup, memory_setup
+from .rude_fixtures import Rude, Start
+from .setups import MEMORY, disk_setup, memory_setup, shared_setup
 
 
 @pytest.fixture
-def memory(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
+def memory(pool: PoolMemory) -> Iterator[TieringFixture]:
     """Over one memory tier."""
     with open_subject(memory_setup(4 << 20), pool) as tier:
         assert isinstance(tier, ProcessSubject)
-        with closing(TieringFixture(pool, [tier], tmp_path)) as fixture:
+        with closing(TieringFixture(pool, [tier])) as fixture:
             yield fixture
 
 
 @pytest.fixture
-def two(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
+def two(pool: PoolMemory) -> Iterator[TieringFixture]:
     """Over two memory tiers, the fast one first."""
     with ExitStack() as stack:
         fast = stack.enter_context(open_subject(memory_setup(4 << 20), pool))
@@ -64,7 +62,7 @@ def two(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
         config = CustomTierConfig(MEMORY, {"size": 4 << 20})
         slow = stack.enter_context(closing(ProcessSubject(pool, config, runner=fast.runner)))
         slow.wait_until(lambda: slow.client.is_on)
-        yield stack.enter_context(closing(TieringFixture(pool, [fast, slow], tmp_path)))
+        yield stack.enter_context(closing(TieringFixture(pool, [fast, slow])))
 
 
 @pytest.fixture
@@ -72,7 +70,7 @@ def disk(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
     """Over one disk tier."""
     with open_subject(disk_setup(tmp_path / "tier", 16 << 20), pool) as tier:
         assert isinstance(tier, ProcessSubject)
-        with closing(TieringFixture(pool, [tier], tmp_path)) as fixture:
+        with closing(TieringFixture(pool, [tier])) as fixture:
             yield fixture
 
 
@@ -115,9 +113,9 @@ def test_fetched_blocks_are_reported_and_then_released(memory: TieringFixture) -
 
 
 @pytest.fixture
-def slow(rude: Rude, tmp_path: Path) -> Iterator[TieringFixture]:
+def slow(rude: Rude) -> Iterator[TieringFixture]:
     """Over one tier with faults."""
-    with closing(TieringFixture(rude.tier.pool, [rude.tier], tmp_path / "markers")) as fixture:
+    with closing(TieringFixture(rude.tier.pool, [rude.tier])) as fixture:
         yield fixture
 
 
@@ -168,131 +166,156 @@ def test_a_tier_that_is_dead_finds_nothing_and_fetches_nothing(memory: TieringFi
     assert memory.tiering.status({})[0].state == "off"
 
 
-# Drops
+# Stores
 
 
-def test_a_dropped_store_is_reported_and_gone(disk: TieringFixture) -> None:
-    disk.start()
-    disk.tiers[0].put([1])
-    disk.perform(DropStore(4, NAMESPACE))
-    assert disk.wait_for(StoreDropped) == StoreDropped(4)
-    assert disk.find(1).tier_of == (-1,)
-    markers = disk.attached[0].markers
-    assert markers.is_dir()
-    disk.tiers[0].wait_until(lambda: not list(marked_stores(markers)))
-
-
-async def test_a_drop_in_a_shared_tier_is_reported(pool: PoolMemory, tmp_path: Path) -> None:
-    reports, core, config = list[Report](), FakeWrites(), CustomTierConfig(MEMORY, {"size": 4096})
-    files = PoolFiles(pool.files.descriptors, POOL_BYTES // 2, POOL_BYTES)
-    tiers = start_tiers([config, config], files, tmp_path, cast(Writes, core), reports.extend)
-    requests = [tier.client.usage_request() for tier in tiers]
-    assert requests == [UsageRequest(core.namespaces(), core.generations())] * 2
-    tiers[1].client.dropped_elsewhere(NAMESPACE)
-    assert reports == [StoreDroppedElsewhere(1, NAMESPACE)]
-    for tier in tiers:
-        await tier.client._process.close()
-
-
-def test_a_drop_by_another_daemon_is_done_in_the_other_tiers(two: TieringFixture) -> None:
+def test_a_store_is_dropped_in_all_tiers(two: TieringFixture) -> None:
     two.start()
     for tier in two.tiers:
         tier.put([1])
-    two.perform(DropStore(4, NAMESPACE, dropped_by=1))
-    assert two.wait_for(StoreDropped) == StoreDropped(4)
-    assert two.find(1).tier_of == (1,)
+        tier.put([2], "other")
+    two.perform(DropStore(NAMESPACE))
+    for tier in two.tiers:
+        tier.wait_until(lambda tier=tier: tier.client.is_prompt)  # type: ignore[misc]
+        assert tier.contains([1]) == [False]
+        assert tier.contains([2], "other") == [True]
+    assert two.reports == []
 
 
-def test_a_drop_is_reported_also_if_the_tier_does_not_answer(disk: TieringFixture) -> None:
-    """The tier drops the keys before it finds anything again."""
-    disk.start(times=DropTimes(report=0.2))
-    disk.tiers[0].put([1])
-    client = disk.tiers[0].client
-    assert client.pid is not None
-    stopped = client.pid
-    os.kill(stopped, signal.SIGSTOP)
-    disk.perform(DropStore(4, NAMESPACE))
-    disk.wait_for(StoreDropped)
-    os.kill(stopped, signal.SIGKILL)
-    disk.tiers[0].wait_until(lambda: client.pid not in (None, stopped) and client.is_on)
-    assert disk.find(1).tier_of == (-1,)
-
-
-def delay_markers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Let no marker be written until the event is set."""
-    marked = threading.Event()
-
-    def add_slowly(*arguments: Any) -> Path:
-        marked.wait(TIMEOUT)
-        return add_marker(*arguments)
-
-    monkeypatch.setattr(drop_queue, "add_marker", add_slowly)
-    return marked
-
-
-def test_a_drop_does_not_wait_for_a_marker_that_takes_long(
-    disk: TieringFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a disk that is slow; no key may be found once the drop is reported."""
-    marked = delay_markers(monkeypatch)
-    disk.start(times=DropTimes(report=0.5, marker=0.05))
-    disk.tiers[0].put([1])
-    disk.perform(DropStore(4, NAMESPACE))
-    disk.wait_for(StoreDropped)
-    assert disk.find(1).tier_of == (-1,)
-    marked.set()
-    markers = disk.attached[0].markers
-    disk.tiers[0].wait_until(lambda: markers.is_dir() and not list(marked_stores(markers)))
-
-
-def test_drops_of_one_namespace_are_done_together(disk: TieringFixture) -> None:
-    """Many resets while the tier is busy: one marker, and one more drop."""
+def test_a_drop_is_done_also_if_the_daemon_stops_next(disk: TieringFixture) -> None:
     disk.start()
     disk.tiers[0].put([1])
-    client, markers = disk.tiers[0].client, disk.attached[0].markers
-    assert client.pid is not None
-    os.kill(client.pid, signal.SIGSTOP)
-    try:
-        for number in range(100):
-            disk.perform(DropStore(number, NAMESPACE))
-        disk.tiers[0].wait_until(lambda: client.in_flight > 0)
-        assert len(list(marked_stores(markers))) == 1
-        assert client.in_flight <= 2  # a drop, and a request for the usage
-    finally:
-        os.kill(client.pid, signal.SIGCONT)
-
-    def dropped() -> set[int]:
-        return {each.drop for each in disk.reports if isinstance(each, StoreDropped)}
-
-    disk.tiers[0].wait_until(lambda: dropped() == set(range(100)))
-    assert disk.find(1).tier_of == (-1,)
-    disk.tiers[0].wait_until(lambda: not list(marked_stores(markers)))
-
-
-def test_a_drop_is_sent_before_the_tier_ends(disk: TieringFixture) -> None:
-    """Also one that is requested just before the daemon stops."""
-    disk.start()
-    disk.tiers[0].put([1])
-    disk.perform(DropStore(4, NAMESPACE))
+    disk.perform(DropStore(NAMESPACE))
     disk.close()
     disk.tiers[0].close()
     with closing(ProcessSubject(disk.pool, disk.tiers[0].client.config)) as tier:
         tier.wait_until(lambda: tier.client.is_on)
-        assert tier.contains([1]) == [False]
+        assert tier.stores() == []
 
 
-def test_a_marked_drop_is_done_at_the_next_start(memory: TieringFixture) -> None:
-    """Daemon and tier may end before the drop itself."""
-    memory.tiers[0].put([1, 2])
-    memory.tiers[0].put([3], "other")
-    markers = memory.attached[0].markers
-    add_marker(markers, NAMESPACE, 12)
-    assert [store for _, store in marked_stores(markers)] == [NAMESPACE]
-    memory.start()
-    assert memory.find(1, 2).tier_of == (-1, -1)
-    memory.tiers[0].wait_until(lambda: not list(marked_stores(markers)))
-    assert memory.find(1, 2).tier_of == (-1, -1)
-    assert memory.tiers[0].contains([3], "other") == [True]
+def test_the_stores_of_a_tier_are_reported_when_it_starts(
+    pool: PoolMemory, disk: TieringFixture
+) -> None:
+    disk.start()
+    disk.tiers[0].put([1])
+    config, reports = disk.tiers[0].client.config, list[Report]()
+    disk.close()
+    disk.tiers[0].close()
+    files = PoolFiles(pool.files.descriptors, POOL_BYTES // 2, POOL_BYTES)
+
+    async def start() -> float:
+        before = time.monotonic()
+        (tier,) = start_tiers([config], files, cast(Writes, disk.core), reports.extend)
+        await tier.client._process.until_ready()
+        assert tier.client._stores_in_use() == disk.core.stores_in_use()
+        await tier.client._process.close()
+        return before
+
+    begun = asyncio.run(start())
+    (found,) = reports
+    assert isinstance(found, StoresFound)
+    assert found.stores == (NAMESPACE,)
+    assert begun < found.now < time.monotonic()
+
+
+# Epochs
+
+
+@pytest.fixture
+def shared(pool: PoolMemory) -> Iterator[TieringFixture]:
+    """Over a tier, and a shared one behind it."""
+    with ExitStack() as stack:
+        own = stack.enter_context(open_subject(memory_setup(4 << 20), pool))
+        assert isinstance(own, ProcessSubject)
+        options = shared_setup(4 << 20).options
+        config = CustomTierConfig(MEMORY, options, shared=True)
+        other = stack.enter_context(closing(ProcessSubject(pool, config, runner=own.runner)))
+        other.wait_until(lambda: other.client.is_on)
+        yield stack.enter_context(closing(TieringFixture(pool, [own, other])))
+
+
+def settled(fixture: TieringFixture) -> list[EpochsSettled]:
+    return [each for each in fixture.reports if isinstance(each, EpochsSettled)]
+
+
+def test_epochs_are_settled_with_shared_tiers_all_the_time(
+    shared: TieringFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiering, "SETTLE_EVERY", 0.05)
+    shared.start()
+    pause(shared)
+    assert shared.reports == []  # no namespace is in use
+    begun = time.monotonic()
+    for epoch, larger in ((7, 7), (9, 9), (8, 9)):
+        shared.epochs = {NAMESPACE: epoch}
+        expected = 1, {NAMESPACE: epoch}, {NAMESPACE: larger}
+        shared.tiers[0].wait_until(
+            lambda expected=expected: (
+                expected  # type: ignore[misc]
+                in [(each.tier, each.asked, each.found) for each in settled(shared)]
+            )
+        )
+    assert {each.tier for each in settled(shared)} == {1}
+    assert all(begun < each.now < time.monotonic() for each in settled(shared))
+
+
+def test_epochs_are_settled_at_once_when_that_is_wanted(
+    shared: TieringFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiering, "SETTLE_EVERY", 1e6)
+    shared.start()
+    shared.epochs = {NAMESPACE: 7}
+    pause(shared)
+    assert shared.reports == []
+    shared.perform(SettleEpochs())
+    assert shared.wait_for(EpochsSettled).found == {NAMESPACE: 7}
+
+
+def test_a_shared_tier_that_is_busy_settles_again_when_it_is_not(
+    pool: PoolMemory, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was asked for may be old by then. Another one settles meanwhile."""
+    monkeypatch.setattr(tiering, "SETTLE_EVERY", 1e6)
+    rude = Rude(tmp_path, start, shared=True)
+    config = CustomTierConfig(MEMORY, shared_setup(4 << 20).options, shared=True)
+    with ExitStack() as stack:
+        other = stack.enter_context(closing(ProcessSubject(pool, config, runner=rude.tier.runner)))
+        other.wait_until(lambda: other.client.is_on)
+        both = stack.enter_context(closing(TieringFixture(pool, [rude.tier, other])))
+        both.start()
+        rude.on("slow settle")
+        for epoch in (7, 8):
+            both.epochs = {NAMESPACE: epoch}
+            both.perform(SettleEpochs())
+            expected = 1, {NAMESPACE: epoch}
+            both.tiers[0].wait_until(
+                lambda expected=expected: (
+                    expected  # type: ignore[misc]
+                    in [(each.tier, each.found) for each in settled(both)]
+                )
+            )
+        assert {each.tier for each in settled(both)} == {1}
+        rude.off("slow settle")
+        both.tiers[0].wait_until(
+            lambda: (
+                [each.found for each in settled(both) if each.tier == 0]
+                == [{NAMESPACE: 7}, {NAMESPACE: 8}]
+            )
+        )
+
+
+def test_a_shared_tier_that_is_lost_is_settled_with_when_it_is_back(
+    shared: TieringFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiering, "SETTLE_EVERY", 0.05)
+    shared.start()
+    shared.epochs = {NAMESPACE: 7}
+    shared.wait_for(EpochsSettled)
+    client = shared.tiers[1].client
+    client._process.kill("test")
+    shared.reports.clear()
+    shared.tiers[0].wait_until(lambda: client.is_started)
+    shared.tiers[0].wait_until(lambda: any(each.found for each in settled(shared)))
 
 
 # Writing out
@@ -366,24 +389,6 @@ def test_writes_keep_their_rate(disk: TieringFixture) -> None:
     disk.write(*(disk.write_job(number, 2 * number, 2 * number + 1) for number in range(4)))
     disk.tiers[0].wait_until(lambda: len(disk.core.ended) == 4)
     assert time.monotonic() - begun > 0.55  # the first job takes nothing, the others 0.2 s each
-
-
-def test_a_store_that_is_being_dropped_is_not_written(
-    disk: TieringFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise the drop would delete blocks that were stored after the reset."""
-    marked = delay_markers(monkeypatch)
-    disk.start("write_through")
-    disk.tiers[0].put([9])
-    disk.perform(DropStore(4, NAMESPACE))
-    disk.write(disk.write_job(1, 0))
-    disk.tiers[0].wait_until(lambda: disk.core.ended)
-    assert disk.core.ended == {1: [False]}
-    marked.set()
-    disk.wait_for(StoreDropped)
-    disk.core.jobs.append(disk.write_job(2, 0))
-    disk.tiers[0].wait_until(lambda: [True] in disk.core.ended.values())
-    assert disk.find(0, 9).tier_of == (0, -1)
 
 
 def test_a_tier_that_takes_nothing_is_left_alone_for_a_while(memory: TieringFixture) -> None:

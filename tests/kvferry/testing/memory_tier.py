@@ -1,4 +1,7 @@
-"""A tier in the memory of its process: the plainest implementation of the interface, for tests."""
+"""Tiers in the memory of their process: the plainest implementations of the interface, for tests.
+
+The shared one has a storage of its own: there are no other hosts.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,23 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, Tier, TierUsage
+from kvferry.daemon.core.store_name import StoreName
+from kvferry.daemon.tiers.base import (
+    Blocks,
+    Fetched,
+    HostMemory,
+    Result,
+    SharedTier,
+    Tier,
+    TierUsage,
+)
 from kvferry.daemon.tiers.block_memory import view_memory
 
 
 def open_tier(options: Mapping[str, Any], _memory: HostMemory) -> MemoryTier:
-    return MemoryTier(int(options["size"]))
+    """shared: whether it is a SharedTier."""
+    kind = SharedMemoryTier if options.get("shared") else MemoryTier
+    return kind(int(options["size"]))
 
 
 class MemoryTier(Tier):
@@ -77,3 +91,33 @@ class MemoryTier(Tier):
         entry = self._stored.pop(name, None)
         if entry is not None:
             self._used -= len(entry[0])
+
+
+class SharedMemoryTier(MemoryTier, SharedTier):
+    """Has an epoch for each namespace that was settled. Stores of others are empty and refused."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
+        self._epochs = dict[str, int]()
+
+    def settle(self, epochs: Mapping[str, int]) -> Mapping[str, int]:
+        for namespace, epoch in epochs.items():
+            self._epochs[namespace] = max(epoch, self._epochs.get(namespace, epoch))
+        return {namespace: self._epochs[namespace] for namespace in epochs}
+
+    def contains(self, store: str, keys: Sequence[bytes]) -> Sequence[bool]:
+        return super().contains(store, keys) if self._is_settled(store) else [False] * len(keys)
+
+    def fetch(self, blocks: Blocks, deadline: float) -> Sequence[Fetched]:
+        if not self._is_settled(blocks.store):
+            return [Fetched(Result.MISS)] * len(blocks.keys)
+        return super().fetch(blocks, deadline)
+
+    def put(self, blocks: Blocks, checksums: Sequence[int]) -> Sequence[Result]:
+        if not self._is_settled(blocks.store):
+            return [Result.FULL] * len(blocks.keys)
+        return super().put(blocks, checksums)
+
+    def _is_settled(self, store: str) -> bool:
+        name = StoreName.parse(store)
+        return self._epochs.get(name.namespace) == name.epoch

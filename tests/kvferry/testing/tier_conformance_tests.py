@@ -8,25 +8,34 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvferry.daemon.core.store_name import StoreName
 from kvferry.daemon.tiers.base import Result
+from kvferry.testing.engine import until
 from kvferry.testing.tier_subjects import NAMESPACE, PoolMemory, Subject, TierSetup, open_subject
 
 __all__ = [
     "pool",
+    "module_path",
     "tier",
     "test_put_blocks_are_found_and_fetched",
     "test_a_key_put_twice_is_stored_once",
-    "test_a_key_is_in_one_namespace_only",
-    "test_a_drop_includes_the_parts_of_a_namespace",
+    "test_a_key_is_in_one_store_only",
+    "test_a_dropped_store_leaves_others_of_its_namespace",
     "test_dropped_keys_are_missing_and_can_be_put_again",
     "test_no_block_is_read_after_the_deadline",
     "test_the_capacity_is_kept_and_old_keys_are_evicted",
+    "test_stores_that_outlived_the_process_are_named",
+    "test_another_epoch_is_used_once_it_is_settled",
 ]
 
 OK, MISS, PRESENT = Result.OK, Result.MISS, Result.PRESENT
 LATE, FULL = Result.LATE, Result.FULL
+# Seconds for a shared tier to settle an epoch.
+TIMEOUT = 30.0
 # Half of the bytes that are put into a tier without a capacity.
 UNBOUNDED_BYTES = 4 << 20
+# A namespace beside NAMESPACE, and an epoch of a namespace that was reset.
+OTHER, EPOCH = "f" * 16, (1 << 61) + 12345
 
 
 @pytest.fixture(params=[16 << 10, 12_345], ids=["pages", "odd"])
@@ -38,15 +47,24 @@ def pool(request: pytest.FixtureRequest) -> Iterator[PoolMemory]:
 
 
 @pytest.fixture
-def tier(
-    tier_setup: TierSetup, pool: PoolMemory, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Subject]:
+def module_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tier's process finds modules where this process does, and in the current directory."""
     path = [*sys.path, os.getcwd()]
     monkeypatch.setattr(sys, "path", path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+
+
+@pytest.fixture
+def tier(tier_setup: TierSetup, pool: PoolMemory, module_path: None) -> Iterator[Subject]:
     with open_subject(tier_setup, pool) as opened:
+        settle(opened, tier_setup, {NAMESPACE: 0, OTHER: 0})
         yield opened
+
+
+def settle(tier: Subject, setup: TierSetup, epochs: dict[str, int]) -> None:
+    """Settle epochs if it is a shared tier. Other tiers do not know what an epoch is."""
+    if setup.shared:
+        until(lambda: tier.settle(epochs) == epochs, TIMEOUT)
 
 
 def test_put_blocks_are_found_and_fetched(tier: Subject) -> None:
@@ -66,24 +84,35 @@ def test_a_key_put_twice_is_stored_once(tier: Subject) -> None:
     assert tier.fetch([1]) == [OK]
 
 
-def test_a_key_is_in_one_namespace_only(tier: Subject) -> None:
-    other = "f" * 16
+def test_a_key_is_in_one_store_only(tier: Subject) -> None:
     tier.put([1])
-    assert tier.contains([1], other) == [False]
-    assert tier.fetch([1], other) == [MISS]
-    tier.put([1, 2], other)
-    tier.drop(namespace=NAMESPACE)
-    assert tier.contains([1, 2], NAMESPACE) == [False, False]
-    assert tier.fetch([1, 2], other) == [OK, OK]
+    assert tier.contains([1], OTHER) == [False]
+    assert tier.fetch([1], OTHER) == [MISS]
+    tier.put([1, 2], OTHER)
+    tier.drop()
+    assert tier.contains([1, 2]) == [False, False]
+    assert tier.fetch([1, 2], OTHER) == [OK, OK]
 
 
-def test_a_drop_includes_the_parts_of_a_namespace(tier: Subject) -> None:
-    parts, other = (NAMESPACE, f"{NAMESPACE}-a", f"{NAMESPACE}-b"), f"{NAMESPACE}2"
-    for name in (*parts, other):
-        tier.put([1], name)
-    tier.drop(namespace=NAMESPACE)
-    assert [tier.contains([1], name) for name in parts] == [[False]] * 3
-    assert tier.fetch([1], other) == [OK]
+def test_a_dropped_store_leaves_others_of_its_namespace(
+    tier: Subject, tier_setup: TierSetup
+) -> None:
+    """Their blocks are composed otherwise. Those of another epoch are a dropped store, mostly."""
+    dropped, composed, later = (
+        str(StoreName(NAMESPACE, *rest)) for rest in (("a",), ("b",), ("a", EPOCH))
+    )
+    tier.put([1], dropped)
+    tier.put([1], composed)
+    tier.drop(store=dropped)
+    assert tier.contains([1], dropped) == [False]
+    assert tier.fetch([1], composed) == [OK]
+    settle(tier, tier_setup, {NAMESPACE: EPOCH})
+    assert tier.fetch([1], later) == [MISS]
+    assert tier.put([2], later) == [OK]
+    tier.drop(store=dropped)
+    tier.drop(store=composed)
+    assert tier.fetch([2], later) == [OK]
+    assert tier.contains([1], composed) == [False]
 
 
 def test_dropped_keys_are_missing_and_can_be_put_again(tier: Subject) -> None:
@@ -131,3 +160,39 @@ def test_the_capacity_is_kept_and_old_keys_are_evicted(
         found += tier.fetch(range(first, first + 16)).count(OK)
     if capacity:
         assert found < total, f"it has room for more than its capacity of {capacity} bytes"
+
+
+def test_stores_that_outlived_the_process_are_named(
+    tier_setup: TierSetup, pool: PoolMemory, module_path: None
+) -> None:
+    """The daemon drops the old ones, and learns the epoch of the latest one."""
+    if not tier_setup.keeps:
+        pytest.skip("it keeps nothing")
+    names = [str(StoreName(NAMESPACE, "a", epoch)) for epoch in (0, EPOCH)]
+    with open_subject(tier_setup, pool) as tier:
+        assert tier.stores() == []
+        for name in names:
+            assert tier.put([1], name) == [OK]
+    with open_subject(tier_setup, pool) as tier:
+        assert sorted(tier.stores()) == names
+        assert tier.fetch([1], names[1]) == [OK]
+        tier.drop(store=names[0])
+    with open_subject(tier_setup, pool) as tier:
+        assert tier.stores() == names[1:]
+
+
+def test_another_epoch_is_used_once_it_is_settled(tier: Subject, tier_setup: TierSetup) -> None:
+    if not tier_setup.shared:
+        pytest.skip("no other host uses it")
+    old, new = (str(StoreName(NAMESPACE, "a", epoch)) for epoch in (0, EPOCH))
+    assert tier.put([1], old) == [OK]
+    assert tier.put([1], new) == [FULL]
+    assert tier.settle({NAMESPACE: EPOCH}) == {NAMESPACE: EPOCH}
+    assert tier.put([2], new) == [OK]
+    assert tier.fetch([1, 2], new) == [MISS, OK]
+    assert tier.contains([1], old) == [False]
+    assert tier.fetch([1], old) == [MISS]
+    assert tier.put([1], old) == [FULL]
+    # The storage keeps the later one, which this host must adopt.
+    assert tier.settle({NAMESPACE: 0}) == {NAMESPACE: EPOCH}
+    assert tier.contains([2], new) == [True]

@@ -6,7 +6,7 @@ import asyncio
 import ctypes
 import importlib
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 from kvferry.daemon.memory.shared_memory import MappedFiles
 from kvferry.daemon.processes import ProcessDied
 from kvferry.daemon.tier_config import CustomTierConfig, TierConfig
-from kvferry.daemon.tiers.base import Blocks, Result, Tier, TierUsage, block_checksum
+from kvferry.daemon.tiers.base import Blocks, Result, SharedTier, Tier, TierUsage, block_checksum
 from kvferry.daemon.tiers.block_memory import view_memory
 from kvferry.daemon.tiers.messages import TierBlocks
 from kvferry.daemon.tiers.tier_client import TierClient
@@ -66,21 +66,21 @@ class Subject:
     def __init__(self, pool: PoolMemory) -> None:
         self.pool = pool
 
-    def put(self, numbers: Sequence[int], namespace: str = NAMESPACE) -> list[Result]:
+    def put(self, numbers: Sequence[int], store: str = NAMESPACE) -> list[Result]:
         checksums = []
         for block_number, number in enumerate(numbers):
             self.pool.block(block_number)[:] = content_of(number, self.pool.block_bytes)
             checksums.append(self.pool.checksum(block_number, key_of(number)))
-        return self._put(namespace, [key_of(n) for n in numbers], range(len(numbers)), checksums)
+        return self._put(store, [key_of(n) for n in numbers], range(len(numbers)), checksums)
 
     def fetch(
-        self, numbers: Sequence[int], namespace: str = NAMESPACE, seconds: float = 30.0
+        self, numbers: Sequence[int], store: str = NAMESPACE, seconds: float = 30.0
     ) -> list[Result]:
         """Fetch keys, and check the bytes of those that are OK."""
         block_numbers = range(32, 32 + len(numbers))
         for block_number in block_numbers:
             self.pool.block(block_number)[:] = 0
-        results = self._fetch(namespace, [key_of(n) for n in numbers], block_numbers, seconds)
+        results = self._fetch(store, [key_of(n) for n in numbers], block_numbers, seconds)
         for block_number, number, result in zip(block_numbers, numbers, results, strict=True):
             if result is Result.OK:
                 expected = content_of(number, self.pool.block_bytes)
@@ -89,10 +89,18 @@ class Subject:
                 )
         return results
 
-    def contains(self, numbers: Sequence[int], namespace: str = NAMESPACE) -> list[bool]:
+    def contains(self, numbers: Sequence[int], store: str = NAMESPACE) -> list[bool]:
         raise NotImplementedError
 
-    def drop(self, numbers: Sequence[int] | None = None, namespace: str = NAMESPACE) -> None:
+    def drop(self, numbers: Sequence[int] | None = None, store: str = NAMESPACE) -> None:
+        raise NotImplementedError
+
+    def stores(self) -> list[str]:
+        """The stores that outlived an earlier process, as the tier has named them at first."""
+        raise NotImplementedError
+
+    def settle(self, epochs: Mapping[str, int]) -> dict[str, int]:
+        """See SharedTier.settle."""
         raise NotImplementedError
 
     def usage(self) -> TierUsage:
@@ -102,12 +110,12 @@ class Subject:
         raise NotImplementedError
 
     def _put(
-        self, namespace: str, keys: list[bytes], block_numbers: Sequence[int], checksums: list[int]
+        self, store: str, keys: list[bytes], block_numbers: Sequence[int], checksums: list[int]
     ) -> list[Result]:
         raise NotImplementedError
 
     def _fetch(
-        self, namespace: str, keys: list[bytes], block_numbers: Sequence[int], seconds: float
+        self, store: str, keys: list[bytes], block_numbers: Sequence[int], seconds: float
     ) -> list[Result]:
         raise NotImplementedError
 
@@ -118,13 +126,21 @@ class DirectSubject(Subject):
     def __init__(self, pool: PoolMemory, tier: Tier) -> None:
         super().__init__(pool)
         self.tier = tier
+        self._stores = list(tier.stores())
         tier.maintain()
 
-    def contains(self, numbers: Sequence[int], namespace: str = NAMESPACE) -> list[bool]:
-        return list(self.tier.contains(namespace, [key_of(n) for n in numbers]))
+    def contains(self, numbers: Sequence[int], store: str = NAMESPACE) -> list[bool]:
+        return list(self.tier.contains(store, [key_of(n) for n in numbers]))
 
-    def drop(self, numbers: Sequence[int] | None = None, namespace: str = NAMESPACE) -> None:
-        self.tier.drop(namespace, None if numbers is None else [key_of(n) for n in numbers])
+    def drop(self, numbers: Sequence[int] | None = None, store: str = NAMESPACE) -> None:
+        self.tier.drop(store, None if numbers is None else [key_of(n) for n in numbers])
+
+    def stores(self) -> list[str]:
+        return self._stores
+
+    def settle(self, epochs: Mapping[str, int]) -> dict[str, int]:
+        assert isinstance(self.tier, SharedTier)
+        return dict(self.tier.settle(epochs))
 
     def usage(self) -> TierUsage:
         return self.tier.usage()
@@ -132,22 +148,22 @@ class DirectSubject(Subject):
     def close(self) -> None:
         self.tier.close()
 
-    def _blocks(self, namespace: str, keys: list[bytes], block_numbers: Sequence[int]) -> Blocks:
+    def _blocks(self, store: str, keys: list[bytes], block_numbers: Sequence[int]) -> Blocks:
         addresses = [
             self.pool.files.address + self.pool.offset(block_number)
             for block_number in block_numbers
         ]
-        return Blocks(namespace, keys, addresses, self.pool.block_bytes)
+        return Blocks(store, keys, addresses, self.pool.block_bytes)
 
     def _put(
-        self, namespace: str, keys: list[bytes], block_numbers: Sequence[int], checksums: list[int]
+        self, store: str, keys: list[bytes], block_numbers: Sequence[int], checksums: list[int]
     ) -> list[Result]:
-        return list(self.tier.put(self._blocks(namespace, keys, block_numbers), checksums))
+        return list(self.tier.put(self._blocks(store, keys, block_numbers), checksums))
 
     def _fetch(
-        self, namespace: str, keys: list[bytes], block_numbers: Sequence[int], seconds: float
+        self, store: str, keys: list[bytes], block_numbers: Sequence[int], seconds: float
     ) -> list[Result]:
-        blocks = self._blocks(namespace, keys, block_numbers)
+        blocks = self._blocks(store, keys, block_numbers)
         results = []
         found = self.tier.fetch(blocks, time.monotonic() + seconds)
         for key, block_number, each in zip(keys, block_numbers, found, strict=True):
@@ -179,12 +195,15 @@ class ProcessSubject(Subject):
         super().__init__(pool)
         self.runner, self._owns_runner = runner or asyncio.Runner(), runner is None
         self.closed = False
+        self._stores = list[str]()
         self._flows: set[asyncio.Task[None]] = set()
         files = PoolFiles(pool.files.descriptors, POOL_BYTES // 2, POOL_BYTES)
 
         async def start() -> TierClient:
-            return TierClient(config, files, times)
+            return TierClient(config, files, times, self._stores_in_use, self._receive_stores)
 
+        # Those that the process is told.
+        self.used_stores: Sequence[str] = ()
         self.client = self.runner.run(start())
         self._running = self.start(self.client.run())
 
@@ -210,16 +229,34 @@ class ProcessSubject(Subject):
         return self._begin(self.client.put(blocks, sums))
 
     def begin_lookup(
-        self, keys: Sequence[bytes], seconds: float = 30.0, namespace: str = NAMESPACE
+        self, keys: Sequence[bytes], seconds: float = 30.0, store: str = NAMESPACE
     ) -> list[Result]:
         """Send a lookup. Returns a list that gets the results."""
         found: list[Result] = []
 
         async def look_up() -> None:
-            found.extend(await self.client.contains(namespace, keys, seconds))
+            found.extend(await self.client.contains(store, keys, seconds))
 
         self.start(look_up())
         return found
+
+    def begin_drop(
+        self, keys: Sequence[bytes] | None = None, store: str = NAMESPACE
+    ) -> asyncio.Future[Any]:
+        """Send a drop. The future has ProcessDied if the process ends before."""
+
+        async def drop() -> asyncio.Future[Any]:
+            return self.client.drop(store, keys)
+
+        return self.runner.run(drop())
+
+    def begin_settle(self, epochs: Mapping[str, int]) -> asyncio.Future[Mapping[str, int]]:
+        """Send epochs to settle."""
+
+        async def begin() -> asyncio.Future[Mapping[str, int]]:
+            return asyncio.ensure_future(self.client.settle(epochs))
+
+        return self.runner.run(begin())
 
     def _begin(
         self, call: Coroutine[Any, Any, tuple[Sequence[Result], asyncio.Future[Sequence[Result]]]]
@@ -250,15 +287,24 @@ class ProcessSubject(Subject):
 
         self.runner.run(wait())
 
-    def contains(self, numbers: Sequence[int], namespace: str = NAMESPACE) -> list[bool]:
+    def contains(self, numbers: Sequence[int], store: str = NAMESPACE) -> list[bool]:
         keys = [key_of(number) for number in numbers]
-        found = self.begin_lookup(keys, namespace=namespace)
+        found = self.begin_lookup(keys, store=store)
         self.wait_until(lambda: found)
         return [result is Result.OK for result in found]
 
-    def drop(self, numbers: Sequence[int] | None = None, namespace: str = NAMESPACE) -> None:
+    def drop(self, numbers: Sequence[int] | None = None, store: str = NAMESPACE) -> None:
         keys = None if numbers is None else [key_of(number) for number in numbers]
-        self.wait_until(self.start(self.client.drop(namespace, keys)).done)
+        self.wait_until(self.begin_drop(keys, store).done)
+
+    def stores(self) -> list[str]:
+        """Of the process that has started last."""
+        return self._stores
+
+    def settle(self, epochs: Mapping[str, int]) -> dict[str, int]:
+        settled = self.begin_settle(epochs)
+        self.wait_until(settled.done)
+        return dict(settled.result())
 
     def usage(self) -> TierUsage:
         self.wait_until(self.start(self.client.refresh_usage()).done)
@@ -277,22 +323,28 @@ class ProcessSubject(Subject):
         if self._owns_runner:
             self.runner.close()
 
-    def blocks(self, namespace: str, keys: list[bytes], block_numbers: Sequence[int]) -> TierBlocks:
+    def blocks(self, store: str, keys: list[bytes], block_numbers: Sequence[int]) -> TierBlocks:
         offsets = np.array(
             [self.pool.offset(block_number) for block_number in block_numbers], np.int64
         )
-        return TierBlocks(namespace, keys, offsets.tobytes(), self.pool.block_bytes)
+        return TierBlocks(store, keys, offsets.tobytes(), self.pool.block_bytes)
+
+    def _stores_in_use(self) -> Sequence[str]:
+        return self.used_stores
+
+    def _receive_stores(self, stores: Sequence[str]) -> None:
+        self._stores = list(stores)
 
     def _put(
-        self, namespace: str, keys: list[bytes], block_numbers: Sequence[int], checksums: list[int]
+        self, store: str, keys: list[bytes], block_numbers: Sequence[int], checksums: list[int]
     ) -> list[Result]:
-        blocks = self.blocks(namespace, keys, block_numbers)
+        blocks = self.blocks(store, keys, block_numbers)
         return self._results(self.begin_put(blocks, checksums))
 
     def _fetch(
-        self, namespace: str, keys: list[bytes], block_numbers: Sequence[int], seconds: float
+        self, store: str, keys: list[bytes], block_numbers: Sequence[int], seconds: float
     ) -> list[Result]:
-        blocks = self.blocks(namespace, keys, block_numbers)
+        blocks = self.blocks(store, keys, block_numbers)
         return self._results(self.begin_fetch(blocks, seconds))
 
     def _results(self, outcome: CallOutcome) -> list[Result]:
@@ -307,6 +359,7 @@ class TierSetup:
 
     capacity: bytes of blocks that it can store, at most about 64 MiB, because the tests fill it;
     0 if it can store more.
+    keeps: whether its blocks outlive its process. shared: whether it is a SharedTier.
     in_process: call the tier in this process; else through TierClient and the process of a tier,
     with `times`.
     """
@@ -315,6 +368,8 @@ class TierSetup:
     options: dict[str, Any]
     capacity: int = 4 << 20
     in_process: bool = False
+    keeps: bool = False
+    shared: bool = False
     times: TierTimes = DEFAULT_TIMES
 
 
@@ -326,7 +381,8 @@ def open_subject(setup: TierSetup, pool: PoolMemory) -> Iterator[Subject]:
         module = importlib.import_module(setup.module)
         opened = DirectSubject(pool, module.open_tier(setup.options, pool.files))
     else:
-        opened = ProcessSubject(pool, CustomTierConfig(setup.module, setup.options), setup.times)
+        config = CustomTierConfig(setup.module, setup.options, shared=setup.shared)
+        opened = ProcessSubject(pool, config, setup.times)
     try:
         if isinstance(opened, ProcessSubject):
             opened.wait_until(lambda: opened.client.is_on or opened.client.failure)

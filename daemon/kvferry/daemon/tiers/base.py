@@ -7,6 +7,7 @@ for every key of that call, and as a failure of the tier for the circuit breaker
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -90,9 +91,11 @@ class Tier(Protocol):
     io_threads: int = 4
     call_bytes: int = 4 << 20
 
+    @abstractmethod
     def contains(self, store: str, keys: Sequence[bytes]) -> Sequence[bool]:
         """Whether `fetch` would probably find each key. Reads no block."""
 
+    @abstractmethod
     def fetch(self, blocks: Blocks, deadline: float) -> Sequence[Fetched]:
         """Read the bytes of keys to their addresses.
 
@@ -100,9 +103,11 @@ class Tier(Protocol):
         bytes at an address are undefined unless the result is OK. The caller compares the checksum.
         """
 
+    @abstractmethod
     def put(self, blocks: Blocks, checksums: Sequence[int]) -> Sequence[Result]:
         """Store blocks, with the checksums that `fetch` returns later."""
 
+    @abstractmethod
     def drop(self, store: str, keys: Sequence[bytes] | None = None) -> None:
         """Drop these keys; or all keys of a store, which is not used again.
 
@@ -117,6 +122,7 @@ class Tier(Protocol):
         """Called once per second with the names of the stores that engines use now."""
         return
 
+    @abstractmethod
     def usage(self) -> TierUsage:
         """Usage of all stores."""
 
@@ -133,6 +139,7 @@ class Tier(Protocol):
 class SharedTier(Tier, Protocol):
     """A tier whose storage other hosts use, too. It has the epoch of each namespace."""
 
+    @abstractmethod
     def settle(self, epochs: Mapping[str, int]) -> Mapping[str, int]:
         """Make the epochs of this host and of the storage agree.
 

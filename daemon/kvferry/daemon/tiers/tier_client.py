@@ -95,8 +95,10 @@ class TierClient:
         )
         # The last lookup: a probe repeats it.
         self._last_lookup: tuple[str, Sequence[bytes]] = "", ()
-        # Requests that were late, and when a fetch or put was answered last.
+        # Requests that were late, and drops, behind which lookups are answered; and when a fetch or
+        # put was answered last.
         self._late: set[Released] = set()
+        self._drops: set[Released] = set()
         self._moved = 0.0
         self._process = ChildProcess(
             tier_program(config, pool), times, self._handle_notice, self._note_death
@@ -115,8 +117,9 @@ class TierClient:
 
     @property
     def is_prompt(self) -> bool:
-        """Whether a request can be answered now: the tier is in use, and not late."""
-        return self.is_on and all(reply.done() for reply in self._late)
+        """Whether a request can be answered now: the tier is in use, and neither late nor busy with
+        a drop."""
+        return self.is_on and all(reply.done() for reply in (*self._late, *self._drops))
 
     @property
     def pid(self) -> int | None:
@@ -185,7 +188,9 @@ class TierClient:
     def drop(self, store: str, keys: Sequence[bytes] | None = None) -> Released:
         """Drop keys, or free the blocks of a store that is not used again. If the process ends
         before that, the next one names the store when it starts."""
-        return self._process.send(encode(DropRequest(store, keys)), lambda _: ())
+        reply: Released = self._process.send(encode(DropRequest(store, keys)), lambda _: ())
+        self._drops = {each for each in self._drops if not each.done()} | {reply}
+        return reply
 
     async def settle(self, epochs: Mapping[str, int]) -> Mapping[str, int]:
         """See SharedTier.settle; nothing if the process is lost. A store that cannot be reached may

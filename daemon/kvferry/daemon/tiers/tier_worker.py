@@ -151,9 +151,8 @@ class TierWorker:
         ]
         self._maintainer = threading.Thread(target=self._maintain, daemon=True)
 
-    def run(self) -> None:
-        """Serve until the daemon disconnects."""
-        stores = tuple(self._tier.stores())[:MAX_NAMED_STORES]
+    def run(self, stores: Sequence[str]) -> None:
+        """Serve until the daemon disconnects. stores: those that the tier has."""
         self._daemon.send(READY, encode(Started(self._refresh_usage(), stores)))
         for thread in (*self._threads, self._maintainer):
             thread.start()
@@ -193,13 +192,15 @@ class TierWorker:
                     self._report_exception("drop", error)
                 self._daemon.send(number, encode(Answer(b"")))
 
-    def _settle(self, epochs: Mapping[str, int]) -> Mapping[str, int]:
+    def _settle(self, epochs: Mapping[str, int]) -> bytes:
+        """The reply: the epochs that the tier has settled; none if it failed."""
         assert isinstance(self._tier, SharedTier)
         try:
-            return self._tier.settle(epochs)
+            found = self._tier.settle(epochs)
+            return encode({name: int(epoch) for name, epoch in found.items() if name in epochs})
         except Exception as error:
             self._report_exception("settle", error)
-            return {}
+            return encode({})
 
     def _refresh_usage(self) -> TierUsage:
         """The usage; the one before if the tier cannot tell it now."""
@@ -280,7 +281,7 @@ class TierWorker:
                 continue
             if settle is None:
                 return
-            self._daemon.send(settle[0], encode(self._settle(settle[1])))
+            self._daemon.send(settle[0], self._settle(settle[1]))
 
     def _report_exception(self, what: str, error: Exception) -> None:
         log.error("tier failed", operation=what, error=_reason_of(error))
@@ -309,11 +310,12 @@ def main() -> None:
     try:
         tier: Tier = importlib.import_module(given.module).open_tier(given.options, pool)
         check_tier(tier, given)
+        stores = tuple(map(str, tier.stores()))[:MAX_NAMED_STORES]
     except Exception as error:  # a module may be anybody's
         fields = {"reason": _reason_of(error), "module": given.module}
         daemon.send(NOTICE, encode(LogLine("error", "tier cannot be opened", fields, fatal=True)))
         os._exit(2)
-    TierWorker(tier, pool.address, daemon).run()
+    TierWorker(tier, pool.address, daemon).run(stores)
     os._exit(0)
 
 

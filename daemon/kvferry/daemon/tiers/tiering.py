@@ -120,8 +120,12 @@ class Tiering:
         self._tiers, self._writes = tuple(tiers), writes
         self._report_to_core, self._promoted = report, promoted
         self._epochs_in_use = epochs_in_use
-        # Set to settle at once.
-        self._settle_now = asyncio.Event()
+        # Of each shared tier, by its index: set to settle at once.
+        self._settle_now = {
+            place: asyncio.Event()
+            for place, each in enumerate(tiers)
+            if each.client.config.is_shared
+        }
         # The task group of `run`; flows that begin before it; and those that `stop` ends.
         self._flows: asyncio.TaskGroup | None = None
         self._early: list[Coroutine[Any, Any, None]] = []
@@ -140,7 +144,7 @@ class Tiering:
                 self._start(flow)
             for place, tier in enumerate(self._tiers):
                 self._start(tier.client.run())
-                if tier.client.config.is_shared:
+                if place in self._settle_now:
                     self._start(self._settle(place, tier.client))
             for place, write_out in self._write_outs.items():
                 check = WriteCheck(
@@ -160,7 +164,8 @@ class Tiering:
                 for tier in self._tiers:
                     tier.client.drop(store)
             case SettleEpochs():
-                self._settle_now.set()
+                for wanted in self._settle_now.values():
+                    wanted.set()
 
     def wake_up(self) -> None:
         """Blocks of the pool have changed: there may be some to write."""
@@ -241,11 +246,12 @@ class Tiering:
 
     async def _settle(self, place: int, client: TierClient) -> None:
         """Settle the epochs of a shared tier once per second, and at once when that is wanted."""
+        wanted = self._settle_now[place]
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(SETTLE_EVERY):
-                    await self._settle_now.wait()
-            self._settle_now.clear()
+                    await wanted.wait()
+            wanted.clear()
             epochs = dict(self._epochs_in_use())
             if epochs and client.is_started:
                 found = await client.settle(epochs)
