@@ -26,6 +26,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.core import Core, PoolBounds
 from kvferry.daemon.core.identity import DaemonIdentity
+from kvferry.daemon.core.ports import Ports
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code, ErrorInfo
@@ -157,7 +158,11 @@ def test_the_device_worker_holds_what_the_status_shows(script: list[Step]) -> No
     device = proto_status.DeviceInfo("cpu", "cpu", "host memory")
     limits = proto_status.Limits(1 << 20, 1 << 10, 8)
     model = KeptTensorsModel(
-        Core(DaemonIdentity("0.1", "boot", 1, device, limits, 0.0), PoolBounds(POOL), OwnEpochs())
+        Core(
+            DaemonIdentity("0.1", "boot", 1, device, limits, 0.0),
+            PoolBounds(POOL),
+            Ports(OwnEpochs()),
+        )
     )
     for step in script:
         model.run_step(step)

@@ -26,6 +26,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.core import Core, PoolBounds
 from kvferry.daemon.core.identity import DaemonIdentity
+from kvferry.daemon.core.ports import Ports
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code, ErrorInfo
@@ -63,7 +64,9 @@ NamespaceRequest: TypeAlias = wire.OpenNamespace | wire.AllocateKVCaches
 def new_core(boot_id: str = "boot") -> Core:
     limits = Limits(1 << 20, 1 << 10, 1000)
     return Core(
-        DaemonIdentity("0.1", boot_id, 4711, DEVICE, limits, 100.0), PoolBounds(POOL), OwnEpochs()
+        DaemonIdentity("0.1", boot_id, 4711, DEVICE, limits, 100.0),
+        PoolBounds(POOL),
+        Ports(OwnEpochs()),
     )
 
 

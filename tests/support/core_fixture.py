@@ -20,6 +20,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.core import Core, PoolBounds
 from kvferry.daemon.core.identity import DaemonIdentity
+from kvferry.daemon.core.ports import Ports
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code, ErrorInfo
@@ -50,7 +51,7 @@ def new_core(pool_bytes: int = POOL) -> Core:
     return Core(
         DaemonIdentity("0.1", "boot", 4711, DEVICE, LIMITS, 100.0),
         PoolBounds(pool_bytes),
-        OwnEpochs(),
+        Ports(OwnEpochs()),
     )
 
 

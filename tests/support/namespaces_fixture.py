@@ -30,6 +30,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.core import Core, PoolBounds
 from kvferry.daemon.core.identity import DaemonIdentity
+from kvferry.daemon.core.ports import Ports
 from kvferry.daemon.core.tier_actions import TierDescription
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
@@ -113,8 +114,10 @@ class NamespacesFixture:
         self.core = Core(
             DaemonIdentity("0.1", "boot", 4711, DEVICE, limits, 100.0),
             PoolBounds(pool_bytes),
-            self.epochs,
-            tiers=tuple(TierDescription(t) if isinstance(t, str) else t for t in tiers),
+            Ports(
+                self.epochs,
+                tuple(TierDescription(t) if isinstance(t, str) else t for t in tiers),
+            ),
         )
         self.region_records = RegionRecordsModel()
         self.commits = True

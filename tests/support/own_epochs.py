@@ -46,5 +46,5 @@ def with_syncs(core: Core, actions: list[Any], now: float) -> list[Any]:
     """Actions of a core, then those that follow when its SyncEpochs has been performed."""
     others = [action for action in actions if not isinstance(action, SyncEpochs)]
     if len(others) < len(actions):
-        others += with_syncs(core, core.report(EpochsSynced(now)), now)
+        others += with_syncs(core, core.report(EpochsSynced(now=now)), now)
     return others

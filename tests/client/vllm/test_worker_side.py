@@ -145,9 +145,9 @@ def test_a_store_from_before_a_reset_is_dropped(
     start_kvferryd: StartKvferryd, start_worker: Start
 ) -> None:
     worker = start_worker(start_kvferryd())
-    worker.store(1, gpu_blocks(1), KeysSpec((A,), generations=(7,)))
+    worker.store(1, gpu_blocks(1), KeysSpec((A,), epochs=(7,)))
     assert ended(worker, 1) == {1: False}
-    worker.store(2, gpu_blocks(1), KeysSpec((A,), generations=(1,)))
+    worker.store(2, gpu_blocks(1), KeysSpec((A,), epochs=(1,)))
     assert ended(worker, 1) == {2: True}
     worker.shutdown()
 

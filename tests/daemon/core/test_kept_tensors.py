@@ -21,6 +21,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.core import Core, PoolBounds
 from kvferry.daemon.core.identity import DaemonIdentity
+from kvferry.daemon.core.ports import Ports
 from kvferry.daemon.core.records import (
     KeptTensorsRecord,
     RecoveredRegion,
@@ -62,7 +63,7 @@ class KeptTensorsFixture:
         self.core = Core(
             DaemonIdentity("0.1", "boot", 1, device, proto_status.Limits(1 << 20, 1 << 10, 8), 0.0),
             PoolBounds(POOL),
-            OwnEpochs(),
+            Ports(OwnEpochs()),
         )
 
     def open_sessions(self, session: str) -> None:

@@ -372,9 +372,12 @@ def test_the_number_of_regions_is_bounded() -> None:
     assert (refused.value.code, refused.value.value) == (Code.POOL_FULL, "2")
     regions.mark_deserted(b)
     regions.mark_deserted(a)
+    freed = list[Region]()
+    regions.on_freed = freed.append
     regions.assign_region(c, PAGE, ALIGNMENT)
     assert {region.owner for region in regions} == {a, c}
-    assert (regions.take_changes(), regions.freed_count) == ([RegionFreed(b)], 1)
+    assert regions.take_changes() == [RegionFreed(b)]
+    assert [region.owner for region in freed] == [b]
     regions.assign_region(a, PAGE, ALIGNMENT)  # it has a region
     with pytest.raises(Refused):
         regions.assign_region(d, PAGE, ALIGNMENT)

@@ -9,7 +9,6 @@ import pytest
 from kvferry.daemon.core.actions import (
     CancelTransfers,
     CloseSession,
-    Continue,
     SendMessage,
     TransferCompleted,
     UnmapTensors,
@@ -147,12 +146,6 @@ def test_a_cancel_applies_to_jobs_in_flight_of_its_engine() -> None:
     actions = fixture.report(TransferCompleted(plan.serial, Outcome.CANCELLED))
     assert finished(actions) == [("a/worker", 1, "cancelled", "cancelled")]
     assert fixture.send("a/worker", wire.Cancel((1,))) == []
-
-
-def test_a_continued_command_is_sent_to_the_worker_again() -> None:
-    """It is sent behind the commands that arrived before."""
-    rest = CancelTransfers(1, (3, 4))
-    assert CoreFixture("a").report(Continue(rest)) == [rest]
 
 
 def test_a_cancelled_job_that_completes_is_done() -> None:

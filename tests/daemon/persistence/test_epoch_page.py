@@ -7,6 +7,7 @@ import mmap
 import os
 import struct
 import time
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvferry.daemon.core.tier_actions import EpochsSynced
+from kvferry.daemon.memory.foreign_memory import SharedWords
 from kvferry.daemon.persistence import epoch_page
 from kvferry.daemon.persistence.epoch_page import (
     MAX_SLOTS,
@@ -133,7 +135,7 @@ def test_a_writer_may_be_killed_between_any_two_stores(
     """Readers see the old epoch or the new one; the next reset works."""
     before = page.draw(A)
     left = stores
-    write = epoch_page.SharedWords.write
+    write = SharedWords.write
 
     class Killed(Exception):
         pass
@@ -148,11 +150,9 @@ def test_a_writer_may_be_killed_between_any_two_stores(
     for namespace in (A, B):
         left = stores
         with monkeypatch.context() as patch:
-            patch.setattr(epoch_page.SharedWords, "write", killed_write)
-            try:
+            patch.setattr(SharedWords, "write", killed_write)
+            with suppress(Killed):
                 page.draw(namespace)
-            except Killed:
-                pass
     other = EpochPage(tmp_path)
     assert other.current(A) >= before
     for each in (page, other):

@@ -13,6 +13,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.core import Core, PoolBounds
 from kvferry.daemon.core.identity import DaemonIdentity
+from kvferry.daemon.core.ports import Ports
 from kvferry.daemon.transport.status import StatusAssembler
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
@@ -86,7 +87,7 @@ def test_status_has_the_numbers_of_all_parts() -> None:
 def test_the_pool_is_shown_without_the_part_of_the_daemon() -> None:
     parts: Any = OtherParts()
     assembler = StatusAssembler(
-        Core(IDENTITY, PoolBounds(POOL, 1000), OwnEpochs()), parts, parts, parts
+        Core(IDENTITY, PoolBounds(POOL, 1000), Ports(OwnEpochs())), parts, parts, parts
     )
     for registered, shown in ((0, 0), (999, 0), (1500, 500), (POOL, POOL - 1000)):
         assembler.note_report(PoolRegistered(registered))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-
 from kvferry.daemon.tiers.siblings.key_feed import KeyFeed
 from kvferry.daemon.tiers.siblings.key_table import KeyTable, hash_keys
+
 from kvferry.proto.keys import EventKind
 from kvferry.proto.messages import KeyEvent, KeyEvents, Snapshot
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import xxhash
-
 from kvferry.daemon.tiers.siblings import key_table
 from kvferry.daemon.tiers.siblings.key_table import (
     RUNS_SECONDS,
@@ -20,6 +19,7 @@ from kvferry.daemon.tiers.siblings.key_table import (
     KeyTables,
     hash_keys,
 )
+
 from kvferry.shm.memfd import sealed_memfd
 from support.writing_process import READS, writing_process
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvferry.daemon.tiers.siblings.lent_memory import MappedWindows
 from structlog.testing import capture_logs
 
 from kvferry.daemon.core.layout import Int64s
@@ -20,7 +21,6 @@ from kvferry.daemon.memory.incarnation import PoolIncarnation
 from kvferry.daemon.memory.pool import HostPool
 from kvferry.daemon.persistence.table_file import LentTable, TableFile, mark_void
 from kvferry.daemon.tiers.messages import FileOf, LentFiles
-from kvferry.daemon.tiers.siblings.lent_memory import MappedWindows
 from kvferry.proto.errors import Code, Failed
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.specs import MAX_COUNT

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-
 from kvferry.daemon.tiers.siblings import mapped_pool
 from kvferry.daemon.tiers.siblings.mapped_pool import MappedPool
+
 from kvferry.proto.errors import Code, Refused
 from kvferry.shm.memfd import sealed_memfd
 

@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
-
 from kvferry.daemon.tiers.siblings import sibling_link
 from kvferry.daemon.tiers.siblings.key_table import KeyTable, hash_keys
 from kvferry.daemon.tiers.siblings.mapped_pool import MappedPool
 from kvferry.daemon.tiers.siblings.sibling_link import SiblingLink
+from structlog.testing import capture_logs
+
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code, ErrorInfo, KVFerryError
 from kvferry.proto.keys import EventKind

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from kvferry.daemon.tiers.base import Blocks, Result, block_checksum
 from kvferry.daemon.tiers.siblings import sibling_link
 from kvferry.daemon.tiers.siblings import tier as siblings_tier
 from kvferry.daemon.tiers.siblings.key_table import TABLES_BYTES, HeldKeys, KeyTables
 from kvferry.daemon.tiers.siblings.tier import SiblingsTier
+
+from kvferry.daemon.tiers.base import Blocks, Result, block_checksum
 from kvferry.proto import messages as wire
 from kvferry.proto.lending import (
     ABSENT,
