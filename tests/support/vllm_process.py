@@ -226,7 +226,7 @@ def restart_as_siblings(*daemons: GpuDaemon) -> None:
     """Let daemons lend each other blocks although they have different runtime directories."""
     directories = ":".join(str(daemon.runtime_dir) for daemon in daemons)
     for daemon in daemons:
-        daemon.restart(siblings_directories=directories)
+        daemon.restart(siblings_directories=directories, state_dir=daemons[0].runtime_dir)
 
 
 class PegaFlow:

@@ -52,6 +52,7 @@ def _start_engine(
             runtime_dir=folder,
             siblings_enabled="true",
             siblings_directories=":".join(map(str, folders)),
+            state_dir=folder.parent,
         )
     )
     client = stack.enter_context(OffloadClient(daemon.directory, engine=folder.name))
