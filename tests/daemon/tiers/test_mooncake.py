@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -16,7 +17,6 @@ import pytest
 
 from kvferry.daemon.tier_config import MooncakeTierConfig
 from kvferry.daemon.tiers.base import Result
-from kvferry.daemon.tiers.messages import UsageRequest
 from kvferry.daemon.tiers.mooncake import store_client
 from kvferry.daemon.tiers.tier_process import TierTimes
 from kvferry.proto.errors import Refused
@@ -25,14 +25,10 @@ from kvferry.testing.tier_subjects import (
     NAMESPACE,
     PoolMemory,
     ProcessSubject,
-    TierSetup,
     content_of,
     key_of,
-    open_subject,
 )
 from support.time_limits import TIMEOUT
-
-from .setups import MOONCAKE
 
 BLOCK = 64 << 10
 SOON_BACK = TierTimes(last_restart=0.5, longest_off=1.0)
@@ -57,15 +53,19 @@ def own_store() -> Iterator[MooncakeStore]:
 
 
 class Host:
-    """A tier with a pool of its own."""
+    """A tier with a pool of its own, once it is on."""
 
     def __init__(self, store: MooncakeStore, stack: ExitStack) -> None:
         self.pool = PoolMemory(BLOCK)
         stack.callback(self.pool.files.close)
-        setup = TierSetup(MOONCAKE, {"master": store.address}, times=SOON_BACK)
-        made = stack.enter_context(open_subject(setup, self.pool))
-        assert isinstance(made, ProcessSubject)
-        self.tier = made
+        self.tier = ProcessSubject(self.pool, MooncakeTierConfig(store.address), SOON_BACK)
+        stack.callback(self.tier.close)
+        self.tier.wait_until(lambda: self.tier.client.is_on)
+
+    def settle(self, namespace: str, epoch: int = 0) -> int:
+        """Returns the epoch that the store has, -1 if it is not known."""
+        found = self.tier.runner.run(self.tier.client.settle({namespace: epoch}))
+        return found.get(namespace, -1)
 
 
 class ForeignWriter:
@@ -78,11 +78,12 @@ class ForeignWriter:
         arguments = ("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", store.address)
         assert self.store.setup(*arguments) == 0
 
-    def epoch(self, namespace: str) -> int:
-        return int(self.store.get(f"kvferry/{namespace}/epoch"))
+    def pointer(self, namespace: str) -> tuple[int, int]:
+        epoch, incarnation = self.store.get(f"kvferry/{namespace}/epoch").split()
+        return int(epoch), int(incarnation)
 
     def object(self, number: int, namespace: str) -> str:
-        return f"kvferry/{namespace}/{self.epoch(namespace)}/{key_of(number).hex()}"
+        return f"kvferry/{namespace}/{self.pointer(namespace)[1]}/{key_of(number).hex()}"
 
 
 @pytest.fixture
@@ -106,125 +107,94 @@ def test_what_one_host_puts_the_other_fetches(
 ) -> None:
     here, there = Host(shared_store, stack), Host(shared_store, stack)
     space = "a1" * 8
+    assert (there.tier.contains([1], space), here.tier.put([1], space)) == ([False], [FULL])
+    assert (here.settle(space), there.settle(space)) == (0, 0)
     assert there.tier.contains([1], space) == [False]
     assert here.tier.put([1, 2], space) == [OK, OK]
     until(lambda: there.tier.contains([1, 2, 3], space) == [True, True, False])
     assert there.tier.fetch([1, 2, 3], space) == [OK, OK, MISS]
 
 
-def test_a_drop_on_one_host_is_seen_on_the_other_and_frees_memory(
-    shared_store: MooncakeStore, stack: ExitStack
-) -> None:
-    here, there = Host(shared_store, stack), Host(shared_store, stack)
-    space, part = "a2" * 8, "a2" * 8 + "-part"
-    here.tier.put([1, 2], part)
-    assert there.tier.contains([1, 2], part) == [True, True]
-    before = shared_store.key_count()
-    here.tier.drop(namespace=space)
-    assert shared_store.key_count() == before - 2  # pointer and marker are replaced
-    # `there` knows the old epoch until it looks.
-    assert there.tier.contains([1, 2], part) == [False, False]
-    assert there.tier.put([1], part) == [OK]
-    assert here.tier.fetch([1, 2], part) == [OK, MISS]
-    there.tier.drop(namespace=space)
-    assert here.tier.contains([1], part) == [False]
-
-
-def follow(host: Host, space: str) -> list[str]:
-    """Let a host have a namespace in its pool, of which it knows the epoch. Returns a list that
-    gets the namespace when it is dropped elsewhere."""
-    client, dropped = host.tier.client, list[str]()
-    client.dropped_elsewhere = dropped.append
-    client.usage_request = lambda: UsageRequest({space: ""})
-    host.tier.wait_until(lambda: client._generations.get(space) > 0)
-    return dropped
-
-
 @pytest.mark.parametrize("process", ["same", "new"])
-def test_blocks_from_before_a_drop_on_another_host_are_not_found_again(
+def test_a_reset_on_one_host_is_seen_on_the_other_and_frees_memory(
     shared_store: MooncakeStore, stack: ExitStack, process: str
 ) -> None:
     here, there = Host(shared_store, stack), Host(shared_store, stack)
-    space = {"same": "b1", "new": "b2"}[process] * 8
-    part, client = f"{space}-part", there.tier.client
-    dropped = follow(there, space)
-    assert here.tier.put([1], part) == [OK]
-    here.tier.drop(namespace=space)
+    space = {"same": "a2", "new": "b2"}[process] * 8
+    before, after, client = f"{space}-part", f"{space}-part-9", there.tier.client
+    for host in (here, there):
+        assert host.settle(space) == 0
+    here.tier.put([1, 2], before)
+    assert there.tier.contains([1, 2], before) == [True, True]
+    count = shared_store.key_count()
+    assert here.settle(space, 9) == 9
+    until(lambda: shared_store.key_count() == count - 2)  # pointer and marker are replaced
     if process == "new":
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
         there.tier.wait_until(lambda: client.counts["deaths"] and client.is_on)
-    # The process may know of the drop before the daemon does: a new one does.
-    assert there.tier.put([1], part) in ([OK], [FULL])
-    assert dropped or here.tier.contains([1], part) == [False]
-    there.tier.wait_until(lambda: dropped)
-    # FULL while the other host writes the new epoch.
-    until(lambda: there.tier.put([2], part) == [OK])
-    until(lambda: here.tier.fetch([2], part) == [OK])
-    there.tier.drop(namespace=space)
-    assert there.tier.contains([1, 2], part) == [False, False]
-    assert dropped == [space]
+    assert there.tier.contains([1, 2], before) == [False, False]
+    assert there.tier.put([1], before) == [FULL]
+    assert there.tier.put([1], after) == [FULL]
+    assert there.settle(space) == 9
+    assert there.tier.put([1], before) == [FULL]
+    assert there.tier.put([1], after) == [OK]
+    assert here.tier.fetch([1, 2], after) == [OK, MISS]
+    assert here.tier.fetch([1, 2], before) == [MISS, MISS]
 
 
-def test_a_drop_on_another_host_right_after_the_first_put_is_noticed(
-    shared_store: MooncakeStore, stack: ExitStack
-) -> None:
-    """Also if the daemon has not asked yet for the usage of this namespace."""
-    here, there = Host(shared_store, stack), Host(shared_store, stack)
-    space, dropped = "b9" * 8, list[str]()
-    there.tier.client.dropped_elsewhere = dropped.append
-    assert there.tier.put([1], f"{space}-part") == [OK]
-    here.tier.drop(namespace=space)
-    # A lookup that the master does not answer in time finds nothing, either.
-    until(lambda: there.tier.contains([1], f"{space}-part") == [False] and bool(dropped))
-    assert dropped == [space]
-
-
-def test_a_drop_on_another_host_is_noticed_without_a_lookup(
-    shared_store: MooncakeStore, stack: ExitStack
-) -> None:
-    here, there = Host(shared_store, stack), Host(shared_store, stack)
-    space = "b3" * 8
-    dropped = follow(there, space)
-    assert there.tier.put([1], f"{space}-part") == [OK]
-    here.tier.drop(namespace=space)
-    there.tier.wait_until(lambda: dropped)
-    assert dropped == [space]
-
-
-def test_after_a_restart_of_the_master_old_blocks_are_not_found_again(
+def test_after_a_restart_of_the_master_blocks_are_shared_again(
     own_store: MooncakeStore, stack: ExitStack
 ) -> None:
-    """A namespace counts as dropped. There is no epoch until the stores have connected again."""
+    """The epoch stays. No pointer can be put until the stores have connected again."""
     here, there, space = Host(own_store, stack), Host(own_store, stack), "b4" * 8
-    follow(here, space)
-    dropped = follow(there, space)
-    raw = ForeignWriter(own_store)
-    before = raw.epoch(space)
-    assert here.tier.put([1], space) == [OK]
+    name, raw = f"{space}--5", ForeignWriter(own_store)
+    assert (here.settle(space, 5), there.settle(space, 5)) == (5, 5)
+    before = raw.pointer(space)
+    assert here.tier.put([1], name) == [OK]
     own_store.kill_master()
     own_store.start_master()
+    for host in (here, there):
+        until(partial(lambda host: host.settle(space, 5) == 5, host))
     until(lambda: raw.store.is_exist(f"kvferry/{space}/epoch") == 1)
-    assert raw.epoch(space) != before
-    here.tier.drop(namespace=space)
-    there.tier.wait_until(lambda: dropped)
-    # `there` may not have seen the drop yet, only the restart: a put into an old epoch is lost.
-    until(lambda: there.tier.put([1], space) == here.tier.fetch([1], space) == [OK])
+    assert raw.pointer(space)[0] == 5
+    assert raw.pointer(space)[1] != before[1]
+    until(lambda: there.tier.put([2], name) == here.tier.fetch([2], name) == [OK])
+    assert here.tier.fetch([1], name) == [MISS]
     raw.store.close()
 
 
-def test_a_drop_frees_old_blocks_and_markers(shared_store: MooncakeStore, stack: ExitStack) -> None:
+def test_a_reset_frees_old_blocks_and_markers(
+    shared_store: MooncakeStore, stack: ExitStack
+) -> None:
     here, space = Host(shared_store, stack), "a3" * 8
     raw = ForeignWriter(shared_store)
+    assert here.settle(space) == 0
     old = [f"kvferry/{space}/{each}" for each in ("7/00", "epoch/7", "epoch/8")]
     old.append(f"kvferry/{space}-part/7/00")
     other = f"kvferry/{'a5' * 8}/7/00"
     for name in (*old, other):
         assert raw.store.put(name, b"x") == 0
-    here.tier.drop(namespace=space)
-    assert raw.store.batch_is_exist([*old, other]) == [0, 0, 0, 0, 1]
-    kept = [f"kvferry/{space}/epoch", f"kvferry/{space}/epoch/{raw.epoch(space)}"]
-    assert raw.store.batch_is_exist(kept) == [1, 1]
+    assert here.settle(space, 3) == 3
+    until(lambda: raw.store.batch_is_exist([*old, other]) == [0, 0, 0, 0, 1])
+    epoch, incarnation = raw.pointer(space)
+    kept = [f"kvferry/{space}/epoch", f"kvferry/{space}/epoch/{incarnation}"]
+    assert (epoch, raw.store.batch_is_exist(kept)) == (3, [1, 1])
+    raw.store.close()
+
+
+def test_the_blocks_of_earlier_builds_are_found(
+    shared_store: MooncakeStore, stack: ExitStack
+) -> None:
+    """Their pointer is one number, which is in the names of blocks, too."""
+    here, space = Host(shared_store, stack), "a7" * 8
+    raw = ForeignWriter(shared_store)
+    for name in (f"kvferry/{space}/epoch/7", f"kvferry/{space}/epoch"):
+        assert raw.store.put(name, b"7".ljust(64)) == 0
+    assert here.settle(space) == 0
+    assert here.tier.put([1], f"{space}-part") == [OK]
+    assert raw.store.is_exist(f"kvferry/{space}-part/7/{key_of(1).hex()}") == 1
+    assert here.tier.fetch([1], f"{space}-part") == [OK]
     raw.store.close()
 
 
@@ -232,25 +202,27 @@ def test_small_host_blocks_are_warned_of_once(
     shared_store: MooncakeStore, stack: ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = Host(shared_store, stack)
+    here.settle("a6" * 8)
     for number in (1, 2):
         assert here.tier.put([number], "a6" * 8) == [OK]
     here.tier.usage()  # sent after the log
     assert capsys.readouterr().out.count("small host blocks in the Mooncake tier") == 1
 
 
-def test_an_epoch_that_has_lost_its_marker_is_not_valid_again(
+def test_an_incarnation_that_has_lost_its_marker_is_not_valid_again(
     shared_store: MooncakeStore, stack: ExitStack
 ) -> None:
     here, space = Host(shared_store, stack), "a4" * 8
-    dropped = follow(here, space)
+    here.settle(space)
     here.tier.put([1], space)
     raw = ForeignWriter(shared_store)
-    epoch = raw.epoch(space)
-    assert raw.store.remove(f"kvferry/{space}/epoch/{epoch}", True) == 0
+    _, incarnation = raw.pointer(space)
+    assert raw.store.remove(f"kvferry/{space}/epoch/{incarnation}", True) == 0
     assert here.tier.contains([1], space) == [False]
-    assert dropped == [space]
-    assert Host(shared_store, stack).tier.fetch([1], space) == [MISS]
-    assert raw.epoch(space) != epoch
+    assert here.tier.put([1], space) == [FULL]
+    assert here.settle(space) == 0
+    assert here.tier.fetch([1], space) == [MISS]
+    assert raw.pointer(space)[1] != incarnation
     raw.store.close()
 
 
@@ -259,6 +231,7 @@ def test_an_object_with_other_contents_is_a_miss_and_can_be_put_again(
     shared_store: MooncakeStore, stack: ExitStack, wrong: str
 ) -> None:
     here, space = Host(shared_store, stack), f"{len(wrong):016x}"
+    here.settle(space)
     here.tier.put([1, 2], space)
     raw = ForeignWriter(shared_store)
     name = raw.object(1, space)
@@ -297,7 +270,8 @@ def test_a_master_that_cannot_be_reached_is_named_and_tried_again(
     own_store.start_master()
     own_store.wait_until_mounted()
     subject.wait_until(lambda: subject.client.is_on)
-    until(lambda: subject.put([1]) == [OK])
+    until(lambda: bool(subject.runner.run(subject.client.settle({NAMESPACE: 0}))))
+    assert subject.put([1]) == [OK]
     assert subject.fetch([1]) == [OK]
 
 
@@ -306,6 +280,7 @@ def test_a_store_that_does_not_answer_costs_a_miss_within_the_deadline(
     own_store: MooncakeStore, stack: ExitStack, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
     here = Host(own_store, stack)
+    assert here.settle(NAMESPACE) == 0
     numbers, places = range(1, 25), range(40, 64)
     assert here.tier.put(numbers) == [OK] * 24
     pause = getattr(own_store, f"pause_{what.split()[0]}")
@@ -333,7 +308,7 @@ def test_a_store_that_does_not_answer_costs_a_miss_within_the_deadline(
         here.pool.block(place)[:] = 7
     # The store sends the rest.
     getattr(own_store, f"resume_{what.split()[0]}")()
-    until(lambda: here.tier.fetch([1, 2]) == [OK, OK])
+    until(lambda: here.settle(NAMESPACE) == 0 and here.tier.fetch([1, 2]) == [OK, OK])
     written = [place for place in places if np.any(here.pool.block(place) != 7)]
     assert not written, "blocks were written after their release"
 

@@ -1,12 +1,12 @@
 """The Mooncake tier: host blocks in a Mooncake Store, which daemons on several hosts share.
 
-    kvferry/NAMESPACE/EPOCH/KEY   a host block and its trailer; KEY in hex
-    kvferry/NAME/epoch, ...       the epoch of NAME, and of its parts NAME-...; see epochs.py
+    kvferry/NAMESPACE-COMPOSITION/INCARNATION/KEY   a host block and its trailer; KEY in hex
+    kvferry/NAMESPACE/epoch, ...                    epoch and incarnation; see epochs.py
 
-NAMESPACE is the name that the daemon passes: a hash of the engine's fingerprint, which holds the
-rank, and of the composition of host blocks. It is equal on all hosts, so what one daemon puts, all
-find. A drop of a namespace begins another epoch, so no daemon finds its old keys again. Blocks from
-before, which a daemon that has not noticed the drop may still have, are not put into it.
+NAMESPACE is a hash of the engine's fingerprint, which holds the rank. COMPOSITION is a hash of how
+host blocks are composed. Both are equal on all hosts, so what one daemon puts, all find. A reset of
+a namespace begins another epoch in the store, too, with another incarnation: no daemon finds the
+old blocks again, and none puts blocks from before into it. The host that was reset removes them.
 
 The tier contributes no memory to the store: it is a pure client of processes that do.
 """

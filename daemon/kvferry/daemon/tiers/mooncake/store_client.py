@@ -61,6 +61,8 @@ def explain(code: int) -> str:
     """Advice for an operator about a code of the library."""
     if code in NO_ANSWER:
         return "the master does not answer; check that mooncake_master runs"
+    if code == NO_SPACE:
+        return "the store has no room; start more store processes, or give them more memory"
     return f"error {code}; see the logs of mooncake_master and the stores"
 
 

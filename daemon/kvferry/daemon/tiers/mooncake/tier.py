@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import structlog
 
-from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage, without_part
-from kvferry.daemon.tiers.mooncake.epochs import NO_EPOCH, Epochs, marker
+from kvferry.daemon.core.store_name import StoreName
+from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, SharedTier, TierUsage
+from kvferry.daemon.tiers.mooncake.epochs import StoreEpochs, marker
 from kvferry.daemon.tiers.mooncake.store_client import (
     NO_SPACE,
     TOO_LARGE,
     TRANSFER_FAILED,
     UNREADABLE,
     StoreClient,
-    StoreError,
     explain,
 )
 from kvferry.daemon.tiers.mooncake.trailer import (
@@ -33,13 +32,11 @@ from kvferry.daemon.tiers.mooncake.trailer import (
 ABSENT_SECONDS, MAX_ABSENT = 0.5, 1 << 16
 # Below this size of a block, the memory of the master for each object matters.
 SMALL_BLOCK = 1 << 20
-# Lookups that find another epoch each time.
-MAX_LOOKS = 8
 
 log = structlog.get_logger()
 
 
-def open_tier(options: Mapping[str, Any], memory: HostMemory) -> MooncakeTier:
+def open_tier(options: Mapping[str, Any], memory: HostMemory) -> SharedTier:
     """Raises Refused (BAD_CONFIG), and OSError if the store cannot be reached."""
     return MooncakeTier(StoreClient(memory, **options))
 
@@ -48,71 +45,69 @@ class MooncakeTier:
     io_threads, call_bytes = 4, 16 << 20
 
     def __init__(self, store: StoreClient) -> None:
-        self._store, self._epochs = store, Epochs(store)
+        self._store, self._epochs = store, StoreEpochs(store)
         self._of_thread = ThreadTrailers(store)
         self._absent = _AbsentKeys()
         self._warned = False
 
-    def contains(self, namespace: str, keys: Sequence[bytes]) -> Sequence[bool]:
-        asked = self._absent.select(namespace, keys)
-        if keys and not asked:
-            return [False] * len(keys)
-        name = without_part(namespace)
-        for _ in range(MAX_LOOKS):
-            epoch = self._epochs.known(name)
-            if epoch == NO_EPOCH:
-                return [False] * len(keys)
-            objects = [_object(namespace, epoch, keys[place]) for place in asked]
-            is_valid, *present = self._store.exist([marker(name, epoch), *objects])
-            if self._epochs.update(name, epoch, is_valid):
-                break
-        else:
-            present = [False] * len(asked)
+    def contains(self, store: str, keys: Sequence[bytes]) -> Sequence[bool]:
         found = [False] * len(keys)
+        name = StoreName.parse(store)
+        incarnation = self._epochs.incarnation(name)
+        asked = self._absent.select(store, keys)
+        if incarnation is None or (keys and not asked):
+            return found
+        objects = _objects(name, incarnation, [keys[place] for place in asked])
+        is_valid, *present = self._store.exist([marker(name.namespace, incarnation), *objects])
+        if not is_valid:
+            self._epochs.end(name.namespace, incarnation)
+            return found
         for place, exists in zip(asked, present, strict=True):
             found[place] = exists
-        self._absent.add(namespace, [keys[place] for place in asked if not found[place]])
+        self._absent.add(store, [keys[place] for place in asked if not found[place]])
         return found
 
     def fetch(self, blocks: Blocks, deadline: float) -> Sequence[Fetched]:
-        epoch = self._epochs.known(without_part(blocks.namespace))
-        if epoch == NO_EPOCH:
+        name = StoreName.parse(blocks.store)
+        incarnation = self._epochs.incarnation(name)
+        if incarnation is None:
             return [Fetched(Result.MISS)] * len(blocks.keys)
         results = list[Fetched]()
         for part in _parts(blocks):
             if time.monotonic() >= deadline:
                 results.extend([Fetched(Result.LATE)] * len(part.keys))
             else:
-                results.extend(self._fetch(part, epoch))
+                results.extend(self._fetch(part, _objects(name, incarnation, part.keys)))
         return results
 
     def put(self, blocks: Blocks, checksums: Sequence[int]) -> Sequence[Result]:
         self._warn_if_small(blocks.nbytes)
-        epoch = self._epochs.known(without_part(blocks.namespace))
-        if epoch == NO_EPOCH or blocks.generation != epoch:
+        name = StoreName.parse(blocks.store)
+        incarnation = self._epochs.incarnation(name)
+        if incarnation is None:
             return [Result.FULL] * len(blocks.keys)
         results = list[Result]()
         for part in _parts(blocks):
             sums = checksums[len(results) : len(results) + len(part.keys)]
-            results.extend(self._put(part, epoch, sums))
+            results.extend(self._put(part, _objects(name, incarnation, part.keys), sums))
         return results
 
-    def drop(self, namespace: str, keys: Sequence[bytes] | None = None) -> None:
-        name = without_part(namespace)
-        if keys is not None:
-            epoch = self._epochs.known(name)
-            self._store.remove([_object(namespace, epoch, key) for key in keys])
-            return
-        epoch = self._epochs.begin_epoch(name)
-        # The keys are not found any longer; this frees their memory, and that of old markers.
-        old = rf"(epoch/)?(?!{epoch}\b)[0-9]+"
-        removed = self._store.remove_matching(f"^kvferry/{name}(-[^/]*)?/{old}")
-        if removed < 0:
-            log.warning("old keys not removed", namespace=name, error=removed)
+    def drop(self, store: str, keys: Sequence[bytes] | None = None) -> None:
+        """The blocks of a whole store are removed by the host that publishes the next epoch."""
+        name = StoreName.parse(store)
+        incarnation = self._epochs.incarnation(name)
+        if keys and incarnation is not None:
+            self._store.remove(_objects(name, incarnation, keys))
 
-    def generation(self, namespace: str) -> int:
-        """The epoch of the namespace, as far as known."""
-        return self._epochs.last_known(without_part(namespace))
+    def settle(self, epochs: Mapping[str, int]) -> Mapping[str, int]:
+        return self._epochs.settle(epochs)
+
+    def stores(self) -> Sequence[str]:
+        """None: each of them is found once its namespace is settled."""
+        return ()
+
+    def note_used(self, stores: Collection[str]) -> None:
+        """Nothing depends on it."""
 
     def usage(self) -> TierUsage:
         """Nothing is known: the store is shared, and its client cannot ask for its size."""
@@ -120,14 +115,12 @@ class MooncakeTier:
 
     def maintain(self) -> None:
         self._absent.expire()
-        with suppress(StoreError):  # which lookups report
-            self._epochs.refresh()
+        self._epochs.remove_old()
 
     def close(self) -> None:
         """Nothing is to be written back, and the library would take a second to close."""
 
-    def _fetch(self, blocks: Blocks, epoch: int) -> list[Fetched]:
-        names = [_object(blocks.namespace, epoch, key) for key in blocks.keys]
+    def _fetch(self, blocks: Blocks, names: Sequence[str]) -> list[Fetched]:
         trailers = self._of_thread.trailers
         count, nbytes = len(names), blocks.nbytes
         trailers.clear(count)
@@ -149,13 +142,12 @@ class MooncakeTier:
         _log_failures("get", codes, [each.result for each in results])
         return results
 
-    def _put(self, blocks: Blocks, epoch: int, checksums: Sequence[int]) -> list[Result]:
-        names = [_object(blocks.namespace, epoch, key) for key in blocks.keys]
+    def _put(self, blocks: Blocks, names: Sequence[str], checksums: Sequence[int]) -> list[Result]:
         trailers = self._of_thread.trailers
         for place, (name, checksum) in enumerate(zip(names, checksums, strict=True)):
             trailers.write(place, name, blocks.nbytes, checksum)
         codes = self._store.put(names, *_buffers(blocks, trailers))
-        self._absent.remove(blocks.namespace, blocks.keys)
+        self._absent.remove(blocks.store, blocks.keys)
         outcomes = {0: Result.OK, NO_SPACE: Result.FULL}
         results = [outcomes.get(code, Result.ERROR) for code in codes]
         _log_failures("put", codes, results)
@@ -190,26 +182,26 @@ class _AbsentKeys:
         # Until when; the earliest first.
         self._until: dict[tuple[str, bytes], float] = {}
 
-    def select(self, namespace: str, keys: Sequence[bytes]) -> list[int]:
+    def select(self, store: str, keys: Sequence[bytes]) -> list[int]:
         """The places of the keys that may exist."""
         now = time.monotonic()
         with self._lock:
-            until = [self._until.get((namespace, key), 0.0) for key in keys]
+            until = [self._until.get((store, key), 0.0) for key in keys]
         return [place for place, each in enumerate(until) if each <= now]
 
-    def add(self, namespace: str, keys: Sequence[bytes]) -> None:
+    def add(self, store: str, keys: Sequence[bytes]) -> None:
         until = time.monotonic() + ABSENT_SECONDS
         with self._lock:
             if len(self._until) + len(keys) > MAX_ABSENT:
                 self._until.clear()
             for key in keys:
-                self._until.pop((namespace, key), None)
-                self._until[namespace, key] = until
+                self._until.pop((store, key), None)
+                self._until[store, key] = until
 
-    def remove(self, namespace: str, keys: Sequence[bytes]) -> None:
+    def remove(self, store: str, keys: Sequence[bytes]) -> None:
         with self._lock:
             for key in keys:
-                self._until.pop((namespace, key), None)
+                self._until.pop((store, key), None)
 
     def expire(self) -> None:
         now = time.monotonic()
@@ -218,8 +210,10 @@ class _AbsentKeys:
                 del self._until[first]
 
 
-def _object(namespace: str, epoch: int, key: bytes) -> str:
-    return f"kvferry/{namespace}/{epoch}/{key.hex()}"
+def _objects(name: StoreName, incarnation: int, keys: Sequence[bytes]) -> list[str]:
+    """The objects of keys. The incarnation stands for the epoch, too."""
+    directory = f"kvferry/{name._replace(epoch=0)}/{incarnation}"
+    return [f"{directory}/{key.hex()}" for key in keys]
 
 
 def _parts(blocks: Blocks) -> Iterator[Blocks]:
