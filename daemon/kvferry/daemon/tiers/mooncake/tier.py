@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -36,12 +36,12 @@ SMALL_BLOCK = 1 << 20
 log = structlog.get_logger()
 
 
-def open_tier(options: Mapping[str, Any], memory: HostMemory) -> SharedTier:
+def open_tier(options: Mapping[str, Any], memory: HostMemory) -> MooncakeTier:
     """Raises Refused (BAD_CONFIG), and OSError if the store cannot be reached."""
     return MooncakeTier(StoreClient(memory, **options))
 
 
-class MooncakeTier:
+class MooncakeTier(SharedTier):
     io_threads, call_bytes = 4, 16 << 20
 
     def __init__(self, store: StoreClient) -> None:
@@ -101,13 +101,6 @@ class MooncakeTier:
 
     def settle(self, epochs: Mapping[str, int]) -> Mapping[str, int]:
         return self._epochs.settle(epochs)
-
-    def stores(self) -> Sequence[str]:
-        """None: each of them is found once its namespace is settled."""
-        return ()
-
-    def note_used(self, stores: Collection[str]) -> None:
-        """Nothing depends on it."""
 
     def usage(self) -> TierUsage:
         """Nothing is known: the store is shared, and its client cannot ask for its size."""
