@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from kvferry.daemon.core.store_name import StoreName
 from kvferry.daemon.memory.shared_memory import MappedFiles
 from kvferry.daemon.tier_config import CustomTierConfig
 from kvferry.daemon.tiers.base import HostMemory, Result, block_checksum
@@ -37,7 +38,7 @@ from kvferry.daemon.tiers.mooncake.tier import MooncakeTier
 from kvferry.daemon.tiers.mooncake.trailer import TRAILER_BYTES, ThreadTrailers
 from kvferry.daemon.tiers.tier_client import TierClient
 from kvferry.daemon.tiers.tier_process import PoolFiles
-from kvferry.daemon.tiers.tier_worker import NICER
+from kvferry.daemon.tiers.tier_worker import MAINTAIN_EVERY, NICER
 from kvferry.testing.mooncake_store import MooncakeStore
 
 # Bytes of a request to the tier, and requests in flight.
@@ -117,7 +118,7 @@ class ThroughTier:
             "io_threads": setup.threads,
             "call_bytes": setup.call_bytes,
         }
-        config = CustomTierConfig("bench.mooncake_tier", options)
+        config = CustomTierConfig("bench.mooncake_tier", options, shared=True)
         self.client = TierClient(config, PoolFiles(pool.descriptors, CHUNK, pool.nbytes))
         self.block_bytes = setup.block_bytes
         keys = [n.to_bytes(36, "big") for n in range(setup.blocks)]
@@ -133,13 +134,15 @@ class ThroughTier:
         self.keys = keys
 
     async def round(self, number: int) -> tuple[float, float]:
-        """The seconds of puts and of gets. Each round has a namespace of its own."""
-        namespace = f"{number:016x}"
-        seconds = [await self._move(namespace, write=write) for write in (True, False)]
-        await self.client.drop(namespace)
+        """The seconds of puts and of gets. Each round has an epoch of its own."""
+        name = StoreName("0123456789abcdef", "bench", 2 * number + 1)
+        await self.client.settle({name.namespace: name.epoch})
+        seconds = [await self._move(str(name), write=write) for write in (True, False)]
+        await self.client.settle({name.namespace: name.epoch + 1})
+        await asyncio.sleep(2 * MAINTAIN_EVERY)  # which removes the blocks
         return seconds[0], seconds[1]
 
-    async def _move(self, namespace: str, *, write: bool) -> float:
+    async def _move(self, store: str, *, write: bool) -> float:
         count = max(1, REQUEST_BYTES // self.block_bytes)
         starts = iter(range(0, len(self.keys), count))
         results: list[Result] = []
@@ -148,7 +151,7 @@ class ThroughTier:
             for first in starts:
                 keys = self.keys[first : first + count]
                 offsets = np.arange(first, first + len(keys)) * self.block_bytes
-                blocks = TierBlocks(namespace, keys, offsets.tobytes(), self.block_bytes)
+                blocks = TierBlocks(store, keys, offsets.tobytes(), self.block_bytes)
                 if write:
                     call = self.client.put(blocks, self.sums[first:][: len(keys)])
                 else:

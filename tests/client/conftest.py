@@ -35,7 +35,8 @@ class FakeDaemon:
 
     It records received messages and replies at once. slow: it does not reply to resets until
     `finish_resets`. silent: it does not reply. lossy: it drops KeyEvents. refusal: the error that
-    it replies to each request. unpublished: what its Done names. stores_once: whether it has siblings, whose keys it does not store.
+    it replies to each request. unpublished: what its Done names. stores_once: whether it has
+    siblings, whose keys it does not store.
     Clients receive messages at each lookup, and check the connection at each poll.
     """
 

@@ -107,10 +107,12 @@ class NamespacesFixture:
         threshold: int = 1,
         pool_bytes: int = POOL,
         tiers: tuple[str | TierDescription, ...] = (),
+        epochs: OwnEpochs | None = None,
     ) -> None:
         limits = proto_status.Limits(1 << 20, 1 << 10, 64)
-        # Each message comes a second later, so that epochs are adopted with it.
-        self.epochs, self.now = OwnEpochs(), 100.0
+        self.epochs, self.now = OwnEpochs() if epochs is None else epochs, 100.0
+        # Seconds between two messages: epochs are adopted with each. Epochs are synced at once.
+        self.step, self.syncs = 1.0, True
         self.core = Core(
             DaemonIdentity("0.1", "boot", 4711, DEVICE, limits, 100.0),
             PoolBounds(pool_bytes),
@@ -135,9 +137,17 @@ class NamespacesFixture:
             self.core.open_session(session, make_hello(session, engine))
 
     def send(self, session: str, message: wire.ClientMessage) -> list[Any]:
-        self.now += 1.0
+        self.now += self.step
         actions = self.core.handle(session, message, self.now)
-        return self.region_records.observe(with_syncs(self.core, actions, self.now))
+        if self.syncs:
+            actions = with_syncs(self.core, actions, self.now)
+        return self.region_records.observe(actions)
+
+    def advance(self) -> list[Any]:
+        """Nothing happens until the core's deadline."""
+        assert self.core.deadline is not None
+        self.now = self.core.deadline
+        return self.region_records.observe(self.core.advance(self.now))
 
     def report(self, report: Report) -> list[Any]:
         """Report to the core. If `commits`, stored blocks get their checksums at once."""

@@ -8,6 +8,9 @@ from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.epochs import NEVER_RESET
 from kvferry.daemon.core.tier_actions import EpochsSynced, SyncEpochs
 
+# An epoch that is too large to be one, and all above it.
+DAMAGED = 1 << 62
+
 
 class OwnEpochs:
     """Satisfies Epochs. Without other hosts, an epoch is the number of resets."""
@@ -24,6 +27,8 @@ class OwnEpochs:
     def draw(self, namespace: str, label: str = "", above: int = 0) -> int:
         if label and self._labels.get(namespace) == label:
             return self.current(namespace)
+        if above >= DAMAGED:
+            return self.current(namespace)
         epoch = 1 + max(self.current(namespace), above)
         self._current[namespace], self._labels[namespace] = epoch, label
         self._unpublished.add((namespace, epoch))
@@ -31,7 +36,7 @@ class OwnEpochs:
         return epoch
 
     def raise_to(self, namespace: str, epoch: int) -> None:
-        if self.current(namespace) < epoch:
+        if self.current(namespace) < epoch < DAMAGED:
             self._current[namespace] = epoch
             self.changes += 1
 

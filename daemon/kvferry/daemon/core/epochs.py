@@ -29,7 +29,7 @@ class Epochs(Protocol):
         """Reset a namespace: draw its next epoch, which all daemons see when this returns.
 
         label: a reset with the label of the last one is that reset, and draws nothing. above: the
-        epoch is larger than this one, too.
+        epoch is larger than this one, too; if it is damaged, nothing is drawn.
         """
 
     def raise_to(self, namespace: str, epoch: int) -> None:

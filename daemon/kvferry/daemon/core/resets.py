@@ -66,6 +66,8 @@ class Resets:
         # In order of arrival. The first ones are durable, and the next ones are being synced.
         self._pending: list[_PendingReset] = []
         self._durable = self._syncing = 0
+        # Whether a sync runs, perhaps for resets of closed sessions only.
+        self._sync_runs = False
         # Changes by which a reset may be done, and how many `take_done` has seen.
         self._changes, self._seen = 0, (0, 0)
 
@@ -106,6 +108,7 @@ class Resets:
         for reset in self._pending[self._durable : self._durable + self._syncing]:
             reset.until = report.now + PUBLISH_SECONDS
         self._durable, self._syncing = self._durable + self._syncing, 0
+        self._sync_runs = False
         self._changes += 1
         settle: list[Action] = [SettleEpochs()] if self._shared and self._pending else []
         return [*self._sync(), *settle]
@@ -120,14 +123,13 @@ class Resets:
                 if self._is_published(name, epoch):
                     self._epochs.mark_published(name, epoch)
             elif epoch > (own := self._epochs.current(name)):
-                again = True
                 # A reset of this host that the store does not know is later than its epoch,
                 # whatever the clocks of the hosts say.
                 if self._epochs.is_unpublished(name):
                     self._epochs.draw(name, above=epoch)
                 else:
                     self._epochs.raise_to(name, epoch)
-                    again = self._epochs.current(name) != own  # else it was damaged
+                again |= self._epochs.current(name) != own  # else it was damaged
         adopted = self._namespaces.adopt_epochs(report.now)
         return [*adopted, SettleEpochs()] if again else adopted
 
@@ -162,9 +164,9 @@ class Resets:
         self._durable, self._syncing = len(first), len(second)
 
     def _sync(self) -> list[Action]:
-        if self._syncing or self._durable == len(self._pending):
+        if self._sync_runs or self._durable == len(self._pending):
             return []
-        self._syncing = len(self._pending) - self._durable
+        self._syncing, self._sync_runs = len(self._pending) - self._durable, True
         return [SyncEpochs()]
 
     def _done(self, reset: _PendingReset) -> SendMessage:

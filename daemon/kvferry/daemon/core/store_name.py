@@ -16,8 +16,9 @@ class StoreName(NamedTuple):
     epoch: int = 0
 
     def __str__(self) -> str:
-        name = f"{self.namespace}-{self.composition}" if self.composition else self.namespace
-        return f"{name}-{self.epoch}" if self.epoch else name
+        if self.epoch:
+            return f"{self.namespace}-{self.composition}-{self.epoch}"
+        return f"{self.namespace}-{self.composition}" if self.composition else self.namespace
 
     @classmethod
     def parse(cls, text: str) -> StoreName:

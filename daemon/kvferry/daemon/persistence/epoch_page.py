@@ -93,6 +93,9 @@ class EpochPage:
         return self._words.read(_FLOOR if slot is None else slot + 1)
 
     def draw(self, namespace: str, label: str = "", above: int = 0) -> int:
+        if not is_plausible(above):
+            log.warning("damaged epoch ignored", namespace=namespace, epoch=above)
+            return self.current(namespace)
         with self._locked():
             labelled = _hash_of(label) if label else 0
             slot, words = self._find_slot(namespace), self._words

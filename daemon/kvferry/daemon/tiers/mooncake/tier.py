@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+<<<<<<< HEAD
 from collections.abc import Collection, Iterator, Mapping, Sequence
+=======
+from collections.abc import Iterator, Mapping, Sequence
+>>>>>>> w-mooncake
 from typing import Any
 
 import structlog
@@ -41,7 +45,7 @@ def open_tier(options: Mapping[str, Any], memory: HostMemory) -> SharedTier:
     return MooncakeTier(StoreClient(memory, **options))
 
 
-class MooncakeTier:
+class MooncakeTier(SharedTier):
     io_threads, call_bytes = 4, 16 << 20
 
     def __init__(self, store: StoreClient) -> None:
@@ -101,6 +105,7 @@ class MooncakeTier:
 
     def settle(self, epochs: Mapping[str, int]) -> Mapping[str, int]:
         return self._epochs.settle(epochs)
+<<<<<<< HEAD
 
     def stores(self) -> Sequence[str]:
         """None: each of them is found once its namespace is settled."""
@@ -108,6 +113,8 @@ class MooncakeTier:
 
     def note_used(self, stores: Collection[str]) -> None:
         """Nothing depends on it."""
+=======
+>>>>>>> w-mooncake
 
     def usage(self) -> TierUsage:
         """Nothing is known: the store is shared, and its client cannot ask for its size."""
