@@ -135,15 +135,9 @@ def test_a_reset_on_one_host_is_seen_on_the_other_and_frees_memory(
         there.tier.wait_until(lambda: client.counts["deaths"] and client.is_on)
     assert there.tier.contains([1, 2], before) == [False, False]
     assert there.tier.put([1], before) == [FULL]
-<<<<<<< HEAD
-    assert there.settle(space) == 9
-    assert there.tier.put([1], after) == [FULL]
-    assert there.settle(space, 9) == 9
-=======
     assert there.tier.put([1], after) == [FULL]
     assert there.settle(space) == 9
     assert there.tier.put([1], before) == [FULL]
->>>>>>> w-mooncake
     assert there.tier.put([1], after) == [OK]
     assert here.tier.fetch([1, 2], after) == [OK, MISS]
     assert here.tier.fetch([1, 2], before) == [MISS, MISS]

@@ -9,11 +9,7 @@ pointers and markers. They are pinned, and may be lost with their store or maste
 
     pointer              this host
     its epoch, valid     uses the incarnation
-<<<<<<< HEAD
-    a larger epoch       adopts the epoch, and asks again
-=======
     a larger epoch       adopts the epoch; until then it asks for none of its blocks
->>>>>>> w-mooncake
     smaller, or invalid  publishes its epoch: it removes marker and pointer, puts the marker of a
                          new incarnation, then the pointer, and reads which pointer the store has
 
@@ -129,17 +125,6 @@ class StoreEpochs:
                     log.warning("old keys not removed", namespace=namespace, error=removed)
 
     def _compare(self, namespace: str, own: int, found: _Found, agreed: dict[str, int]) -> None:
-<<<<<<< HEAD
-        """Use the pointer of the store if it is valid and has this host's epoch. Its epoch goes to
-        `agreed` unless this host's is to be published."""
-        pointer, is_valid = found
-        with self._lock:
-            if pointer is not None and is_valid and pointer.epoch == own:
-                self._settled[namespace] = pointer
-            elif ended := self._settled.pop(namespace, None):
-                log.info("epoch of namespace has ended", namespace=namespace, epoch=ended.epoch)
-        if pointer is not None and (pointer.epoch > own or (is_valid and pointer.epoch == own)):
-=======
         """Use the pointer of the store if it is valid, for requests with its epoch. Its epoch goes
         to `agreed` unless this host's must be published."""
         pointer, is_valid = found
@@ -152,7 +137,6 @@ class StoreEpochs:
         if ended and not is_valid:
             log.info("epoch of namespace has ended", namespace=namespace, epoch=ended.epoch)
         if pointer is not None and (is_valid or pointer.epoch > own):
->>>>>>> w-mooncake
             agreed[namespace] = pointer.epoch
 
     def _publish(self, namespace: str, epoch: int, old: Pointer | None) -> _Found:

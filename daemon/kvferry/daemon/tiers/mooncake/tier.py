@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-<<<<<<< HEAD
-from collections.abc import Collection, Iterator, Mapping, Sequence
-=======
 from collections.abc import Iterator, Mapping, Sequence
->>>>>>> w-mooncake
 from typing import Any
 
 import structlog
@@ -40,7 +36,7 @@ SMALL_BLOCK = 1 << 20
 log = structlog.get_logger()
 
 
-def open_tier(options: Mapping[str, Any], memory: HostMemory) -> SharedTier:
+def open_tier(options: Mapping[str, Any], memory: HostMemory) -> MooncakeTier:
     """Raises Refused (BAD_CONFIG), and OSError if the store cannot be reached."""
     return MooncakeTier(StoreClient(memory, **options))
 
@@ -105,16 +101,6 @@ class MooncakeTier(SharedTier):
 
     def settle(self, epochs: Mapping[str, int]) -> Mapping[str, int]:
         return self._epochs.settle(epochs)
-<<<<<<< HEAD
-
-    def stores(self) -> Sequence[str]:
-        """None: each of them is found once its namespace is settled."""
-        return ()
-
-    def note_used(self, stores: Collection[str]) -> None:
-        """Nothing depends on it."""
-=======
->>>>>>> w-mooncake
 
     def usage(self) -> TierUsage:
         """Nothing is known: the store is shared, and its client cannot ask for its size."""
