@@ -249,6 +249,19 @@ def test_a_reset_hides_all_keys_at_once(
     assert answers(manager, A, B, C) == [MISS, HIT, MISS]
 
 
+def test_epochs_are_those_of_the_mirror_and_of_the_last_own_reset(
+    fake_daemon: FakeDaemon, manager: OffloadingManager
+) -> None:
+    manager.reset_cache("weights 2")
+    (reset,) = fake_daemon.received_of(wire.Reset)
+    assert reset.label == "weights 2"
+    manager.poll()
+    assert (manager.epochs, manager.reset_epochs) == ((1,), (1,))
+    fake_daemon.send_events((EventKind.CLEARED,))
+    manager.poll()
+    assert (manager.epochs, manager.reset_epochs) == ((2,), (1,))
+
+
 def test_a_load_from_before_a_reset_is_completed_after_it(manager: OffloadingManager) -> None:
     manager.prepare_load([A])
     manager.reset_cache()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -27,6 +27,29 @@ def test_a_reset_returns_once_it_is_done(
     assert answers(client_in_namespace, A, B) == [MISS, MISS]
     fake_daemon.store(C)
     assert answers(client_in_namespace, A, C) == [MISS, HIT]
+
+
+def test_a_reset_sends_its_label_and_returns_the_tiers_that_do_not_have_it_yet(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+) -> None:
+    assert client_in_namespace.reset("weights 2") == ()
+    fake_daemon.unpublished = ("store",)
+    assert client_in_namespace.reset("weights 3") == ("store",)
+    client_in_namespace.reset_async("weights 4")
+    labels = [each.label for each in fake_daemon.received_of(wire.Reset)]
+    assert labels == ["weights 2", "weights 3", "weights 4"]
+
+
+@pytest.mark.parametrize("label", ["l" * 257, 7])
+def test_a_reset_with_a_wrong_label_changes_nothing(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, label: Any
+) -> None:
+    for reset in (client_in_namespace.reset, client_in_namespace.reset_async):
+        with pytest.raises(Refused) as refused:
+            reset(label)
+        assert refused.value.code == Code.BAD_MESSAGE
+    assert fake_daemon.received_of(wire.Reset) == []
+    assert answers(client_in_namespace, A, B, C) == [HIT, PENDING, MISS]
 
 
 def test_an_unfinished_reset_hides_all_keys_at_once(

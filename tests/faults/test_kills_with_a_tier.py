@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.testing.engine import until
 from support.daemon_invariants import check_released
 from support.disk_tier_files import lose_hints
 from support.restarting_daemons import RestartingDaemons
@@ -86,7 +87,7 @@ def test_daemons(
             ledger.connect(daemons.directory)
             if reset:
                 resets, since_reset = resets + 1, 0
-                assert not ledger.directories()
+                until(lambda: not ledger.directories())
                 assert not ledger.search(old)
                 continue
             others_found = ledger.search(others)  # some are in the pool, if that was kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from kvferry.client import (
     LocalDaemon,
     Lookup,
 )
+from kvferry.daemon.core.store_name import StoreName
 from kvferry.daemon.tiers.disk.command import list_namespaces
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
 from kvferry.proto.events import BlockStored, KVEventBatch, published_hash
@@ -49,18 +51,15 @@ Start = Callable[..., LocalDaemon]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """start(**options) -> a daemon with a disk tier, at the same root each time; disk=False:
-    without it."""
+    """start(**options) -> a daemon with a disk tier, at the same root each time, and with the same
+    epochs; disk=False: without the tier."""
     with ExitStack() as running:
 
         def with_tier(disk: bool = True, **options: Any) -> LocalDaemon:
-            root: dict[str, Any] = {
-                "tiers_disk_path": tmp_path / "tier",
-                "tiers_disk_size": "256MiB",
-            }
-            if not disk:
-                root.clear()
-            return running.enter_context(PatientDaemon(pool_bytes=1 << 20, **root | options))
+            paths: dict[str, Any] = {"state_dir": tmp_path / "state"}
+            if disk:
+                paths |= {"tiers_disk_path": tmp_path / "tier", "tiers_disk_size": "256MiB"}
+            return running.enter_context(PatientDaemon(pool_bytes=1 << 20, **paths | options))
 
         yield with_tier
 
@@ -123,21 +122,121 @@ def test_the_head_of_a_prompt_is_found_after_a_kill_amid_its_writes(start: Start
         until(lambda: engine.tier().keys == found)  # no block on disk is without its head
 
 
-def test_a_reset_namespace_is_not_found_again(start: Start) -> None:
+# Resets
+
+
+def stores_in(root: Path) -> list[StoreName]:
+    """The stores of a disk tier, in the order of their epochs."""
+    names = [path.name for path in root.iterdir() if path.is_dir()]
+    stores = [StoreName.parse(name) for name in names if not name.startswith("trash-")]
+    return sorted(stores, key=lambda store: store.epoch)
+
+
+def write(engine: TieredEngine, numbers: range) -> None:
+    """Store keys, and wait until they are in the tier."""
+    before = engine.tier().written
+    engine.store(numbers)
+    engine.wait_written(before + len(numbers))
+
+
+def assert_not_found(engine: TieredEngine, numbers: range, root: Path, epoch: int) -> None:
+    """Nothing of these keys is found in a disk tier, and only stores of this epoch are left."""
+    until(lambda: engine.tier().state == "on")
+    until(lambda: {store.epoch for store in stores_in(root)} <= {epoch})
+    for number in numbers:
+        assert engine.find(range(number, number + 1)).prefix == 0
+    engine.client.status()
+    assert engine.manager.epochs == (epoch,)
+
+
+def test_a_reset_namespace_is_not_found_again(start: Start, tmp_path: Path) -> None:
+    root = tmp_path / "tier"
     with ExitStack() as stack:
         daemon = start(tiers_disk_write="write_through")
         engine = TieredEngine(daemon, stack)
-        engine.store(range(8))
-        engine.wait_written(8)
+        write(engine, range(8))
         engine.client.reset()
-        assert engine.find(range(8)).prefix == 0
-        engine.store(range(8, 12))
-        engine.wait_written(12)
+        (epoch,) = engine.manager.epochs
+        assert_not_found(engine, range(8), root, epoch)
+        write(engine, range(8, 12))
     daemon.kill()
     with ExitStack() as stack:
         engine = TieredEngine(start(), stack)
         engine.promote(range(8, 12))
-        assert engine.find(range(8)).prefix == 0
+        assert_not_found(engine, range(8), root, epoch)
+        assert [store.epoch for store in stores_in(root)] == [epoch]
+
+
+def test_a_reset_holds_although_its_drop_is_lost(start: Start, tmp_path: Path) -> None:
+    """The tier does not answer, and the daemon is killed right after the reset."""
+    root = tmp_path / "tier"
+    with ExitStack() as stack:
+        daemon = start(tiers_disk_write="write_through")
+        engine = TieredEngine(daemon, stack)
+        write(engine, range(8))
+        os.kill(the_tier_process(daemon), signal.SIGSTOP)
+        engine.client.reset()
+        (epoch,) = engine.manager.epochs
+    daemon.kill()
+    assert [store.epoch for store in stores_in(root)] == [0]
+    with ExitStack() as stack:
+        engine = TieredEngine(start(), stack)
+        assert_not_found(engine, range(8), root, epoch)
+        assert stores_in(root) == []
+
+
+def test_a_disk_tier_has_the_last_reset_when_the_file_of_epochs_is_lost(
+    start: Start, tmp_path: Path
+) -> None:
+    """Although the old store is still there, too."""
+    root = tmp_path / "tier"
+    with ExitStack() as stack:
+        daemon = start(tiers_disk_write="write_through")
+        engine = TieredEngine(daemon, stack)
+        write(engine, range(8))
+        (old,) = stores_in(root)
+        engine.client.reset()
+        (epoch,) = engine.manager.epochs
+        write(engine, range(8, 12))
+    daemon.stop()
+    # As if the drop of the old one was lost.
+    (new,) = stores_in(root)
+    shutil.copytree(root / str(new), root / str(old))
+    (tmp_path / "state/epochs").unlink()
+    with ExitStack() as stack:
+        engine = TieredEngine(start(), stack)
+        engine.promote(range(8, 12))
+        engine.load(range(8, 12))
+        assert_not_found(engine, range(8), root, epoch)
+        assert stores_in(root) == [new]
+
+
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_a_reset_holds_for_a_daemon_that_is_stopped(
+    start: Start, tmp_path: Path, is_reset: bool
+) -> None:
+    """Both daemons have their own tier, and the epochs of this host."""
+    roots = tmp_path / "tier", tmp_path / "other"
+    options: dict[str, Any] = {"tiers_disk_write": "write_through", "tiers_disk_path": roots[1]}
+    with ExitStack() as stack, ExitStack() as stopped:
+        engine = TieredEngine(start(tiers_disk_write="write_through"), stack)
+        other = start(**options)
+        for each in (engine, TieredEngine(other, stopped)):
+            write(each, range(8))
+        stopped.close()
+        other.stop()
+        if is_reset:
+            engine.client.reset()
+        (epoch,) = engine.manager.epochs
+        engine = TieredEngine(start(**options), stack)
+        if is_reset:
+            assert_not_found(engine, range(8), roots[1], epoch)
+        else:
+            engine.promote(range(8))
+            engine.load(range(8))
+
+
+# Costs
 
 
 def test_blocks_that_are_computed_faster_are_not_promoted(start: Start) -> None:

@@ -247,6 +247,8 @@ def test_lengths_beyond_the_end_of_the_message_are_refused(
         (lambda n: ("allocatekvcaches", 1, [[[1, n, n]], [[REF]]]), (1 << 48) - 1),
         (lambda n: ("statusrequest", n), (1 << 63) - 1),
         (lambda n: ("goodbye", "r" * n), 256),
+        (lambda n: ("reset", 1, "l" * n), 256),
+        (lambda n: ("submit", 1, GPU, ["keys", [b"k"], n]), (1 << 62) - 1),
     ],
 )
 def test_counts_above_their_limit_are_refused(

@@ -27,6 +27,7 @@ from kvferry.client import (
     TransferSpec,
     offload_key,
 )
+from kvferry.daemon.core.store_name import StoreName
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.status import TierStatus
 from kvferry.testing.engine import until
@@ -96,14 +97,17 @@ class TierLedger:
     def written(self) -> set[int]:
         """The stored keys that are in the tier, by its hint file."""
         found = set[int]()
+        epoch = self._manager.epochs[0]
         for path in self.directories():
+            if StoreName.parse(path.name).epoch != epoch:
+                continue  # it is dropped soon
             with suppress(FileNotFoundError):  # it is being created
                 keys = keys_in_hints(path, FINGERPRINT.key_bytes)
                 found |= {number for number in self.stored if key_of(number) in keys}
         return found
 
     def directories(self) -> list[Path]:
-        """The directory in which the tier keeps the namespace, if there is one."""
+        """The directories in which the tier keeps the namespace: one for each epoch."""
         return list(self._root.glob(f"{FINGERPRINT.name}-*"))
 
     def store_and_write(self, count: int) -> None:

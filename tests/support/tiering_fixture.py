@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from itertools import chain, repeat
 from typing import Any, TypeVar, cast
 
@@ -159,3 +160,9 @@ class TieringFixture:
             self.tiering.wake_up()
 
         self.tiers[0].runner.run(wake_up())
+
+
+def pause(fixture: TieringFixture) -> None:
+    """Let the event loop run for a moment, in which nothing should happen."""
+    until = time.monotonic() + 0.1
+    fixture.tiers[0].wait_until(lambda: time.monotonic() > until)

@@ -127,7 +127,9 @@ async def reset(
     namespace with the same label, the first of these resets is the only one.
 
     Returns the tiers, shared with other hosts, that the reset has not reached yet: this host does
-    not use them for the namespace until it has. Raises Refused (UNKNOWN_NAMESPACE) or Gone.
+    not use them for the namespace until it has.
+
+    Raises Refused (UNKNOWN_NAMESPACE, BAD_MESSAGE) or Gone.
     """
     session, call = self._session, self._begin_call(timeout)
     request, unpublished = session.reset(label), tuple[str, ...]()

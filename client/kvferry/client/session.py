@@ -32,6 +32,7 @@ from kvferry.client.session_state import RegistrationState, SessionState
 from kvferry.client.splitting import split_transfer
 from kvferry.client.tier_searches import SEARCH_TIMEOUT, TierSearch
 from kvferry.client.timeline import Timeline
+from kvferry.client.validation import check_fields
 from kvferry.proto.codec import decode_daemon_message, encode
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
 from kvferry.proto.fingerprint import Fingerprint
@@ -161,8 +162,9 @@ class ClientSession:
     def reset(self, label: str = "") -> Reset:
         """The request to remove all keys. Every key is a MISS until it is done. label: see Reset.
 
-        Raises Refused (UNKNOWN_NAMESPACE).
+        Raises Refused (UNKNOWN_NAMESPACE, BAD_MESSAGE).
         """
+        check_fields(Reset, label=label)
         message = Reset(self.next_request_id(), label)
         self.namespace.reset(message.request_id, label)
         return message

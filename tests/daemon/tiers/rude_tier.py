@@ -87,7 +87,7 @@ class RudeTier(MemoryTier):
         self._fail("settle")
         self._wait_for("slow settle")
         if self._is_on("wrong settle"):
-            return dict.fromkeys(epochs)  # type: ignore[arg-type]
+            return dict.fromkeys(epochs)  # type: ignore[return-value]
         return epochs
 
     def note_used(self, stores: Collection[str]) -> None:

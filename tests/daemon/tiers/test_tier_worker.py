@@ -103,7 +103,7 @@ def test_a_tier_that_cannot_settle_is_no_shared_tier() -> None:
 
 def test_what_has_no_body_in_the_interface_must_be_written() -> None:
     class Inherited(Tier):
-        def put(self, *_: object) -> list[Result]:  # type: ignore[override]
+        def put(self, *_: object) -> list[Result]:
             return []
 
     with pytest.raises(TypeError, match=r"contains.*drop.*fetch.*usage"):

@@ -19,15 +19,13 @@ from kvferry.daemon.core.tier_actions import (
     MAX_TIER_KEYS,
     BlocksFetched,
     DropStore,
-    EpochsSettled,
     FetchReleased,
-    SettleEpochs,
     StoresFound,
     WriteJob,
 )
 from kvferry.daemon.core.writes import Writes
 from kvferry.daemon.tier_config import CustomTierConfig
-from kvferry.daemon.tiers import tier_client, tiering, write_out
+from kvferry.daemon.tiers import tier_client, write_out
 from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.tiers.tiering import start_tiers
 from kvferry.testing.tier_subjects import (
@@ -38,10 +36,10 @@ from kvferry.testing.tier_subjects import (
     content_of,
     open_subject,
 )
-from support.tiering_fixture import BLOCK, TieringFixture
+from support.tiering_fixture import BLOCK, TieringFixture, pause
 
-from .rude_fixtures import Rude, Start
-from .setups import MEMORY, disk_setup, memory_setup, shared_setup
+from .rude_fixtures import Rude
+from .setups import MEMORY, disk_setup, memory_setup
 
 
 @pytest.fixture
@@ -148,12 +146,6 @@ def test_blocks_of_a_late_put_are_not_released(
     assert rude.tier.client.pid != pid
 
 
-def pause(fixture: TieringFixture) -> None:
-    """Let the event loop run for a moment, in which nothing should happen."""
-    until = time.monotonic() + 0.1
-    fixture.tiers[0].wait_until(lambda: time.monotonic() > until)
-
-
 def test_a_tier_that_is_dead_finds_nothing_and_fetches_nothing(memory: TieringFixture) -> None:
     memory.start()
     memory.tiers[0].put([1])
@@ -216,106 +208,6 @@ def test_the_stores_of_a_tier_are_reported_when_it_starts(
     assert isinstance(found, StoresFound)
     assert found.stores == (NAMESPACE,)
     assert begun < found.now < time.monotonic()
-
-
-# Epochs
-
-
-@pytest.fixture
-def shared(pool: PoolMemory) -> Iterator[TieringFixture]:
-    """Over a tier, and a shared one behind it."""
-    with ExitStack() as stack:
-        own = stack.enter_context(open_subject(memory_setup(4 << 20), pool))
-        assert isinstance(own, ProcessSubject)
-        options = shared_setup(4 << 20).options
-        config = CustomTierConfig(MEMORY, options, shared=True)
-        other = stack.enter_context(closing(ProcessSubject(pool, config, runner=own.runner)))
-        other.wait_until(lambda: other.client.is_on)
-        yield stack.enter_context(closing(TieringFixture(pool, [own, other])))
-
-
-def settled(fixture: TieringFixture) -> list[EpochsSettled]:
-    return [each for each in fixture.reports if isinstance(each, EpochsSettled)]
-
-
-def test_epochs_are_settled_with_shared_tiers_all_the_time(
-    shared: TieringFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiering, "SETTLE_EVERY", 0.05)
-    shared.start()
-    pause(shared)
-    assert shared.reports == []  # no namespace is in use
-    begun = time.monotonic()
-    for epoch, larger in ((7, 7), (9, 9), (8, 9)):
-        shared.epochs = {NAMESPACE: epoch}
-        expected = 1, {NAMESPACE: epoch}, {NAMESPACE: larger}
-        shared.tiers[0].wait_until(
-            lambda expected=expected: (
-                expected  # type: ignore[misc]
-                in [(each.tier, each.asked, each.found) for each in settled(shared)]
-            )
-        )
-    assert {each.tier for each in settled(shared)} == {1}
-    assert all(begun < each.now < time.monotonic() for each in settled(shared))
-
-
-def test_epochs_are_settled_at_once_when_that_is_wanted(
-    shared: TieringFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiering, "SETTLE_EVERY", 1e6)
-    shared.start()
-    shared.epochs = {NAMESPACE: 7}
-    pause(shared)
-    assert shared.reports == []
-    shared.perform(SettleEpochs())
-    assert shared.wait_for(EpochsSettled).found == {NAMESPACE: 7}
-
-
-def test_a_shared_tier_that_is_busy_settles_again_when_it_is_not(
-    pool: PoolMemory, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it was asked for may be old by then. Another one settles meanwhile."""
-    monkeypatch.setattr(tiering, "SETTLE_EVERY", 1e6)
-    rude = Rude(tmp_path, start, shared=True)
-    config = CustomTierConfig(MEMORY, shared_setup(4 << 20).options, shared=True)
-    with ExitStack() as stack:
-        other = stack.enter_context(closing(ProcessSubject(pool, config, runner=rude.tier.runner)))
-        other.wait_until(lambda: other.client.is_on)
-        both = stack.enter_context(closing(TieringFixture(pool, [rude.tier, other])))
-        both.start()
-        rude.on("slow settle")
-        for epoch in (7, 8):
-            both.epochs = {NAMESPACE: epoch}
-            both.perform(SettleEpochs())
-            expected = 1, {NAMESPACE: epoch}
-            both.tiers[0].wait_until(
-                lambda expected=expected: (
-                    expected  # type: ignore[misc]
-                    in [(each.tier, each.found) for each in settled(both)]
-                )
-            )
-        assert {each.tier for each in settled(both)} == {1}
-        rude.off("slow settle")
-        both.tiers[0].wait_until(
-            lambda: (
-                [each.found for each in settled(both) if each.tier == 0]
-                == [{NAMESPACE: 7}, {NAMESPACE: 8}]
-            )
-        )
-
-
-def test_a_shared_tier_that_is_lost_is_settled_with_when_it_is_back(
-    shared: TieringFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiering, "SETTLE_EVERY", 0.05)
-    shared.start()
-    shared.epochs = {NAMESPACE: 7}
-    shared.wait_for(EpochsSettled)
-    client = shared.tiers[1].client
-    client._process.kill("test")
-    shared.reports.clear()
-    shared.tiers[0].wait_until(lambda: client.is_started)
-    shared.tiers[0].wait_until(lambda: any(each.found for each in settled(shared)))
 
 
 # Writing out
