@@ -30,6 +30,8 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.core import Core
 from kvferry.daemon.core.identity import DaemonIdentity
+from kvferry.daemon.core.ports import Ports
+from kvferry.daemon.core.siblings import NO_SIBLINGS, Siblings
 from kvferry.daemon.core.tier_actions import TierDescription
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
@@ -105,12 +107,15 @@ class NamespacesFixture:
         threshold: int = 1,
         pool_bytes: int = POOL,
         tiers: tuple[str | TierDescription, ...] = (),
+        siblings: Siblings = NO_SIBLINGS,
     ) -> None:
         limits = proto_status.Limits(1 << 20, 1 << 10, 64)
         self.core = Core(
             DaemonIdentity("0.1", "boot", 4711, DEVICE, limits, 100.0),
             pool_bytes,
-            tiers=tuple(TierDescription(t) if isinstance(t, str) else t for t in tiers),
+            ports=Ports(
+                tuple(TierDescription(t) if isinstance(t, str) else t for t in tiers), siblings
+            ),
         )
         self.region_records = RegionRecordsModel()
         self.commits = True

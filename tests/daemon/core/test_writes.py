@@ -248,14 +248,6 @@ def test_promoted_keys_are_not_written_back(
     assert tuple(write_all(fixture, tier=number) for number in range(3)) == written
 
 
-def test_keys_that_a_sibling_has_are_written_only_into_tiers_that_write_promoted_ones() -> None:
-    siblings = TierDescription("siblings", min_uses=0, is_siblings=True)
-    tiers = siblings, "disk", TierDescription("through", writes_promoted=True)
-    fixture = NamespacesFixture("a", quota=QUOTA, tiers=tiers)
-    promote(fixture, b"a", 0)
-    assert tuple(write_all(fixture, tier=number) for number in range(3)) == (b"", b"", b"a")
-
-
 def test_a_block_that_is_being_written_is_not_reused() -> None:
     fixture = new_fixture(b"abcdefghijklmnop")
     (job,) = take_writes(fixture, limit=1)
