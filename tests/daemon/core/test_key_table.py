@@ -22,7 +22,7 @@ BLOCKS = 64
 
 
 def new_table(live: set[int], buckets: int = 1) -> tuple[Any, KeyTable]:
-    rows = np.zeros(buckets, BUCKET)
+    rows: Any = np.zeros(buckets, BUCKET)
     return rows, KeyTable(rows, BLOCKS, lambda blocks: np.isin(blocks, list(live)))
 
 
@@ -38,7 +38,8 @@ def keys(*numbers: int) -> list[bytes]:
 
 
 def tags(*numbers: int) -> list[int]:
-    return tags_of(hash_keys(keys(*numbers))).tolist()
+    found: list[int] = tags_of(hash_keys(keys(*numbers))).tolist()
+    return found
 
 
 def add(table: KeyTable, live: set[int], names: list[int], blocks: list[int]) -> None:

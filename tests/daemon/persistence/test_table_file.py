@@ -153,7 +153,8 @@ def test_memory_that_is_no_table_is_refused_and_closed(nbytes: int) -> None:
 
 
 def words_of(file: TableFile) -> list[int]:
-    return np.frombuffer(os.pread(file.descriptor, 32, 0), np.uint64).tolist()
+    words: list[int] = np.frombuffer(os.pread(file.descriptor, 32, 0), np.uint64).tolist()
+    return words
 
 
 def test_the_head_names_the_contents_and_the_pool() -> None:

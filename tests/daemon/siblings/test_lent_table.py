@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -29,14 +29,17 @@ def region() -> Iterator[LentRegion]:
 
 def find(table: LentTable, *numbers: int, epoch: int = 0) -> list[int]:
     """The blocks of keys."""
-    return table.find(SoughtKeys.of([key(number) for number in numbers]), epoch)[0].tolist()
+    blocks = table.find(SoughtKeys.of([key(number) for number in numbers]), epoch)[0]
+    found: list[int] = blocks.tolist()
+    return found
 
 
 def unchanged(table: LentTable, *numbers: int) -> list[bool]:
     """Search for keys, which must be there, and compare them."""
     blocks, versions = table.find(SoughtKeys.of([key(number) for number in numbers]), 0)
     assert (blocks >= 0).all()
-    return table.unchanged(blocks, versions).tolist()
+    same: list[bool] = table.unchanged(blocks, versions).tolist()
+    return same
 
 
 def test_keys_are_found_in_their_blocks(region: LentRegion) -> None:
@@ -55,7 +58,7 @@ def test_a_stored_block_is_found_before_it_is_committed(region: LentRegion) -> N
     assert find(region.lent_table(), 3) == [3]
 
 
-LOSSES = {
+LOSSES: dict[str, Callable[[LentRegion], object]] = {
     "parity: dropped": lambda region: region.table.drop(np.array([3])),
     "epoch: reset": lambda region: region.table.begin_epoch(1),
     "key: of another one": lambda region: region.store(3, keys=[key(7)]),

@@ -187,7 +187,7 @@ async def test_a_drop_in_a_shared_tier_is_reported(pool: PoolMemory, tmp_path: P
     files = PoolFiles(pool.files.descriptors, POOL_BYTES // 2, POOL_BYTES)
     tiers = start_tiers([config, config], files, tmp_path, cast(Writes, core), reports.extend)
     requests = [tier.client.usage_request() for tier in tiers]
-    assert requests == [UsageRequest(core.namespaces(), core.generations())] * 2
+    assert requests == [UsageRequest(core.namespaces())] * 2
     tiers[1].client.dropped_elsewhere(NAMESPACE)
     assert reports == [StoreDroppedElsewhere(1, NAMESPACE)]
     for tier in tiers:

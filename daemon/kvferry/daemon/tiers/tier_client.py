@@ -123,6 +123,10 @@ class TierClient:
         return self.is_on and not self._drops and all(reply.done() for reply in self._late)
 
     @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
     def in_flight(self) -> int:
         """Requests that the process has not answered."""
         return self._process.in_flight
