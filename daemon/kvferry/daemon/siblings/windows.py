@@ -285,6 +285,10 @@ class MappedWindows:
         self.check_chunks(lent.chunk_bytes)
         _check_chunks(lent.chunks, lent.chunk_bytes)
         table = LentTable(lent.table, lent.page, lent.contents.composition)
+        begin = lent.first * lent.chunk_bytes
+        if not begin <= lent.start < begin + len(lent.chunks) * lent.chunk_bytes:
+            text = f"the sibling's region begins at byte {lent.start}, outside of its chunks"
+            raise Refused(Code.BAD_LAYOUT, text, lent.start)
         with ExitStack() as undo:
             memory = ReadOnlyFiles(lent.chunks, lent.chunk_bytes, self._pool.address)
             undo.callback(memory.close)
@@ -294,7 +298,6 @@ class MappedWindows:
                 self._engine.pin(address, size, writable=False)
                 undo.callback(self._engine.unpin, address)
             undo.pop_all()
-        begin = lent.first * lent.chunk_bytes
         return _Window(
             next(self._numbers),
             lent.directory,
