@@ -3,8 +3,8 @@
     python tests/bench/sibling_keys.py --siblings 7
 
 Each daemon has the same number of other keys, in blocks of 64 bytes. The one that is measured finds
-all siblings at the same time, and receives their snapshots. Then keys that it has not are stored,
-which asks the tables of all siblings. Last, siblings are killed, stopped, and the rest reset.
+all siblings at the same time, and maps their memory. Then keys that it has not are stored, which
+asks the tables of all siblings. Last, siblings are killed, stopped, and the rest reset.
 
 Another process measures round trips of a status request, 1 ms apart, in milliseconds. On a busy
 machine they include the wait for a CPU; so the time that the thread of the event loop ran, and the
@@ -82,21 +82,9 @@ class FullDaemon:
         raise TimeoutError(f"siblings after {FOUND_SECONDS:g} s: {self.client.status().siblings}")
 
     def show_memory(self, what: str) -> None:
-        for name, pid in (("daemon", self.pid), ("its process", tier_process(self.pid))):
-            usage = ProcessUsage.of(pid)
-            memory = f"{usage.private / 1e6:.0f} MB, and {usage.shared / 1e6:.0f} MB shared"
-            print(f"{what}: {name:<12} {memory}", flush=True)
-
-
-def tier_process(pid: int) -> int:
-    """The process of the siblings' tier of a daemon."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    (found,) = [
-        int(child)
-        for child in children
-        if "siblings tier" in Path(f"/proc/{child}/cmdline").read_text()
-    ]
-    return found
+        usage = ProcessUsage.of(self.pid)
+        memory = f"{usage.private / 1e6:.0f} MB, and {usage.shared / 1e6:.0f} MB shared"
+        print(f"{what}: {memory}", flush=True)
 
 
 def loop_seconds(pid: int) -> tuple[float, float]:
@@ -139,7 +127,7 @@ def bench(number: int, count: int, folder: Path, stack: ExitStack) -> None:
     own.show_memory("without siblings")
     measure("idle", lambda: time.sleep(SECONDS))
     measure(f"{RATE} keys/s stored", lambda: store((number + 1) * count))
-    measure(f"{number} snapshots of {count} keys", find_all)
+    measure(f"{number} siblings of {count} keys are mapped", find_all)
     own.show_memory(f"{number} siblings")
     show_one("keys of siblings that are found", sum(s.keys for s in own.usable_siblings()), "")
     measure(f"{number} siblings, idle", lambda: time.sleep(SECONDS))

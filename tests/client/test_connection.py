@@ -35,6 +35,7 @@ def connected(directory: Path) -> Iterator[tuple[Connection, Callable[[bytes], N
 def test_other_work_may_come_between_two_messages(tmp_path: Path) -> None:
     received: list[bytes] = []
     with connected(tmp_path) as (connection, send):
+        connection.receives_at_once = 1
         for message in (b"1", b"2", b"3"):
             send(message)
         until(lambda: connection.receive_messages(received.append))

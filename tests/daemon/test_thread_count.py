@@ -29,7 +29,7 @@ def test_each_tier_and_checksum_thread_counts() -> None:
     more = needed("--siblings-enabled", "false", "--integrity-threads", "100")
     assert more == needed("--siblings-enabled", "false", "--integrity-threads", "1") + 99
     disk = ("--tiers-disk-path", "/disk", "--tiers-disk-size", "1GiB")
-    assert needed(*disk) - alone == 2 * (needed() - alone)
+    assert needed(*disk) > needed()
 
 
 def test_a_daemon_has_fewer_threads_than_it_needs(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_daemon_has_fewer_threads_than_it_needs(tmp_path: Path) -> None:
     config = config_reader.read(["--tiers-disk-path", "/disk", "--tiers-disk-size", "16MiB"])
     with LocalDaemon(pool_bytes=16 << 20, **tier) as daemon:
         with OffloadClient(daemon.directory) as client:
-            until(lambda: [each.state for each in client.status().tiers] == ["on"] * 2)
+            until(lambda: [each.state for each in client.status().tiers] == ["on"])
         processes = [daemon.pid, *children_of(daemon.pid, b"kvferryd: ")]
-        assert len(processes) == 4
+        assert len(processes) == 3
         assert sum(ProcessUsage.of(pid).threads for pid in processes) < needed_threads(config)

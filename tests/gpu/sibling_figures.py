@@ -216,7 +216,7 @@ def measure_ttft(engines: Sequence[VLLM], daemon: GpuDaemon, number: int) -> Rec
         "ratio": sibling / loaded,
         "found": (copied / TOKENS, cached / TOKENS),
         "loaded_gib": status.loaded_bytes / 2**30,
-        "copied": status.copied,
+        "loaded": status.loaded,
     }
     print_figures("ttft", round=number, **row)
     return {"connector": "kvferry", **row}

@@ -27,17 +27,7 @@ from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import EventKind
-from kvferry.proto.lending import (
-    ABSENT,
-    UNCOMMITTED,
-    BlocksLocated,
-    BorrowNamespace,
-    BorrowPool,
-    LocateBlocks,
-    NamespaceLent,
-    PoolLent,
-    ResetLent,
-)
+from kvferry.proto.lending import BorrowMemory, MemoryLent, Uses
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import (
     CPULoadStoreSpec,
@@ -196,10 +186,9 @@ MESSAGES: dict[str, Any] = {
     "client/touch": wire.Touch((KEY,), 3, 4),
     "client/reset": wire.Reset(9, "weights 2"),
     "client/find_in_tiers": wire.FindInTiers(10, (KEY, OTHER), 0.0125),
-    "client/borrow_namespace": BorrowNamespace(11, "0123456789abcdef-fedc", 3, True),
-    "client/borrow_pool": BorrowPool(12, 64),
-    "client/locate_blocks": LocateBlocks(13, (KEY, OTHER)),
-    "client/reset_lent": ResetLent(14),
+    "client/borrow_memory": BorrowMemory(11, "0123456789abcdef", (1 << 63) - 1),
+    "client/borrow_memory-chunks": BorrowMemory(12, "0123456789abcdef", 1 << 62, 64),
+    "client/uses": Uses("0123456789abcdef", (KEY, OTHER)),
     "client/namespaces": wire.NamespacesRequest(10),
     "client/cancel": wire.Cancel((1, 2, 1 << 62)),
     "client/cancel-nothing": wire.Cancel(()),
@@ -297,33 +286,19 @@ MESSAGES: dict[str, Any] = {
     ),
     "daemon/done": wire.Done(9, (1 << 62) - 1, ("store",)),
     "daemon/tiers_found": wire.TiersFound(10, 2, 1),
-    "daemon/namespace_lent": NamespaceLent(11, 3),
-    "daemon/pool_lent": PoolLent(12, 1 << 30, 64, 66, (7, 8)),
-    "daemon/pool_lent-table": PoolLent(12, 1 << 30, 64, 66, (7, 8), (64 << 30) + 4096, 9, 10, 3),
-    "daemon/blocks_located": BlocksLocated(
-        13, (1 << 40, ABSENT, UNCOMMITTED), ((1 << 64) - 1, 0, 0)
-    ),
-    "daemon/blocks_located-versions": BlocksLocated(
-        13, (1 << 40, ABSENT, UNCOMMITTED), ((1 << 64) - 1, 0, 0), (7, 0, 0)
+    "daemon/memory_lent": MemoryLent(11),
+    "daemon/memory_lent-chunks": MemoryLent(
+        12, 1 << 40, 1 << 30, (64 << 30) + 4096, 64, 66, (7, 8), 9, 10, 1000, True, bytes(16)
     ),
     "daemon/status-siblings": wire.StatusReport(
         6,
         msgspec.structs.replace(
             NEW_STATUS,
             siblings=(
-                proto_status.SiblingStatus("/run/kvferry/GPU-1", "on", 1, 2, 3, 4, 0.5),
+                proto_status.SiblingStatus("/run/kvferry/GPU-1", "on", 1, 2, 3, 4),
                 proto_status.SiblingStatus("/run/kvferry/GPU-2", "connecting"),
             ),
-            located=5,
-        ),
-    ),
-    "daemon/status-lent": wire.StatusReport(
-        6,
-        msgspec.structs.replace(
-            NEW_STATUS,
-            siblings=(
-                proto_status.SiblingStatus("/run/kvferry/GPU-1", "on", 1, 2, 3, 4, 0.5, 6, 7, 8),
-            ),
+            lent=5,
         ),
     ),
     "daemon/snapshot": wire.Snapshot(6, 0, False, (KEY, OTHER)),
@@ -346,15 +321,12 @@ EARLIER = {
     "client/allocate-bounded",
     "daemon/allocated-cuda",
     "daemon/allocated-fd",
-    "daemon/blocks_located",
     "daemon/opened",
-    "daemon/pool_lent",
     "daemon/status",
     "daemon/status-health",
     "daemon/status-healthy",
     "daemon/status-kept",
     "daemon/status-new",
-    "daemon/status-siblings",
     "daemon/status-tiers",
     "daemon/status-verification",
     "daemon/welcome",

@@ -30,14 +30,7 @@ from kvferry.client import Fingerprint, OffloadClient, Timeline, shared_empty
 from kvferry.proto.codec import encode
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.keys import MAX_KEY_BYTES
-from kvferry.proto.lending import (
-    MAX_LOCATED,
-    BorrowNamespace,
-    BorrowPool,
-    LocateBlocks,
-    NamespaceLent,
-    ResetLent,
-)
+from kvferry.proto.lending import MAX_USES, BorrowMemory, MemoryLent, Uses
 from kvferry.proto.messages import (
     MAX_JOB_IDS,
     AllocateKVCaches,
@@ -175,29 +168,28 @@ def connect_silently(directory: Path, seconds: float) -> int:
 
 
 def send_as_sibling(directory: Path, seconds: float) -> int:
-    keys = tuple(os.urandom(MAX_KEY_BYTES) for _ in range(MAX_LOCATED))
+    keys = tuple(os.urandom(MAX_KEY_BYTES) for _ in range(MAX_USES))
     fingerprint, sent = Fingerprint("model", PAGE, key_bytes=MAX_KEY_BYTES), 0
-    composition = hashlib.blake2b(repr((((PAGE,),), 1)).encode(), digest_size=8).hexdigest()
-    store = f"{fingerprint.name}-{composition}"
+    pages, nbytes = ((PAGE,),), 2 * MAX_USES * PAGE
+    parts = repr((pages, 1, MAX_KEY_BYTES)).encode()
+    composition = int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest()) >> 1
     with OffloadClient(directory, engine=f"rude {os.getpid()}", timeout=TIMEOUT) as client:
-        client.open_namespace(fingerprint, cpu_bytes_to_use=2 * MAX_LOCATED * PAGE)
-        client.allocate_kv_caches(KVLayout((TensorLayout(MAX_LOCATED, PAGE, PAGE),), (REFS[:1],)))
-        client.transfer_async(1, (GPULoadStoreSpec(range(MAX_LOCATED)), KeyLoadStoreSpec(keys)))
+        name = client.open_namespace(fingerprint, cpu_bytes_to_use=nbytes).name
+        client.allocate_kv_caches(KVLayout((TensorLayout(MAX_USES, PAGE, PAGE),), (REFS[:1],)))
+        client.transfer_async(1, (GPULoadStoreSpec(range(MAX_USES)), KeyLoadStoreSpec(keys)))
         client.wait([1])
         requests: list[ClientMessage] = [
-            BorrowNamespace(1, store, 1, snapshot=True),
-            LocateBlocks(2, keys),
-            BorrowPool(3),
-            LocateBlocks(4, keys),
-            ResetLent(5),
+            Uses(name, keys),
+            BorrowMemory(1, name, composition),
+            BorrowMemory(2, name, composition, 0),
         ]
         with RawClient(directory, f"rude sibling {os.getpid()}", timeout=TIMEOUT) as raw:
             end = time.monotonic() + seconds
             while time.monotonic() < end:
-                for request in requests if sent else requests[:1]:
+                for request in requests:
                     raw.send(request)
                     sent += 1
-                raw.recv(NamespaceLent)
+                assert raw.recv(MemoryLent).region
     return sent
 
 

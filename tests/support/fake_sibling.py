@@ -1,125 +1,113 @@
-"""A daemon's sockets without a daemon: a sibling that answers what a test wants."""
+"""A sibling that answers as a test says: sockets as those of a daemon, in a thread."""
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from types import TracebackType
 
 import msgspec
 import zmq
 
 from kvferry.proto import messages as wire
-from kvferry.proto.codec import decode_client_message, decode_descriptor_request, encode
-from kvferry.proto.fd_passing import FdHandles, FetchFd
-from kvferry.proto.lending import (
-    BlocksLocated,
-    BorrowNamespace,
-    BorrowPool,
-    LocateBlocks,
-    NamespaceLent,
-    PoolLent,
-    ResetLent,
+from kvferry.proto.codec import (
+    decode_client_message,
+    decode_descriptor_request,
+    encode,
 )
+from kvferry.proto.fd_passing import FdHandles, FetchFd
+from kvferry.proto.lending import BorrowMemory, MemoryLent, Uses
+from kvferry.proto.protocol import protocol_number
 from kvferry.proto.status import DeviceInfo, Limits
-
-Answers: TypeAlias = Sequence[wire.DaemonMessage | bytes]
-# Milliseconds between two looks whether the test has ended.
-POLL_MS = 20
-CHUNK = 1 << 16
 
 
 class FakeSibling:
-    """Answers each message with what `answer` returns; honest where a test replaces nothing.
+    """answer: returns what follows a BorrowMemory, one or several encoded messages. files: the
+    descriptors behind handles."""
 
-    received: all messages. descriptors: by the handles of PoolLent; table: that of the block table,
-    which is the incarnation page, too.
-    keys: of its namespace.
-    """
-
-    def __init__(self, directory: Path, descriptors: dict[int, int]) -> None:
-        self.received: list[wire.ClientMessage] = []
-        self.descriptors = descriptors
-        self.table: int | None = None
-        self.keys: tuple[bytes, ...] = ()
-        self.generation = 1
-        self.answer: Callable[[wire.ClientMessage], Answers] = self.honest_answer
-        # Messages to send to all sessions, unasked.
-        self.unasked: list[wire.DaemonMessage | bytes] = []
-        self._stopping = threading.Event()
+    def __init__(self, directory: Path, answer: Callable[[BorrowMemory], list[bytes]]) -> None:
+        self.directory, self.answer = directory, answer
+        self.files = dict[int, int]()
+        self.uses = list[Uses]()
+        self.asked = list[BorrowMemory]()
+        directory.mkdir(exist_ok=True)
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.LINGER, 0)
         self._router.bind(f"ipc://{directory / 'kvferry.sock'}")
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(directory / "fds.sock"))
-        self._listener.listen()
-        self._listener.settimeout(POLL_MS / 1000)
+        self._fds = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._fds.bind(str(directory / "fds.sock"))
+        self._fds.listen(64)
+        self._ends = threading.Event()
         self._threads = [threading.Thread(target=each) for each in (self._serve, self._pass_fds)]
         for thread in self._threads:
             thread.start()
 
-    def honest_answer(self, message: wire.ClientMessage) -> Answers:
-        match message:
-            case wire.Hello():
-                device, limits = DeviceInfo("cpu", "cpu", "host memory"), Limits(1 << 20, 1, 1)
-                return [wire.Welcome(1, "boot", "s", "0.1", 1, device, limits)]
-            case BorrowNamespace(number):
-                lent = NamespaceLent(number, self.generation)
-                if not self.generation:
-                    return [lent]
-                return [lent, wire.Snapshot(0, 0, False, self.keys, True, self.generation)]
-            case BorrowPool(number):
-                handles = tuple(each for each in self.descriptors if each != self.table)
-                pool = PoolLent(number, CHUNK, 0, len(handles), handles)
-                return [msgspec.structs.replace(pool, table=self.table, page=self.table)]
-            case LocateBlocks(number, keys):
-                return [BlocksLocated(number, *[(0,) * len(keys)] * 3)]
-            case ResetLent(number):
-                return [wire.Done(number)]
-        return []
-
     def close(self) -> None:
-        self._stopping.set()
+        self._ends.set()
+        self._fds.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join()
-        self._listener.close()
-        self._router.close()
+        self._fds.close()
+        self._router.close(0)
         self._context.term()
+        for name in ("kvferry.sock", "fds.sock"):
+            (self.directory / name).unlink(missing_ok=True)
+
+    def __enter__(self) -> FakeSibling:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
     def _serve(self) -> None:
-        identities = set[bytes]()
-        while not self._stopping.is_set():
-            while self.unasked:
-                for identity in identities:
-                    self._send(identity, self.unasked[0])
-                del self.unasked[0]
-            if not self._router.poll(POLL_MS):
+        device, limits = DeviceInfo("cpu", "cpu", "host memory"), Limits(1 << 20, 1 << 10, 8)
+        while not self._ends.is_set():
+            if not self._router.poll(10):
                 continue
             identity, data = self._router.recv_multipart()
-            identities.add(identity)
-            received = decode_client_message(data)
-            self.received.append(received)
-            for message in self.answer(received):
-                self._send(identity, message)
-
-    def _send(self, identity: bytes, message: wire.DaemonMessage | bytes) -> None:
-        data = message if isinstance(message, bytes) else encode(message)
-        self._router.send_multipart([identity, data])
+            match decode_client_message(data):
+                case wire.Hello():
+                    welcome = wire.Welcome(
+                        protocol_number(), "boot", "s1", "0.1", os.getpid(), device, limits
+                    )
+                    self._router.send_multipart([identity, encode(welcome)])
+                case BorrowMemory() as request:
+                    self.asked.append(request)
+                    for message in self.answer(request):
+                        self._router.send_multipart([identity, message])
+                case Uses() as uses:
+                    self.uses.append(uses)
 
     def _pass_fds(self) -> None:
-        while not self._stopping.is_set():
+        while not self._ends.is_set():
             try:
-                connection, _ = self._listener.accept()
-            except TimeoutError:
-                continue
+                connection, _ = self._fds.accept()
+            except OSError:
+                return
             with connection:
-                packet = connection.recv(4096)
-                if not packet:  # whether this daemon runs
+                if not (packet := connection.recv(4096)):
                     continue
                 request = decode_descriptor_request(packet)
                 assert isinstance(request, FetchFd)
                 reply = encode(FdHandles((request.handle,)))
-                socket.send_fds(connection, [reply], [self.descriptors[request.handle]])
+                socket.send_fds(connection, [reply], [self.files[request.handle]])
+
+
+def answer_with(lent: MemoryLent) -> Callable[[BorrowMemory], list[bytes]]:
+    """Answers that describe a region, and lend its chunk 0 (handle 1), table (2) and page (3)."""
+
+    def answer(request: BorrowMemory) -> list[bytes]:
+        reply = msgspec.structs.replace(lent, request_id=request.request_id)
+        if request.first is not None:
+            reply = msgspec.structs.replace(reply, handles=(1,), table=2, page=3)
+        return [encode(reply)]
+
+    return answer

@@ -31,6 +31,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.core import Core, PoolBounds
 from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.ports import Ports
+from kvferry.daemon.core.siblings import NO_SIBLINGS, Siblings
 from kvferry.daemon.core.tier_actions import TierDescription
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
@@ -108,6 +109,7 @@ class NamespacesFixture:
         pool_bytes: int = POOL,
         tiers: tuple[str | TierDescription, ...] = (),
         epochs: OwnEpochs | None = None,
+        siblings: Siblings = NO_SIBLINGS,
     ) -> None:
         limits = proto_status.Limits(1 << 20, 1 << 10, 64)
         self.epochs, self.now = OwnEpochs() if epochs is None else epochs, 100.0
@@ -119,6 +121,7 @@ class NamespacesFixture:
             Ports(
                 self.epochs,
                 tuple(TierDescription(t) if isinstance(t, str) else t for t in tiers),
+                siblings,
             ),
         )
         self.region_records = RegionRecordsModel()

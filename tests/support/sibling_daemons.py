@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -12,20 +12,31 @@ from kvferry.client import LocalDaemon, Lookup
 from kvferry.proto.status import SiblingStatus
 from kvferry.testing.engine import until
 from support.patient_daemon import PatientDaemon
+from support.restarting_daemons import RestartingDaemons
 from support.tiered_engine import TieredEngine, keys
 from support.time_limits import TIMEOUT
 
 
 class SiblingDaemons:
-    """`count` daemons with device cpu, which are siblings, and their engines."""
+    """`count` daemons with device cpu, which are siblings, and their engines.
 
-    def __init__(self, count: int, folder: Path, stack: ExitStack, **options: Any) -> None:
+    kept: numbers of those whose pool is kept over a restart.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        folder: Path,
+        stack: ExitStack,
+        kept: Container[int] = (),
+        **options: Any,
+    ) -> None:
         self.folders = [folder / str(number) for number in range(count)]
-        self._stack, self._options = stack, options
+        self._stack, self._options, self._kept = stack, options, kept
         self.daemons = [self.start(number) for number in range(count)]
         self.engines = [TieredEngine(daemon, stack) for daemon in self.daemons]
 
-    def start(self, number: int, **options: Any) -> LocalDaemon:
+    def start(self, number: int, **options: Any) -> LocalDaemon | RestartingDaemons:
         directories = ":".join(map(str, self.folders))
         # Options of single daemons are dicts by number.
         mine = {
@@ -35,11 +46,15 @@ class SiblingDaemons:
         }
         given: dict[str, Any] = {
             "pool_bytes": 1 << 20,
-            "runtime_dir": self.folders[number],
             "siblings_enabled": "true",
             "siblings_directories": directories,
         }
-        return self._stack.enter_context(PatientDaemon(**given | mine))
+        folder = self.folders[number]
+        if number in self._kept:
+            folder.mkdir()
+            kept = RestartingDaemons("cpu", folder, kept=True, **given | mine)
+            return self._stack.enter_context(kept)
+        return self._stack.enter_context(PatientDaemon(runtime_dir=folder, **given | mine))
 
     def kill(self, number: int) -> None:
         self.daemons[number].kill()
@@ -47,7 +62,11 @@ class SiblingDaemons:
 
     def restart(self, number: int) -> None:
         """Start a daemon that was killed, and wait until its engine is connected."""
-        self.daemons[number] = self.start(number)
+        daemon = self.daemons[number]
+        if isinstance(daemon, RestartingDaemons):
+            daemon.start()
+        else:
+            self.daemons[number] = self.start(number)
         self.engines[number].client.wait_connected(TIMEOUT)
         self.engines[number].open_raw()
 
@@ -55,26 +74,17 @@ class SiblingDaemons:
         return self.engines[number].client.status().siblings
 
     def wait_linked(self) -> None:
-        """Wait until each copies from all others."""
+        """Wait until each can load from all others."""
         others = [True] * (len(self.folders) - 1)
         for number in range(len(self.folders)):
             until(partial(self._is_linked, number, others))
-
-    def wait_mapped(self) -> None:
-        """Wait until each can load directly from all others."""
-        self.wait_linked()
-        for number in range(len(self.folders)):
-            until(partial(self._is_mapped, number))
-
-    def _is_mapped(self, number: int) -> bool:
-        return all(status.mapped_bytes for status in self.statuses(number))
 
     def _is_linked(self, number: int, others: list[bool]) -> bool:
         return [status.is_on for status in self.statuses(number)] == others
 
 
-def copy_keys(engine: TieredEngine, numbers: Sequence[int]) -> None:
-    """Wait until keys that a sibling has are loadable here. The store may be a moment ago."""
+def find_keys(engine: TieredEngine, numbers: Sequence[int]) -> None:
+    """Wait until keys that a sibling has are loadable here."""
 
     def loadable() -> bool:
         engine.find(numbers)

@@ -304,7 +304,7 @@ class OffloadingManager:
             keys = tuple(reversed(self._touched))
             self._touched.clear()
             self._reported = counts
-            # What a rank has copied from a sibling is not touched: its own keys stay longer.
+            # The daemon of a key's writer has its block.
             for client, own in zip(self._clients, self.writers.divide(keys), strict=True):
                 client.touch(own, hits, misses)
 

@@ -2,7 +2,7 @@
 
 Ranks that hold different bytes all store each key. If all hold the same bytes (*replicated*), and
 their daemons leave out what a sibling has, each key has one writer. The daemons of the other ranks
-look for it at that of the writer when it is looked up, to load or to copy it from there. Used by
+look for it at that of the writer when it is looked up, to load it from there. Used by
 OffloadingManager, in its thread.
 """
 
@@ -99,7 +99,7 @@ class Writers:
         return self.mirrors()(key)[0].lookup(key) is HIT
 
     def copy_keys(self, keys: Iterable[OffloadKey], compute_seconds: float = 0.0) -> None:
-        """Have each rank copy those keys from its siblings that it lacks, without waiting.
+        """Have each rank search its siblings for those keys that it lacks, without waiting.
 
         Arguments: see OffloadingManager.prefetch. Until a daemon has answered, keys are a RETRY.
         """

@@ -43,14 +43,6 @@ def test_top_shows_a_tier_in_one_line() -> None:
     assert tier_row(TIER).plain == "disk     on · 50 GiB of 200 GiB · hits 93% · queue 250.0 ms"
 
 
-def test_the_siblings_tier_shows_how_many_were_found() -> None:
-    siblings = TierStatus("siblings", "on")
-    for found, expected in ((), "none found"), ((SiblingStatus("/a", "on"),), "1 found"):
-        head, *_ = (line.plain for line in tier_lines((siblings,), 80, found))
-        assert head == f"siblings on, {expected}"
-        assert tier_row(siblings, found).plain == f"siblings on · {expected}"
-
-
 def test_an_unknown_usage_is_not_shown_as_zero() -> None:
     shared = TierStatus("mooncake", "on", promoted=1, read_bytes=GIB)
     assert lines(shared) == [
@@ -85,12 +77,11 @@ def test_an_idle_tier_has_no_rates() -> None:
 
 
 def test_status_shows_each_sibling_and_why_it_is_not_used() -> None:
-    on = SiblingStatus("/run/kvferry/GPU-1", "on", 1200, 300, 2, GIB, 0.5, 200, 2 * GIB, 4 * GIB)
+    on = SiblingStatus("/run/kvferry/GPU-1", "on", 1200, 200, 2 * GIB, 4 * GIB)
     off = SiblingStatus("/run/kvferry/GPU-2", "no daemon runs there")
     assert [line.plain for line in sibling_lines((on, off), 80)] == [
         "sibling  /run/kvferry/GPU-1, on",
-        "         1,200 keys, 4 GiB mapped, loaded 2 GiB in 200 blocks,",
-        "         copied 1 GiB in 300 blocks (2 GiB/s), 2 gone",
+        "         1,200 keys, 4 GiB mapped, loaded 2 GiB in 200 blocks",
         "sibling  /run/kvferry/GPU-2, no daemon runs there",
-        "         0 keys, not mapped, loaded 0 B in 0 blocks, copied 0 B in 0 blocks",
+        "         0 keys, not mapped, loaded 0 B in 0 blocks",
     ]

@@ -65,7 +65,7 @@ def test_a_directory_that_cannot_be_used(start_kvferryd: StartKvferryd) -> None:
     [
         ("on", "on, 7 keys", ""),
         ("[forbidden] lends no blocks; set siblings.enabled", "lends no blocks", "set siblings"),
-        ("connecting", "its blocks are not copied: connecting", "see Siblings"),
+        ("connecting", "its blocks are not loaded: connecting", "see Siblings"),
     ],
 )
 def test_a_sibling_that_is_not_used(

@@ -5,81 +5,54 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvferry.daemon.core.actions import SendMessage
 from kvferry.daemon.core.borrowed import BORROWED_SECONDS, MAX_BORROWED, BorrowedKeys
 from kvferry.daemon.core.cache.cache import Cache
-from kvferry.daemon.core.layout import Bools, Int64s
-from kvferry.daemon.core.tier_actions import FetchBlocks, FindKeys, KeysFound, TierDescription
+from kvferry.daemon.core.siblings import NO_SIBLINGS, NamespaceContents
+from kvferry.daemon.core.tier_actions import FetchBlocks, FindKeys, KeysFound
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
 from kvferry.proto.results import JobResult, Outcome
 from support.namespaces_fixture import (
+    FINGERPRINT,
     PAGE,
     REGION_BYTES,
     NamespacesFixture,
     each,
+    gpu_blocks,
     key_events_of,
     load,
     offsets,
     store,
 )
+from support.sibling_stand_in import FAR, SiblingStandIn
 
 NOW, BLOCKS = 101.0, REGION_BYTES // PAGE
-FAR = 1 << 40
-
-
-class FakeMemory:
-    """Window 1 begins FAR bytes after the own pool. changed: numbers of blocks there."""
-
-    def __init__(self) -> None:
-        self.changed = set[int]()
-        self.held = self.loaded = 0
-
-    def resolve(self, places: Int64s, block_bytes: int, start: int) -> Int64s:
-        rows = np.full((4, len(places)), -1, np.int64)
-        these = places[:, 0] == 1
-        blocks = places[these, 1] // block_bytes
-        ones = np.full(blocks.size, 1)
-        rows[:, these] = np.stack((ones, places[these, 1] + FAR, blocks, places[these, 2]))
-        return rows
-
-    def unchanged(self, rows: Int64s) -> Bools:
-        return ~np.isin(rows[2], list(self.changed))
-
-    def hold(self, rows: Int64s) -> None:
-        self.held += rows.shape[1]
-
-    def release(self, rows: Int64s, block_bytes: int) -> None:
-        self.held -= rows.shape[1]
-        self.loaded += rows.shape[1] * block_bytes
+CONTENTS = NamespaceContents("name", 1, 0, PAGE, 0)
 
 
 @pytest.fixture
-def memory() -> FakeMemory:
-    return FakeMemory()
+def siblings() -> SiblingStandIn:
+    """A sibling has keys a, b and c, in blocks 0, 1 and 2."""
+    return SiblingStandIn(*each(b"abc"))
 
 
 @pytest.fixture
-def fixture(memory: FakeMemory) -> NamespacesFixture:
-    siblings = TierDescription("siblings", min_uses=0, is_siblings=True, lent_memory=memory)
-    fixture = NamespacesFixture("a", tiers=(siblings, "disk"))
+def fixture(siblings: SiblingStandIn) -> NamespacesFixture:
+    fixture = NamespacesFixture("a", tiers=("disk",), siblings=siblings)
     fixture.send("a", wire.Subscribe())
     return fixture
 
 
-def search(fixture: NamespacesFixture, letters: bytes, places: str) -> list[Any]:
-    """Look for absent keys. places: of each, "s" if it can be loaded from the sibling, "c" if it
-    must be copied from there, "d" if it is on the disk, "-" if it is nowhere. Returns the actions
-    that follow the tiers' answer."""
-    (action,) = fixture.send("a", wire.FindInTiers(7, each(letters), 0.5))
-    assert isinstance(action, FindKeys)
-    tier_of = tuple({"s": 0, "c": 0, "d": 1, "-": -1}[place] for place in places)
-    rows = [[1, at * PAGE, 5] if place == "s" else [-1] * 3 for at, place in enumerate(places)]
-    at_all = (1e9,) * 2, (0.0,) * 2, (True,) * 2
-    return fixture.report(KeysFound(action.search, tier_of, *at_all, np.array(rows), NOW))
+def search(fixture: NamespacesFixture, letters: bytes, now: float = NOW) -> list[Any]:
+    """The actions that follow a search. The disk has none of the keys."""
+    actions = fixture.core.handle("a", wire.FindInTiers(7, each(letters), 0.5), now)
+    for find in [action for action in actions if isinstance(action, FindKeys)]:
+        nowhere = (-1,) * len(find.keys)
+        actions += fixture.report(KeysFound(find.search, nowhere, (1e9,), (0.0,), (True,)))
+    return actions
 
 
 def reply_of(actions: list[Any]) -> tuple[int, int]:
@@ -97,131 +70,176 @@ def result_of(actions: Sequence[Any]) -> JobResult:
 
 
 def test_keys_of_a_sibling_are_loadable_at_once_and_take_no_block(
-    fixture: NamespacesFixture, memory: FakeMemory
+    fixture: NamespacesFixture, siblings: SiblingStandIn
 ) -> None:
-    actions = search(fixture, b"abc", "ss-")
+    """No tier is asked if siblings have all."""
+    actions = search(fixture, b"ab")
+    assert not [action for action in actions if isinstance(action, FindKeys)]
     assert key_events_of(actions) == [("borrowed", b"ab")]
     assert reply_of(actions) == (2, 0)
     plan = fixture.start("a", load(b"ab"))
     assert offsets(plan) == [FAR, FAR + PAGE]
     assert plan.host_end <= REGION_BYTES
-    assert (memory.held, fixture.usage("free")) == (2, (BLOCKS,))
+    assert (siblings.holds, fixture.usage("free")) == (2, (BLOCKS,))
     assert result_of(fixture.end(plan)).outcome is Outcome.DONE
-    assert (memory.held, memory.loaded) == (0, 2 * PAGE)
+    assert (siblings.holds, siblings.loaded) == (0, 2 * PAGE)
+    assert siblings.used == [each(b"ab"), each(b"ab")]
+
+
+def test_a_search_states_what_must_be_equal(
+    fixture: NamespacesFixture, siblings: SiblingStandIn
+) -> None:
+    fixture.send("a", wire.Reset(9))
+    search(fixture, b"a")
+    (namespace,) = fixture.core._namespaces
+    composition = namespace.record.composition
+    assert 0 < composition < 1 << 63
+    assert siblings.contents == NamespaceContents(FINGERPRINT.name, composition, 1, PAGE, 0)
+
+
+def test_without_a_registration_nothing_is_borrowed(siblings: SiblingStandIn) -> None:
+    """The composition of its host blocks is not known."""
+    fixture = NamespacesFixture(siblings=siblings)
+    fixture.open_sessions("a")
+    fixture.open_namespace("a")
+    assert reply_of(search(fixture, b"a")) == (0, 0)
 
 
 def test_own_blocks_and_those_of_the_sibling_are_loaded_together(
-    fixture: NamespacesFixture,
+    fixture: NamespacesFixture, siblings: SiblingStandIn
 ) -> None:
+    siblings.held.pop(b"b")
     fixture.stored("a", b"b")
-    assert reply_of(search(fixture, b"abc", "ss")) == (3, 0)
-    assert offsets(fixture.start("a", load(b"abcb"))) == [FAR, 0, FAR + PAGE, 0]
+    assert reply_of(search(fixture, b"abc")) == (3, 0)
+    assert offsets(fixture.start("a", load(b"abcb"))) == [FAR, 0, FAR + 2 * PAGE, 0]
 
 
-def test_what_must_be_copied_is_promoted_if_all_that_follows_is_worth_it(
-    fixture: NamespacesFixture,
-) -> None:
-    """Also the keys that could be loaded directly after it must be computed without it."""
-    actions = search(fixture, b"abcde", "scssd")
-    assert reply_of(actions) == (5, 2)
-    assert [f.keys for f in actions if isinstance(f, FetchBlocks)] == [each(b"b"), each(b"e")]
+def test_what_is_in_a_tier_is_promoted_around_borrowed_keys(fixture: NamespacesFixture) -> None:
+    (find,) = fixture.core.handle("a", wire.FindInTiers(7, each(b"dae"), 0.5), NOW)[:1]
+    assert isinstance(find, FindKeys)
+    assert find.keys == each(b"de")
+    actions = fixture.report(KeysFound(find.search, (0, 0), (1e9,), (0.0,), (True,)))
+    assert reply_of(actions) == (3, 2)
+    assert [f.keys for f in actions if isinstance(f, FetchBlocks)] == [each(b"de")]
 
 
 def test_a_load_whose_block_has_changed_fails_and_its_key_is_forgotten(
-    fixture: NamespacesFixture, memory: FakeMemory
+    fixture: NamespacesFixture, siblings: SiblingStandIn
 ) -> None:
-    search(fixture, b"ab", "ss")
+    search(fixture, b"ab")
     plan = fixture.start("a", load(b"ab"))
-    memory.changed = {1}
+    siblings.changed = {1}
     actions = fixture.end(plan)
     result = result_of(actions)
     assert result.error is not None
     assert (result.outcome, result.error.code) == (Outcome.FAILED, Code.KEY_ABSENT)
     assert key_events_of(actions) == [("abandoned", b"b")]
-    assert (memory.held, memory.loaded) == (0, 0)
+    assert (siblings.holds, siblings.loaded) == (0, 0)
     assert fixture.loadable("a", b"ab") == b"a"
 
 
 def test_a_load_of_a_block_that_has_changed_is_refused(
-    fixture: NamespacesFixture, memory: FakeMemory
+    fixture: NamespacesFixture, siblings: SiblingStandIn
 ) -> None:
-    search(fixture, b"ab", "ss")
-    memory.changed = {0}
+    search(fixture, b"ab")
+    siblings.changed = {0}
     actions = fixture.submit("a", load(b"ab"))
     assert result_of(actions).outcome is Outcome.REFUSED
     assert key_events_of(actions) == [("abandoned", b"a")]
-    assert (memory.held, fixture.usage("pinned")) == (0, (0,))
+    assert (siblings.holds, fixture.usage("pinned")) == (0, (0,))
     assert fixture.loadable("a", b"ab") == b"b"
 
 
-def test_each_search_finds_the_keys_again(fixture: NamespacesFixture) -> None:
-    search(fixture, b"a", "s")
-    assert reply_of(search(fixture, b"a", "-")) == (1, 0)
-
-
-def test_those_that_have_changed_are_forgotten_after_a_while(
-    fixture: NamespacesFixture, memory: FakeMemory
+def test_a_search_refreshes_its_keys_and_no_others(
+    fixture: NamespacesFixture, siblings: SiblingStandIn
 ) -> None:
-    """A conversation that goes on later finds the others, also if it searches for its new keys."""
-    search(fixture, b"abc", "sss")
-    memory.changed = {1}
-    for later in (NOW + BORROWED_SECONDS - 1, NOW + BORROWED_SECONDS, NOW + 2 * BORROWED_SECONDS):
-        actions = fixture.core.handle("a", wire.FindInTiers(8, each(b"d")), later)
-        first = later == NOW + BORROWED_SECONDS
-        assert key_events_of(actions) == ([("abandoned", b"b")] if first else None)
-    assert fixture.loadable("a", b"abc") == b"ac"
+    search(fixture, b"abc")
+    siblings.changed = {1, 2}
+    later = NOW + BORROWED_SECONDS - 1
+    assert key_events_of(search(fixture, b"a", later)) is None
+    (namespace,) = fixture.core._namespaces
+    assert len(namespace.borrowed) == 3
+    assert key_events_of(search(fixture, b"a", later + 1)) == [("abandoned", b"bc")]
+    assert fixture.loadable("a", b"abc") == b"a"
+
+
+def test_a_key_whose_block_has_not_changed_stays(
+    fixture: NamespacesFixture, siblings: SiblingStandIn
+) -> None:
+    """A conversation that goes on later finds it. Its entry in the key table may be lost."""
+    search(fixture, b"ab")
+    siblings.held.clear()
+    for later in (NOW + BORROWED_SECONDS, NOW + 5 * BORROWED_SECONDS):
+        assert key_events_of(search(fixture, b"ad", later)) is None
+    assert reply_of(search(fixture, b"ab", NOW + 6 * BORROWED_SECONDS)) == (2, 0)
+
+
+def test_a_key_that_a_search_does_not_find_again_is_forgotten(
+    fixture: NamespacesFixture, siblings: SiblingStandIn
+) -> None:
+    search(fixture, b"ab")
+    siblings.held.clear()
+    siblings.changed = {0}
+    assert key_events_of(search(fixture, b"ab")) == [("abandoned", b"a")]
 
 
 def test_a_reset_forgets_them(fixture: NamespacesFixture) -> None:
-    search(fixture, b"ab", "ss")
+    search(fixture, b"ab")
     fixture.send("a", wire.Reset(9))
     assert fixture.loadable("a", b"ab") == b""
 
 
 def test_a_key_that_is_here_is_not_reported_as_forgotten(
-    fixture: NamespacesFixture, memory: FakeMemory
+    fixture: NamespacesFixture, siblings: SiblingStandIn
 ) -> None:
-    search(fixture, b"a", "s")
+    search(fixture, b"a")
+    siblings.stores_once = False
     fixture.stored("a", b"a")
-    memory.changed = {0}
-    later = NOW + BORROWED_SECONDS
-    actions = fixture.core.handle("a", wire.FindInTiers(8, each(b"ab")), later)
-    assert key_events_of(actions) is None
+    siblings.changed = {0}
+    assert key_events_of(search(fixture, b"ad", NOW + BORROWED_SECONDS)) is None
     assert offsets(fixture.start("a", load(b"a"))) == [0]
 
 
 def test_a_key_that_is_being_stored_here_is_loaded_from_the_sibling(
-    fixture: NamespacesFixture,
+    fixture: NamespacesFixture, siblings: SiblingStandIn
 ) -> None:
-    search(fixture, b"a", "s")
+    search(fixture, b"a")
+    siblings.stores_once = False
     fixture.start("a", store(b"a"))
     assert offsets(fixture.start("a", load(b"a"))) == [FAR]
 
 
-def test_the_newest_are_kept_if_there_are_too_many(memory: FakeMemory) -> None:
-    borrowed = BorrowedKeys(memory, Cache(1))
+@pytest.mark.parametrize("once", [False, True])
+def test_keys_that_siblings_have_are_left_out_of_a_store(
+    fixture: NamespacesFixture, siblings: SiblingStandIn, once: bool
+) -> None:
+    siblings.stores_once = once
+    assert gpu_blocks(fixture.stored("a", b"dbe")) == ([0, 2] if once else [0, 1, 2])
+    assert fixture.loadable("a") == (b"de" if once else b"bde")
+
+
+def test_the_newest_are_kept_if_there_are_too_many() -> None:
     keys = [number.to_bytes(4, "big") for number in range(MAX_BORROWED + 2)]
-    places = np.full((len(keys), 3), 1)
-    borrowed.add(keys, places, PAGE, 0, NOW)
-    borrowed.expire(NOW)
+    borrowed = BorrowedKeys(SiblingStandIn(*keys), Cache(1))
+    borrowed.search(CONTENTS, keys, NOW)
     assert len(borrowed) == MAX_BORROWED
     assert borrowed.places([keys[0], keys[2]]) == [1]
 
 
-def test_a_key_that_is_found_again_is_looked_at_later(memory: FakeMemory) -> None:
-    borrowed = BorrowedKeys(memory, Cache(1))
-    places = np.full((2, 3), 1)
-    borrowed.add([b"a", b"b"], places, PAGE, 0, NOW)
-    borrowed.add([b"a"], places[:1], PAGE, 0, NOW + 5)
-    memory.changed = {0}
+def test_the_deadline_is_that_of_the_oldest(siblings: SiblingStandIn) -> None:
+    borrowed = BorrowedKeys(siblings, Cache(1))
+    assert borrowed.deadline is None
+    borrowed.search(CONTENTS, [b"a", b"b"], NOW)
+    borrowed.search(CONTENTS, [b"a"], NOW + 5)
+    assert borrowed.deadline == NOW + BORROWED_SECONDS
+    siblings.changed = {0, 1}
     borrowed.expire(NOW + BORROWED_SECONDS)
-    assert borrowed.places([b"a", b"b"]) == [0]
-    borrowed.expire(NOW + 5 + BORROWED_SECONDS)
-    assert borrowed.places([b"a", b"b"]) == []
+    assert (borrowed.places([b"a", b"b"]), borrowed.deadline) == ([0], NOW + 15)
+    borrowed.expire(NOW + 15)
+    assert (borrowed.places([b"a", b"b"]), borrowed.deadline) == ([], None)
 
 
 def test_without_siblings_nothing_is_borrowed() -> None:
-    """A tier of the user's own may answer like theirs."""
-    borrowed = BorrowedKeys(None, Cache(1))
-    borrowed.add([b"a"], np.full((1, 3), 1), PAGE, 0, NOW)
-    assert borrowed.places([b"a"]) == []
+    borrowed = BorrowedKeys(NO_SIBLINGS, Cache(1))
+    borrowed.search(CONTENTS, [b"a"], NOW)
+    assert (borrowed.places([b"a"]), borrowed.held_elsewhere(CONTENTS, [b"a"])) == ([], set())

@@ -19,18 +19,16 @@ from kvferry.daemon.core.records import RegionRecord, encode_record
 from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.daemon.persistence.table_file import (
     LINES_AT,
+    MAGIC_VALUE,
     RECORD_BYTES,
-    LentTable,
     TableFile,
     convert_table,
-    mark_void,
 )
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from kvferry.shm.memfd import sealed_memfd
-from support.writing_process import READS, writing_process
 
 KEY = 5
 BLOCKS = 6
@@ -139,49 +137,49 @@ def test_a_record_that_is_too_long_is_refused_and_the_old_one_stays() -> None:
 
 def test_an_invalidated_table_is_refused() -> None:
     with new_file() as file:
-        mark_void(file.descriptor)
+        file.mark_void()
         with pytest.raises(Refused):
             read_file(file)
 
 
-@pytest.mark.parametrize("open_table", [TableFile, LentTable])
 @pytest.mark.parametrize("nbytes", [1, 4096, (4 << 20) + 1])
-def test_memory_that_is_no_table_is_refused_and_closed(
-    nbytes: int, open_table: type[TableFile | LentTable]
-) -> None:
+def test_memory_that_is_no_table_is_refused_and_closed(nbytes: int) -> None:
     descriptor = sealed_memfd("other", nbytes)
     with pytest.raises(Refused) as refused:
-        open_table(descriptor)
+        TableFile(descriptor)
     assert refused.value.code == Code.BAD_LAYOUT
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
 
 
-def test_another_daemon_sees_whether_blocks_have_changed() -> None:
-    with new_file() as file:
-        table, blocks = LentTable(os.dup(file.descriptor)), np.array([3, 1])
-        assert table.num_blocks == BLOCKS
-        assert table.unchanged(blocks, np.zeros(2, np.int64)).tolist() == [True, True]
-        file.lines["version"][1] += 1
-        assert table.unchanged(blocks, np.zeros(2, np.int64)).tolist() == [True, False]
-        assert table.unchanged(blocks, np.ones(2, np.int64)).tolist() == [False, True]
-        mark_void(file.descriptor)
-        assert table.unchanged(blocks, np.zeros(2, np.int64)).tolist() == [False, False]
+def words_of(file: TableFile) -> list[int]:
+    words: list[int] = np.frombuffer(os.pread(file.descriptor, 32, 0), np.uint64).tolist()
+    return words
 
 
-def test_a_table_whose_record_is_replaced_is_not_void_meanwhile() -> None:
-    """For other daemons, and if the daemon is killed."""
-    prepare = "\n".join(
-        (
-            "from kvferry.daemon.persistence.table_file import TableFile",
-            "file = TableFile(descriptor)",
-        )
-    )
-    first = np.zeros(1, np.int64)
+def test_the_head_names_the_contents_and_the_pool() -> None:
     with new_file() as file:
-        table = LentTable(os.dup(file.descriptor))
-        with writing_process(file.descriptor, prepare, "file.update(file.record)"):
-            assert all(table.unchanged(first, first).all() for _ in range(READS))
+        assert words_of(file) == [MAGIC_VALUE, 0, 0, 0]
+        record = msgspec.structs.replace(KEYED, pages=((4096,),), factor=1)
+        file.update(record)
+        file.sign(7)
+        assert words_of(file) == [MAGIC_VALUE, 1, record.composition, 7]
+        assert 0 < record.composition < 1 << 63
+        file.mark_void()
+        assert words_of(file) == [0, 1, 0, 7]
+
+
+def test_the_key_table_follows_the_lines() -> None:
+    with new_file() as file:
+        assert file.buckets.shape == (1, 16)
+        file.lines["key"] = b"\xff" * KEY
+        assert not file.buckets.any()
+        file.buckets[:] = np.uint64(1 << 32)
+        other = TableFile(os.dup(file.descriptor))
+        other.close()
+        assert (other.buckets == 1 << 32).all()
+    with new_file(RegionRecord("engine", 0, 4096, layout=LAYOUT)) as file:
+        assert file.buckets.size == 0
 
 
 def test_a_hostile_record_is_refused() -> None:

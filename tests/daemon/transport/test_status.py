@@ -26,6 +26,13 @@ SIBLINGS = (proto_status.SiblingStatus("/run/kvferry/cpu", "on"),)
 TIERS = (proto_status.TierStatus("disk", "on"),)
 
 
+class OtherPeers:
+    """As Peers."""
+
+    def status(self) -> object:
+        return SIBLINGS
+
+
 class OtherParts:
     """As Health, RegionStore and Tiering."""
 
@@ -36,9 +43,6 @@ class OtherParts:
 
     def status(self, *counted: object) -> object:
         return TIERS if counted else HEALTH
-
-    def siblings(self) -> object:
-        return SIBLINGS
 
     def pool_grew(self) -> None:
         self.noted.append("pool grew")
@@ -55,7 +59,8 @@ def test_status_has_the_numbers_of_all_parts() -> None:
     fixture.report(TensorsUnmapped(2))
     assert fixture.send("a/worker", wire.StatusRequest(5)) == [SendStatus("a/worker", 5)]
     parts: Any = OtherParts()
-    assembler = StatusAssembler(fixture.core, parts, parts, parts, clock=lambda: 101.0)
+    peers: Any = OtherPeers()
+    assembler = StatusAssembler(fixture.core, parts, parts, parts, peers, clock=lambda: 101.0)
     contiguous = proto_status.CalibrationPoint(1 << 20, 55.0, 54.0)
     copying = proto_status.CopyStatus("auto", contiguous, (), 1, 1)
     pong = Pong(1.0, None, None)

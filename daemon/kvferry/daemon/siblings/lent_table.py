@@ -101,9 +101,10 @@ class LentTable:
             for name in ("version", "key", "part", "epoch")
         )
 
-    def find(self, sought: SoughtKeys, epoch: int) -> tuple[Int64s, Versions]:
+    def find(self, sought: SoughtKeys, epoch: int) -> tuple[Int64s, Int64s]:
         """The block of each key, -1 if there is none, and its version."""
-        blocks, versions = np.full(len(sought.keys), -1), np.zeros(len(sought.keys), np.uint32)
+        blocks = np.full(len(sought.keys), -1)
+        versions = np.zeros_like(blocks)
         if sought.keys.dtype.itemsize != self._key_bytes or not self._is_valid():
             return blocks, versions
         entries = self._buckets.copy(buckets_of(sought.hashes, self._buckets_count))

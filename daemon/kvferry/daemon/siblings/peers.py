@@ -69,7 +69,7 @@ class Peer:
         # Whether the sibling's memory stays the same over a restart; the end of that time.
         self._is_kept = False
         self._expiry: asyncio.TimerHandle | None = None
-        # Why regions cannot be mapped.
+        # Why regions cannot be mapped. They are tried again in the next session.
         self._refused: dict[int, str] = {}
 
     @property
@@ -195,7 +195,7 @@ class Peer:
         except (KVFerryError, OSError) as error:
             if isinstance(error, KVFerryError) and error.code == Code.BUSY:
                 return str(error)
-            self._refused = {lent.region: str(error)[:MAX_STATE]}
+            self._refused[lent.region] = str(error)[:MAX_STATE]
             log.warning("blocks of a sibling are not used", sibling=self._name, reason=str(error))
             return self._refused[lent.region]
         self._is_kept = lent.is_kept
@@ -239,6 +239,7 @@ class Peer:
                 log.error("sibling disconnected", sibling=self._name, reason=reason)
             error = Gone(Code.DAEMON_GONE, f"the session with the sibling failed: {error!r}")
         self.state = str(error)[:MAX_STATE]
+        self._refused.clear()
         if not self._is_kept or isinstance(error, Refused):
             self._expire()
         elif self._expiry is None and self.is_lending:
@@ -276,22 +277,17 @@ class Peers:
 
     async def run(self) -> None:
         """Find siblings that have started or ended, until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                found, self._unusable = await asyncio.to_thread(self._find)
-                ended = [
-                    path
-                    for path in self._peers.keys() - found
-                    if path in self._unusable or not self._peers[path].is_lending
-                ]
-                for path in ended:
-                    del self._peers[path]
-                    self._tasks.pop(path).cancel()
-                for path in sorted(found - self._peers.keys()):
-                    peer = Peer(path, self._windows, self._used, self._page_identity)
-                    self._peers[path] = peer
-                    self._tasks[path] = tasks.create_task(peer.run())
-                await asyncio.sleep(ASK_EVERY)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                try:
+                    while True:
+                        found, self._unusable = await asyncio.to_thread(self._find)
+                        self._update(found, tasks)
+                        await asyncio.sleep(ASK_EVERY)
+                finally:
+                    self._windows.stop_mapping()
+        finally:
+            await self._windows.wait_unmapped()
 
     def ask_soon(self) -> None:
         """A namespace may have been opened here."""
@@ -302,6 +298,17 @@ class Peers:
         peers = (peer.status() for peer in self._peers.values())
         unusable = (SiblingStatus(str(path), why) for path, why in self._unusable.items())
         return tuple(sorted((*peers, *unusable), key=lambda each: each.directory))
+
+    def _update(self, found: set[Path], tasks: asyncio.TaskGroup) -> None:
+        """Have a peer for each of these daemons, and for each whose memory is still mapped."""
+        for path in self._peers.keys() - found:
+            if path in self._unusable or not self._peers[path].is_lending:
+                del self._peers[path]
+                self._tasks.pop(path).cancel()
+        for path in sorted(found - self._peers.keys()):
+            peer = Peer(path, self._windows, self._used, self._page_identity)
+            self._peers[path] = peer
+            self._tasks[path] = tasks.create_task(peer.run())
 
     def _send_uses_soon(self) -> None:
         if not self._sends_uses:

@@ -16,6 +16,7 @@ import asyncio
 import errno
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -100,7 +101,7 @@ class MappedWindows:
         self._windows: dict[int, _Window] = {}
         self._open: dict[str, dict[str, _Window]] = {}
         self._numbers = count(1)
-        # One registration at a time: the driver takes no more. Set when the daemon ends.
+        # One registration at a time: the driver takes no more.
         self._mapping, self._ending = asyncio.Lock(), threading.Event()
         self._unmapping = set[asyncio.Task[None]]()
         # Blocks that were loaded, and their bytes, by the sibling's directory.
@@ -138,11 +139,19 @@ class MappedWindows:
 
         Takes the descriptors. Raises KVFerryError or OSError.
         """
+        begun = time.monotonic()
         try:
             async with self._mapping:
                 window = await self._finish(self._map, lent)
         finally:
             lent.close()
+        log.info(
+            "sibling mapped",
+            sibling=lent.directory,
+            namespace=window.namespace,
+            bytes=window.memory.nbytes,
+            seconds=round(time.monotonic() - begun, 3),
+        )
         self.close(lent.directory, window.namespace)
         self._windows[window.number] = window
         self._open.setdefault(window.namespace, {})[window.directory] = window
@@ -163,8 +172,12 @@ class MappedWindows:
         every = self._windows.values()
         return sum(each.memory.nbytes for each in every if each.directory == directory)
 
-    async def end(self) -> None:
-        """Wait until memory that is being unmapped is."""
+    def stop_mapping(self) -> None:
+        """The daemon ends: a registration in progress ends after the current chunk."""
+        self._ending.set()
+
+    async def wait_unmapped(self) -> None:
+        """Wait until the windows that were closed are unmapped, if no load reads them."""
         if self._unmapping:
             await asyncio.wait(self._unmapping)
 
@@ -232,7 +245,7 @@ class MappedWindows:
         these: Int64s,
         window: _Window,
         contents: NamespaceContents,
-        found: tuple[Int64s, Any],
+        found: tuple[Int64s, Int64s],
     ) -> None:
         """Add the rows of blocks in a window. these: their columns. found: blocks and versions."""
         (blocks, versions), nbytes = found, contents.block_bytes
@@ -244,7 +257,7 @@ class MappedWindows:
         if not (chunk_bytes % nbytes or contents.start % nbytes):
             fits &= offsets // chunk_bytes == (ends - 1) // chunk_bytes
         numbers = np.full(these.size, window.number)
-        columns = np.stack((numbers, offsets + window.offset, blocks, versions.astype(np.int64)))
+        columns = np.stack((numbers, offsets + window.offset, blocks, versions))
         rows[:, these[fits]] = columns[:, fits]
 
     # The end of windows
@@ -257,12 +270,11 @@ class MappedWindows:
             task.add_done_callback(self._unmapping.discard)
 
     async def _finish(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function in another thread. If it is cancelled, it ends only after that call."""
+        """Call a function in another thread. If this is cancelled, it ends only after the call."""
         call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
-            self._ending.set()
             await asyncio.wait([call])
             raise
 
@@ -273,6 +285,10 @@ class MappedWindows:
         self.check_chunks(lent.chunk_bytes)
         _check_chunks(lent.chunks, lent.chunk_bytes)
         table = LentTable(lent.table, lent.page, lent.contents.composition)
+        begin = lent.first * lent.chunk_bytes
+        if not begin <= lent.start < begin + len(lent.chunks) * lent.chunk_bytes:
+            text = f"the sibling's region begins at byte {lent.start}, outside of its chunks"
+            raise Refused(Code.BAD_LAYOUT, text, lent.start)
         with ExitStack() as undo:
             memory = ReadOnlyFiles(lent.chunks, lent.chunk_bytes, self._pool.address)
             undo.callback(memory.close)
@@ -282,7 +298,6 @@ class MappedWindows:
                 self._engine.pin(address, size, writable=False)
                 undo.callback(self._engine.unpin, address)
             undo.pop_all()
-        begin = lent.first * lent.chunk_bytes
         return _Window(
             next(self._numbers),
             lent.directory,
