@@ -110,7 +110,7 @@ def version_before_the_rest(patch: pytest.MonkeyPatch) -> None:
 
 def pending_with_a_version(patch: pytest.MonkeyPatch) -> None:
     def set_pending(self: BlockTable, blocks: Any) -> None:
-        self._move(blocks, PENDING)
+        self._move(blocks, PENDING, "reserved")
         self.lines._committed[blocks] = False
         self.lines.touch(blocks)
 

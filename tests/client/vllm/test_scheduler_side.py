@@ -237,11 +237,11 @@ def test_nothing_is_offered_until_a_reset_is_done(
     assert side.prepare_store([C], request()).keys_to_store == [C]
 
 
-def test_stores_name_the_generation_of_each_rank(side: SchedulerSide) -> None:
+def test_stores_name_the_epoch_of_each_rank(side: SchedulerSide) -> None:
     output = side.prepare_store([A, C, D], request())
     assert output.keys_to_store == [C, D]
     assert output.store_spec == KeysSpec((C, D), (1,), (A,))
-    assert output.store_spec.generation(0) == 1
+    assert output.store_spec.epoch(0) == 1
     assert answers(side, C) == ["pending"]
     side.complete_store({C, D}, request())
     assert answers(side, C) == ["miss"]
@@ -278,7 +278,7 @@ def test_a_key_is_a_hit_if_every_rank_has_it(
     assert answers(side, A, B, A) == ["hit", "miss", "hit"]
     output = side.prepare_store([A, B], request())
     assert output.keys_to_store == [B]
-    assert [output.store_spec.generation(rank) for rank in (0, 1)] == [1, 2]
+    assert [output.store_spec.epoch(rank) for rank in (0, 1)] == [1, 2]
     side.prepare_load([A], request())
     assert one.received_of(wire.Pin) == two.received_of(wire.Pin) == [wire.Pin((A,))]
     two.evict(A)

@@ -81,9 +81,9 @@ def test_a_store_of_another_epoch_is_refused() -> None:
         spec = gpu, KeyLoadStoreSpec((b"a",), epoch)
         assert fixture.refused("a", spec) == Code.STALE
     assert fixture.namespaces() == before
-    not_compared = None
-    for letter, epoch in ((b"a", 1), (b"b", not_compared)):
-        fixture.end(fixture.start("a", (gpu, KeyLoadStoreSpec((letter,), epoch))))
+    not_compared: int | None = None
+    for letter, named in ((b"a", 1), (b"b", not_compared)):
+        fixture.end(fixture.start("a", (gpu, KeyLoadStoreSpec((letter,), named))))
     fixture.start("a", (KeyLoadStoreSpec((b"a",), 9), gpu))  # a load may have any epoch
 
 

@@ -58,13 +58,13 @@ def new_fixture(
 
 
 def sync(fixture: NamespacesFixture) -> list[Any]:
-    return fixture.report(EpochsSynced(fixture.now))
+    return fixture.report(EpochsSynced(now=fixture.now))
 
 
 def settle(fixture: NamespacesFixture, found: int, tier: int = 0) -> list[Any]:
     """A shared tier has found an epoch of the namespace."""
     asked = fixture.core.resets.epochs_in_use()
-    return fixture.report(EpochsSettled(tier, asked, {NAME: found}, fixture.now))
+    return fixture.report(EpochsSettled(tier, asked, {NAME: found}, now=fixture.now))
 
 
 def done_of(actions: Sequence[Action]) -> list[Any]:
@@ -322,7 +322,7 @@ def test_the_latest_epoch_of_stores_is_adopted_and_older_stores_are_dropped() ->
     fixture.stored("a", b"a")
     (own,) = fixture.core.writes.stores_in_use()
     stores = (f"{NAME}-c-4", f"{NAME}-c-5", f"{NAME}-d-5", f"{NAME}-c", f"{OTHER.name}-c-2")
-    actions = fixture.report(StoresFound(stores, fixture.now))
+    actions = fixture.report(StoresFound(stores, now=fixture.now))
     assert key_events_of(actions, PublishKVEvents) == [("cleared", b"")]
     dropped = [action.store for action in actions if isinstance(action, DropStore)]
     assert dropped[1:] == [f"{NAME}-c-4", f"{NAME}-c"]
@@ -334,7 +334,7 @@ def test_the_latest_epoch_of_stores_is_adopted_and_older_stores_are_dropped() ->
 
 def test_stores_with_a_damaged_epoch_are_dropped() -> None:
     fixture = new_fixture(tiers=("disk",))
-    actions = fixture.report(StoresFound((f"{NAME}-c-{DAMAGED}",), fixture.now))
+    actions = fixture.report(StoresFound((f"{NAME}-c-{DAMAGED}",), now=fixture.now))
     assert actions == [DropStore(f"{NAME}-c-{DAMAGED}")]
 
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ class WindowsFixture:
     async def map(self) -> None:
         await self.windows.map(self.lent())
 
-    def find(self, *numbers: int, **contents: int) -> Int64s:
+    def find(self, *numbers: int, **contents: Any) -> Int64s:
         wanted = self.contents._replace(**contents)
         return self.windows.find(wanted, [key(number) for number in numbers])
 

@@ -131,8 +131,8 @@ class TableFile:
 def convert_table(descriptor: int) -> int | None:
     """The descriptor of a new file with what a table of the format before has committed.
 
-    Its epoch is the number of its resets. None if it is no such table. Raises Refused (BAD_LAYOUT) if it is
-    damaged, and OSError. The caller owns both descriptors.
+    Its epoch is the number of its resets. None if it is no such table. Raises Refused (BAD_LAYOUT)
+    if it is damaged, and OSError. The caller owns both descriptors.
     """
     if os.fstat(descriptor).st_size <= LINES_AT or os.pread(descriptor, 8, 0) != OLD_MAGIC:
         return None

@@ -126,10 +126,6 @@ class TierClient:
         return self._process.pid
 
     @property
-    def pid(self) -> int | None:
-        return self._process.pid
-
-    @property
     def in_flight(self) -> int:
         """Requests that the process has not answered."""
         return self._process.in_flight
