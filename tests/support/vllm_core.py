@@ -201,6 +201,12 @@ class EngineCore:
 
     def step(self) -> None:
         output = self.scheduler.schedule()
+        self._ran.append((output, self.execute(output)))
+        if len(self._ran) > self._overlaps:
+            self._update(*self._ran.pop(0))
+
+    def execute(self, output: Any) -> ModelRunnerOutput:
+        """The worker's part of a step. output: the scheduler's."""
         metadata, worker = output.kv_connector_metadata, self.worker
         for each in getattr(metadata, "metadata", (metadata,)):  # of each in a MultiConnector
             loads = getattr(each, "load_jobs", {}).values()
@@ -227,9 +233,7 @@ class EngineCore:
             kv_connector_output=self._connector_output(output.finished_req_ids),
         )
         worker.clear_connector_metadata()
-        self._ran.append((output, result))
-        if len(self._ran) > self._overlaps:
-            self._update(*self._ran.pop(0))
+        return result
 
     def finish_steps(self) -> None:
         """Process the outputs of all steps that have run: no batch is in flight then."""

@@ -39,6 +39,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     monkeypatch.setattr(session, "SEARCH_TIMEOUT", TIMEOUT)
     monkeypatch.setattr(scheduler_side, "LOOKUP_TIMEOUT", TIMEOUT)
+    monkeypatch.setattr(scheduler_side, "MIN_LOOKUP_TIMEOUT", TIMEOUT)
     monkeypatch.setattr(request_state, "COPY_SECONDS", TIMEOUT)
 
 

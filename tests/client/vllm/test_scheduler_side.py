@@ -68,6 +68,29 @@ def test_a_request_waits_for_pending_stores_until_a_timeout(side: SchedulerSide)
     assert answers(side, B, A) == ["miss", "hit"]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "waited", "answer"),
+    [
+        (0.0, 1.9, "pending"),
+        (0.0, 2.1, "miss"),
+        (0.1, 0.15, "pending"),
+        (0.1, 0.35, "miss"),
+        (0.3, 0.5, "pending"),
+        (0.3, 0.7, "miss"),
+        (9.0, 1.9, "pending"),
+        (9.0, 2.1, "miss"),
+    ],
+)
+def test_a_request_waits_no_longer_than_computing_its_keys_takes(
+    side: SchedulerSide, seconds: float, waited: float, answer: str
+) -> None:
+    """seconds: of each of two keys."""
+    side.request_arrived("request", [B, D], seconds)
+    assert answers(side, B) == ["pending"]
+    side._request.since -= waited
+    assert answers(side, B) == [answer]
+
+
 def test_a_request_that_loaded_max_loads_times_computes(side: SchedulerSide) -> None:
     for _ in range(MAX_LOADS):
         assert answers(side, A) == ["hit"]

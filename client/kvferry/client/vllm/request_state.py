@@ -24,7 +24,7 @@ class RequestState:
 
     touched: time of the last touch, by the last key of the list and its length. prefetch: of its
     keys below the host pool. found_below: what it found. keys, seconds: see `request_arrived`.
-    copied: the first keys of those that ranks were asked to copy, and when. copy_failed: in vain.
+    computing: seconds that the engine takes to compute all of them, 0 if not known. copied: the first keys of those that ranks were asked to copy, and when. copy_failed: in vain.
     """
 
     since: float = 0.0
@@ -34,6 +34,7 @@ class RequestState:
     found_below: frozenset[OffloadKey] | None = None
     keys: Keys = ()
     seconds: float = 0.0
+    computing: float = 0.0
     copied: dict[OffloadKey, float] = field(default_factory=dict)
     copy_failed: bool = False
 
@@ -45,6 +46,12 @@ class RequestState:
         self.touched = {old: t for old, t in self.touched.items() if now - t < interval}
         self.touched[prefix] = now
         return True
+
+    def waits(self, longest: float, shortest: float) -> bool:
+        """Whether the request still waits for pending keys: for as long as computing its keys takes,
+        within these bounds in seconds. So waiting in vain at most doubles its time."""
+        seconds = min(longest, max(shortest, self.computing)) if self.computing else longest
+        return time.monotonic() - self.since <= seconds
 
     def copy_from_writers(self, writers: Writers, key: OffloadKey) -> Lookup:
         """Let the ranks copy this key and the next ones; a MISS if they could not."""

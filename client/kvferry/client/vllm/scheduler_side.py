@@ -36,6 +36,9 @@ R = TypeVar("R")
 
 # Seconds to wait for pending stores, for an incomplete mirror, and for the answer to a reset.
 LOOKUP_TIMEOUT = 2.0
+# Seconds to wait for pending keys although computing them is known to take less: it is hardly
+# noticed, and on a busy machine processes wait for tenths of a second.
+MIN_LOOKUP_TIMEOUT = 0.25
 # A request that has loaded so often computes instead: its loads may fail again and again.
 MAX_LOADS = 8
 # Seconds in which a request does not touch the same keys again.
@@ -136,8 +139,11 @@ class SchedulerSide:
         """
         if self._usable:
             prefetch = self._manager.prefetch(keys if self._config.loads else (), seconds)
-            if prefetch.searches or self._config.replicated:
+            searches = prefetch.searches or self._config.replicated
+            if searches or seconds:
                 state = self._requests.setdefault(request, RequestState())
+                state.computing = seconds * len(keys)
+            if searches:
                 state.prefetch, state.keys, state.seconds = prefetch, tuple(keys), seconds
 
     def was_below(self, key: OffloadKey, request: str) -> bool:
@@ -300,7 +306,7 @@ class SchedulerSide:
         if found is Lookup.MISS and manager.writers.can_copy(key):
             found = state.copy_from_writers(manager.writers, key)
         self._ready = manager.ready_keys
-        if found in UNDECIDED and time.monotonic() - state.since > self._lookup_timeout:
+        if found in UNDECIDED and not state.waits(self._lookup_timeout, MIN_LOOKUP_TIMEOUT):
             return Lookup.MISS
         return found
 
