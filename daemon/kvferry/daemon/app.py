@@ -56,7 +56,7 @@ from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
 from kvferry.daemon.persistence.recovery import RecoveredState, chunks_of, recover_pool
 from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.daemon.reload import Reload
-from kvferry.daemon.siblings.peers import Peers
+from kvferry.daemon.siblings.peers import SiblingPeers
 from kvferry.daemon.siblings.windows import MappedWindows
 from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor
@@ -285,7 +285,7 @@ def identity_of(engine: CopyEngine, limits: LimitsConfig) -> DaemonIdentity:
 
 def make_peers(
     config: Config, own: Path, core: Core, windows: MappedWindows | None, identity: bytes
-) -> Peers | None:
+) -> SiblingPeers | None:
     """The sessions at siblings; None if they are off.
 
     own: the daemon's directory. identity: of the file with the epochs.
@@ -293,7 +293,7 @@ def make_peers(
     if windows is None:
         return None
     further = map(Path, filter(None, config.siblings.directories.split(":")))
-    return Peers(own, (config.directory, *further), windows, core.used_contents, identity)
+    return SiblingPeers(own, (config.directory, *further), windows, core.used_contents, identity)
 
 
 def log_denied_calls(numa_node: int | None) -> None:

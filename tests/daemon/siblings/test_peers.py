@@ -16,7 +16,7 @@ import pytest
 from kvferry.daemon.core.siblings import NamespaceContents
 from kvferry.daemon.memory.pool import HostPool
 from kvferry.daemon.siblings import peer_client, peers
-from kvferry.daemon.siblings.peers import NO_NAMESPACE, ON, Peers
+from kvferry.daemon.siblings.peers import NO_NAMESPACE, ON, SiblingPeers
 from kvferry.daemon.siblings.windows import MappedWindows
 from kvferry.proto import messages as wire
 from kvferry.proto.codec import encode
@@ -49,7 +49,7 @@ class PeersFixture:
         composition = self.region.file.record.composition
         self.contents = NamespaceContents(FINGERPRINT.name, composition, 0, BLOCK, 0)
         self.used = [self.contents]
-        self.peers = Peers(folder / "own", [folder], self.windows, lambda: self.used, PAGE)
+        self.peers = SiblingPeers(folder / "own", [folder], self.windows, lambda: self.used, PAGE)
         self.chunk = sealed_memfd("chunk", CHUNK)
         stack.callback(os.close, self.chunk)
 

@@ -24,7 +24,8 @@ class RequestState:
 
     touched: time of the last touch, by the last key of the list and its length. prefetch: of its
     keys below the host pool. found_below: what it found. keys, seconds: see `request_arrived`.
-    computing: seconds that the engine takes to compute all of them, 0 if not known. copied: the first keys of those that ranks were asked to copy, and when. copy_failed: in vain.
+    computing: seconds that the engine takes to compute all of them, 0 if not known. copied: the
+    first keys of those that ranks were asked to copy, and when. copy_failed: in vain.
     """
 
     since: float = 0.0
@@ -48,7 +49,7 @@ class RequestState:
         return True
 
     def waits(self, longest: float, shortest: float) -> bool:
-        """Whether the request still waits for pending keys: for as long as computing its keys takes,
+        """Whether the request still waits for pending keys: as long as computing its keys takes,
         within these bounds in seconds. So waiting in vain at most doubles its time."""
         seconds = min(longest, max(shortest, self.computing)) if self.computing else longest
         return time.monotonic() - self.since <= seconds

@@ -1,4 +1,4 @@
-"""Peers: finds the siblings of this daemon, and keeps a session and the windows of each.
+"""SiblingPeers: finds the siblings of this daemon, and keeps a session and the windows of each.
 
     connecting --Welcome--> asking every second --> on, or why nothing is loaded
         ^______ session lost ______|
@@ -51,7 +51,7 @@ UsedContents = Callable[[], Sequence[NamespaceContents]]
 log = structlog.get_logger()
 
 
-class Peer:
+class SiblingPeer:
     """One sibling. used: see UsedContents. page_identity: of the own page of epochs.
 
     state: ON, or why its blocks are not loaded. keys: that it has, of the namespaces in use here.
@@ -254,9 +254,9 @@ class Peer:
             self._expiry = None
 
 
-class Peers:
+class SiblingPeers:
     """All siblings. own: directory of this daemon. directories: in which siblings are searched.
-    windows, used, page_identity: see Peer."""
+    windows, used, page_identity: see SiblingPeer."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ class Peers:
     ) -> None:
         self._own, self._directories = own, directories
         self._windows, self._used, self._page_identity = windows, used, page_identity
-        self._peers: dict[Path, Peer] = {}
+        self._peers: dict[Path, SiblingPeer] = {}
         self._tasks: dict[Path, asyncio.Task[None]] = {}
         # Why daemons are not used at all.
         self._unusable: dict[Path, str] = {}
@@ -306,7 +306,7 @@ class Peers:
                 del self._peers[path]
                 self._tasks.pop(path).cancel()
         for path in sorted(found - self._peers.keys()):
-            peer = Peer(path, self._windows, self._used, self._page_identity)
+            peer = SiblingPeer(path, self._windows, self._used, self._page_identity)
             self._peers[path] = peer
             self._tasks[path] = tasks.create_task(peer.run())
 

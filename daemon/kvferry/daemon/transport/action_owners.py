@@ -36,7 +36,7 @@ from kvferry.daemon.device.device_worker import Command, DeviceWorker
 from kvferry.daemon.persistence.epoch_page import EpochSync
 from kvferry.daemon.persistence.kept_tensor_store import KeptTensorStore
 from kvferry.daemon.persistence.region_store import RegionStore
-from kvferry.daemon.siblings.peers import Peers
+from kvferry.daemon.siblings.peers import SiblingPeers
 from kvferry.daemon.tiers.tiering import Tiering
 from kvferry.proto.messages import DaemonMessage
 
@@ -64,7 +64,7 @@ class ActionOwners:
         tiering: Tiering,
         publish: Callable[[PublishKVEvents], None],
         receive_own: Callable[[DaemonMessage], None],
-        peers: Peers | None = None,
+        peers: SiblingPeers | None = None,
     ) -> None:
         self._worker, self._persistence, self._tiering = worker, persistence, tiering
         self._publish, self._receive_own, self._peers = publish, receive_own, peers

@@ -9,7 +9,7 @@ from kvferry.daemon.core.actions import CopyCalibrated, Pong, PoolRegistered
 from kvferry.daemon.core.core import Core
 from kvferry.daemon.observability.health import Health
 from kvferry.daemon.persistence.region_store import RegionStore
-from kvferry.daemon.siblings.peers import Peers
+from kvferry.daemon.siblings.peers import SiblingPeers
 from kvferry.daemon.tiers.tiering import Tiering
 from kvferry.proto.status import (
     CopyStatus,
@@ -32,7 +32,7 @@ class StatusAssembler:
         health: Health,
         region_store: RegionStore,
         tiering: Tiering,
-        peers: Peers | None = None,
+        peers: SiblingPeers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core, self._health, self._clock = core, health, clock
