@@ -266,7 +266,7 @@ class Soak:
         )
         with OffloadClient(self._daemons.directory, engine="resetter") as client:
             client.open_namespace(options.fingerprint, cpu_bytes_to_use=options.host_bytes)
-            client.reset(TIMEOUT)
+            client.reset(timeout=TIMEOUT)
 
     def _send_random_bytes(self) -> None:
         raw = RawClient(self._daemons.directory)

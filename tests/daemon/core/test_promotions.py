@@ -222,6 +222,7 @@ def test_a_search_that_ends_before_a_reset_is_adopted_promotes_nothing() -> None
     fixture.send("a", wire.Reset(5))
     find = wire.FindInTiers(1, each(b"a"))
     (search,) = fixture.core.handle("a", find, fixture.now + 0.01)
+    assert isinstance(search, FindKeys)
     fixture.epochs.draw(FINGERPRINT.name)
     assert reply_of(fixture.core.handle("a", find, fixture.now + 0.02)) == wire.TiersFound(1, 0)
     assert end_search(fixture, search, 0) == [SendMessage("a", wire.TiersFound(1, 0))]
