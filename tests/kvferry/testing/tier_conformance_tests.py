@@ -90,7 +90,6 @@ def test_a_key_is_in_one_store_only(tier: Subject) -> None:
     assert tier.fetch([1], OTHER) == [MISS]
     tier.put([1, 2], OTHER)
     tier.drop()
-    assert tier.contains([1, 2]) == [False, False]
     assert tier.fetch([1, 2], OTHER) == [OK, OK]
 
 
@@ -101,29 +100,27 @@ def test_a_dropped_store_leaves_others_of_its_namespace(
     dropped, composed, later = (
         str(StoreName(NAMESPACE, *rest)) for rest in (("a",), ("b",), ("a", EPOCH))
     )
-    tier.put([1], dropped)
-    tier.put([1], composed)
+    tier.put([1, 2], dropped)
+    tier.put([3], composed)
     tier.drop(store=dropped)
-    assert tier.contains([1], dropped) == [False]
-    assert tier.fetch([1], composed) == [OK]
+    assert tier.fetch([3], composed) == [OK]
+    if not tier_setup.shared:  # other hosts may use what it has
+        assert tier.usage().keys == 1
     settle(tier, tier_setup, {NAMESPACE: EPOCH})
     assert tier.fetch([1], later) == [MISS]
-    assert tier.put([2], later) == [OK]
+    assert tier.put([4], later) == [OK]
     tier.drop(store=dropped)
     tier.drop(store=composed)
-    assert tier.fetch([2], later) == [OK]
-    assert tier.contains([1], composed) == [False]
+    assert tier.fetch([4], later) == [OK]
 
 
 def test_dropped_keys_are_missing_and_can_be_put_again(tier: Subject) -> None:
     tier.put([1, 2, 3])
     tier.drop([2, 9])
+    assert tier.contains([1, 2, 3]) == [True, False, True]
     assert tier.fetch([1, 2, 3]) == [OK, MISS, OK]
-    tier.drop()
-    assert tier.contains([1, 2, 3]) == [False] * 3
-    assert tier.fetch([1, 2, 3]) == [MISS] * 3
-    assert tier.put([1, 2]) == [OK, OK]
-    assert tier.fetch([1, 2, 3]) == [OK, OK, MISS]
+    assert tier.put([2]) == [OK]
+    assert tier.fetch([1, 2, 3]) == [OK, OK, OK]
 
 
 def test_no_block_is_read_after_the_deadline(tier: Subject) -> None:
