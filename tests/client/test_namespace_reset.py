@@ -40,6 +40,18 @@ def test_a_reset_sends_its_label_and_returns_the_tiers_that_do_not_have_it_yet(
     assert labels == ["weights 2", "weights 3", "weights 4"]
 
 
+def test_a_reset_that_reconnecting_does_returns_the_same(fake_daemon: FakeDaemon) -> None:
+    fake_daemon.unpublished = ("store",)
+    with OffloadClient(fake_daemon.directory, engine="engine", timeout=2.0) as client:
+        client.open_namespace(FINGERPRINT)
+        fake_daemon.disconnected = True
+        client.poll()
+        fake_daemon.disconnected = False
+        assert client.gone is not None
+        assert client.reset("weights 2") == ("store",)
+    assert [each.label for each in fake_daemon.received_of(wire.Reset)] == ["weights 2"]
+
+
 @pytest.mark.parametrize("label", ["l" * 257, 7])
 def test_a_reset_with_a_wrong_label_changes_nothing(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, label: Any

@@ -118,14 +118,15 @@ def test_reconnecting_restores_namespace_mirror_and_pins_in_order(
     assert [mirror.lookup(key) for key in (b"aaaa", b"bbbb")] == [Lookup.MISS, Lookup.HIT]
 
 
-def test_pending_resets_are_done_with_their_labels_before_the_mirror_is_shown(
+def test_pending_resets_are_done_once_for_each_label_before_the_mirror_is_shown(
     reconnecting: ClientSession,
 ) -> None:
     reconnecting.namespace_opened(wire.OpenNamespace(1, FINGERPRINT), OPENED)
     reconnecting.namespace.ensure_mirror()
     reconnecting.reset("weights 2")
     reconnecting.connection_lost(KILLED)
-    reconnecting.reset("weights 3")
+    for label in ("weights 2", "weights 3", "weights 3"):
+        reconnecting.reset(label)
     attempt = SteppedAttempt(reconnecting)
     attempt.receive(WELCOME)
     attempt.receive(opened_for(attempt))

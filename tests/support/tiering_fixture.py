@@ -162,7 +162,7 @@ class TieringFixture:
         self.tiers[0].runner.run(wake_up())
 
 
-def pause(fixture: TieringFixture) -> None:
+def pause(tier: ProcessSubject) -> None:
     """Let the event loop run for a moment, in which nothing should happen."""
     until = time.monotonic() + 0.1
-    fixture.tiers[0].wait_until(lambda: time.monotonic() > until)
+    tier.wait_until(lambda: time.monotonic() > until)

@@ -16,7 +16,7 @@ from kvferry.client.tier_searches import TierSearches
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import Lookup, OffloadKey
-from kvferry.proto.messages import KeyEvents, Opened, OpenNamespace, Snapshot
+from kvferry.proto.messages import Done, KeyEvents, Opened, OpenNamespace, Snapshot
 
 # In place of a request id: while disconnected, keys are hidden as during a reset.
 _DISCONNECTED = -1
@@ -41,6 +41,8 @@ class ClientNamespace:
         self._epoch = 0
         # The epoch after the last reset of this client.
         self.reset_epoch = 0
+        # The shared tiers that it has not reached.
+        self.unpublished: tuple[str, ...] = ()
         self.tier_searches = TierSearches()
 
     @property
@@ -145,13 +147,14 @@ class ClientNamespace:
         """Whether this reset is pending."""
         return request_id in self._resets
 
-    def reset_done(self, request_id: int, epoch: int) -> None:
-        """A reset was done; the epoch is this one. After the last reset, keys stored since then are
+    def reset_done(self, done: Done) -> None:
+        """A reset was done. After the last reset, keys stored since then are
         visible."""
-        self._epoch = self.reset_epoch = epoch
+        self._epoch = self.reset_epoch = done.epoch
+        self.unpublished = done.unpublished
         if self._mirror is not None:
-            self._mirror.clear_after_reset(epoch)
-        self.reset_ended(request_id)
+            self._mirror.clear_after_reset(done.epoch)
+        self.reset_ended(done.request_id)
 
     def reset_ended(self, request_id: int) -> None:
         """A reset is no longer pending. After the last one, keys are visible again."""

@@ -28,6 +28,7 @@ from kvferry.proto.memory import FdAllocation, HostRegion
 from kvferry.proto.messages import (
     Allocated,
     AllocateKVCaches,
+    Done,
     Goodbye,
     NamespacesRequest,
     Opened,
@@ -132,15 +133,16 @@ async def reset(
     Raises Refused (UNKNOWN_NAMESPACE, BAD_MESSAGE) or Gone.
     """
     session, call = self._session, self._begin_call(timeout)
-    request, unpublished = session.reset(label), tuple[str, ...]()
+    request = session.reset(label)
     try:
         await call.connected()
         if session.namespace.is_resetting(request.request_id):  # else reconnecting has done it
-            unpublished = (await call.ask(request)).unpublished
+            done: Done = await call.ask(request)
+            return done.unpublished
     except Refused:
         session.namespace.reset_ended(request.request_id)
         raise
-    return unpublished
+    return session.namespace.unpublished
 
 
 async def register_kv_caches(

@@ -74,8 +74,9 @@ async def _restore_namespace(call: Call, namespace: ClientNamespace) -> None:
     if namespace.has_mirror:
         await call.send_until(Subscribe(), lambda: namespace.mirror.complete or None)
     while pending := namespace.pending_resets():
-        for request_id, label in pending.items():
+        for label in dict.fromkeys(pending.values()):
             await call.ask(call.session.reset(label))
+        for request_id in pending:
             namespace.reset_ended(request_id)
     # Last, and without a pause, in which more keys may be pinned.
     for keys in namespace.pinned_batches():

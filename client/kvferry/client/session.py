@@ -357,9 +357,9 @@ class ClientSession:
                 self.connection_lost(Gone(Code.DAEMON_GONE, f"the daemon closed the session{why}"))
             case TiersFound(request_id, prefix, promoted):
                 self.namespace.tier_searches.answer(request_id, prefix, promoted)
-            case Done(request_id, epoch) as done:
+            case Done(request_id) as done:
                 if self._resetting(request_id):
-                    self.namespace.reset_done(request_id, epoch)
+                    self.namespace.reset_done(done)
                 self.pending.resolve(request_id, done)
             case reply:
                 self.pending.resolve(reply.request_id, reply)

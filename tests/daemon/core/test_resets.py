@@ -382,6 +382,24 @@ def test_messages_do_not_check_resets_that_wait_for_a_shared_tier(checks: list[i
     assert checks == []
 
 
+def test_resets_that_wait_for_a_shared_tier_are_not_checked_at_each_sync(
+    checks: list[int],
+) -> None:
+    fixture = new_fixture(tiers=(SHARED,))
+    fixture.step = ADOPT_EVERY / 1000
+    for number in range(2000):
+        fixture.send("a", wire.Reset(number))
+        if number % 10 == 0:
+            sync(fixture)
+    assert {*checks} == {0}
+    assert len(checks) < 300
+    fixture.advance()
+    settle(fixture, 2000)
+    while fixture.core.resets.deadline is not None:
+        sync(fixture)
+    assert len(checks) < 2400
+
+
 def test_too_many_resets_are_refused_and_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resets, "MAX_PENDING", 2)
     fixture = new_fixture()

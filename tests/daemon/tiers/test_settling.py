@@ -104,7 +104,7 @@ def test_epochs_are_settled_with_shared_tiers_all_the_time(
 ) -> None:
     monkeypatch.setattr(tiering, "SETTLE_EVERY", 0.05)
     tiers.start()
-    pause(tiers)
+    pause(tiers.tiers[0])
     assert tiers.reports == []  # no namespace is in use
     begun = time.monotonic()
     for epoch, larger in ((7, 7), (9, 9), (8, 9)):
@@ -126,7 +126,7 @@ def test_epochs_are_settled_at_once_when_that_is_wanted(
     monkeypatch.setattr(tiering, "SETTLE_EVERY", 1e6)
     tiers.start()
     tiers.epochs = {NAMESPACE: 7}
-    pause(tiers)
+    pause(tiers.tiers[0])
     assert tiers.reports == []
     tiers.perform(SettleEpochs())
     assert tiers.wait_for(EpochsSettled).found == {NAMESPACE: 7}

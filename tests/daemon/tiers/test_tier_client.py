@@ -30,7 +30,7 @@ from kvferry.testing.tier_subjects import (
     key_of,
 )
 from support.refused_starts import refuse_starts
-from support.tiering_fixture import BLOCK
+from support.tiering_fixture import BLOCK, pause
 from support.time_limits import TIMEOUT
 
 from .rude_fixtures import SOON_KILLED, Rude, Start
@@ -152,7 +152,7 @@ def test_a_drop_of_a_store_ends_its_blocks_in_the_queue(start: Start, tmp_path: 
     tier.wait_until(lambda: len(list(tmp_path.glob("slow-*"))) == 2)  # all threads
     dropped = tier.begin_drop()
     tier.wait_until(lambda: is_received(tier))
-    time.sleep(0.1)
+    pause(tier)
     assert not dropped.done()
     rude.off("slow")
     tier.wait_until(lambda: dropped.done() and all(put.results for put in puts))

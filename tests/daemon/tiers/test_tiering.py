@@ -123,7 +123,7 @@ def test_blocks_of_a_late_fetch_are_not_released(slow: TieringFixture, rude: Rud
     rude.tier.put([1])
     rude.on("slow reads")
     assert slow.fetch(0, 1, seconds=0.1) == BlocksFetched(3, (False,))
-    pause(slow)
+    pause(slow.tiers[0])
     assert [type(each) for each in slow.reports] == [BlocksFetched]
     rude.off("slow reads")
     slow.wait_for(FetchReleased)
@@ -269,7 +269,7 @@ def test_writes_in_flight_are_bounded(
     os.kill(pid, signal.SIGSTOP)
     disk.write(*(disk.write_job(number, number) for number in range(5)))
     disk.tiers[0].wait_until(lambda: len(disk.core.jobs) == 3)
-    pause(disk)
+    pause(disk.tiers[0])
     assert len(disk.core.jobs) == 3
     os.kill(pid, signal.SIGCONT)
     disk.tiers[0].wait_until(lambda: len(disk.core.ended) == 5)
@@ -306,7 +306,7 @@ def test_nothing_is_reported_or_written_once_it_is_stopped(memory: TieringFixtur
     memory.begin_fetch(0, 1)
     memory.write(memory.write_job(1, 0))
     memory.tiers[0].wait_until(lambda: memory.promoted)
-    pause(memory)
+    pause(memory.tiers[0])
     assert (memory.reports, memory.core.asked) == ([], [])
 
 

@@ -11,8 +11,9 @@
 The module may also be in the current directory, or beside the test module. The tests call
 `open_tier(options, memory)` in the process of a tier, and use the tier as the daemon does. If it
 cannot be opened, each test fails at once with the reason. Each test opens a new tier, which must be
-empty. They check the bytes of all fetched blocks. `kvferry.daemon.tiers` documents the interface
-and its rules.
+empty. They check the bytes of all fetched blocks. A tier whose blocks outlive its process, and a
+SharedTier, have more tests, if the TierSetup says so: `keeps` and `shared`. `kvferry.daemon.tiers`
+documents the interface and its rules.
 """
 
 import pytest

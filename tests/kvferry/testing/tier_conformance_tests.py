@@ -35,7 +35,7 @@ TIMEOUT = 30.0
 # Half of the bytes that are put into a tier without a capacity.
 UNBOUNDED_BYTES = 4 << 20
 # A namespace beside NAMESPACE, and an epoch of a namespace that was reset.
-OTHER, EPOCH = "f" * 16, (1 << 61) + 12345
+OTHER, EPOCH = "f" * 16, (1_700_000_000_000_000 << 10) + 345
 
 
 @pytest.fixture(params=[16 << 10, 12_345], ids=["pages", "odd"])
@@ -90,7 +90,6 @@ def test_a_key_is_in_one_store_only(tier: Subject) -> None:
     assert tier.fetch([1], OTHER) == [MISS]
     tier.put([1, 2], OTHER)
     tier.drop()
-    assert tier.contains([1, 2]) == [False, False]
     assert tier.fetch([1, 2], OTHER) == [OK, OK]
 
 
@@ -101,29 +100,27 @@ def test_a_dropped_store_leaves_others_of_its_namespace(
     dropped, composed, later = (
         str(StoreName(NAMESPACE, *rest)) for rest in (("a",), ("b",), ("a", EPOCH))
     )
-    tier.put([1], dropped)
-    tier.put([1], composed)
+    tier.put([1, 2], dropped)
+    tier.put([3], composed)
     tier.drop(store=dropped)
-    assert tier.contains([1], dropped) == [False]
-    assert tier.fetch([1], composed) == [OK]
+    assert tier.fetch([3], composed) == [OK]
+    if not tier_setup.shared:  # other hosts may use what it has
+        assert tier.usage().keys == 1
     settle(tier, tier_setup, {NAMESPACE: EPOCH})
     assert tier.fetch([1], later) == [MISS]
-    assert tier.put([2], later) == [OK]
+    assert tier.put([4], later) == [OK]
     tier.drop(store=dropped)
     tier.drop(store=composed)
-    assert tier.fetch([2], later) == [OK]
-    assert tier.contains([1], composed) == [False]
+    assert tier.fetch([4], later) == [OK]
 
 
 def test_dropped_keys_are_missing_and_can_be_put_again(tier: Subject) -> None:
     tier.put([1, 2, 3])
     tier.drop([2, 9])
+    assert tier.contains([1, 2, 3]) == [True, False, True]
     assert tier.fetch([1, 2, 3]) == [OK, MISS, OK]
-    tier.drop()
-    assert tier.contains([1, 2, 3]) == [False] * 3
-    assert tier.fetch([1, 2, 3]) == [MISS] * 3
-    assert tier.put([1, 2]) == [OK, OK]
-    assert tier.fetch([1, 2, 3]) == [OK, OK, MISS]
+    assert tier.put([2]) == [OK]
+    assert tier.fetch([1, 2, 3]) == [OK, OK, OK]
 
 
 def test_no_block_is_read_after_the_deadline(tier: Subject) -> None:
@@ -187,12 +184,14 @@ def test_another_epoch_is_used_once_it_is_settled(tier: Subject, tier_setup: Tie
     old, new = (str(StoreName(NAMESPACE, "a", epoch)) for epoch in (0, EPOCH))
     assert tier.put([1], old) == [OK]
     assert tier.put([1], new) == [FULL]
-    assert tier.settle({NAMESPACE: EPOCH}) == {NAMESPACE: EPOCH}
+    settle(tier, tier_setup, {NAMESPACE: EPOCH})
     assert tier.put([2], new) == [OK]
     assert tier.fetch([1, 2], new) == [MISS, OK]
     assert tier.contains([1], old) == [False]
     assert tier.fetch([1], old) == [MISS]
     assert tier.put([1], old) == [FULL]
-    # The storage keeps the later one, which this host must adopt.
-    assert tier.settle({NAMESPACE: 0}) == {NAMESPACE: EPOCH}
-    assert tier.contains([2], new) == [True]
+    # The storage keeps the later one, which a host that was not reset must adopt.
+    until(lambda: tier.settle({NAMESPACE: 0}) == {NAMESPACE: EPOCH}, TIMEOUT)
+    assert tier.contains([1], old) == [False]
+    settle(tier, tier_setup, {NAMESPACE: EPOCH})
+    assert tier.fetch([2], new) == [OK]

@@ -12,7 +12,8 @@ Resets that arrive during a sync share the next one. Called by the core, on the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.daemon.core.actions import Action, SendMessage
@@ -63,11 +64,13 @@ class Resets:
         self._shared = {place: tier.name for place, tier in enumerate(tiers) if tier.is_shared}
         # The last epoch of each namespace that each shared tier had, when it was this host's.
         self._settled: Mapping[int, dict[str, int]] = {place: {} for place in self._shared}
-        # In order of arrival. The first ones are durable, and the next ones are being synced.
-        self._pending: list[_PendingReset] = []
-        self._durable = self._syncing = 0
-        # Whether a sync runs, perhaps for resets of closed sessions only.
-        self._sync_runs = False
+        # In order of arrival: to be synced next; being synced (None: no sync runs); and durable, by
+        # namespace, of which none is done before those that came earlier.
+        self._next: list[_PendingReset] = []
+        self._syncing: list[_PendingReset] | None = None
+        self._durable: dict[Namespace, deque[_PendingReset]] = {}
+        # How many are in these.
+        self._pending = 0
         # Changes by which a reset may be done, and how many `take_done` has seen.
         self._changes, self._seen = 0, (0, 0)
 
@@ -86,7 +89,7 @@ class Resets:
     @property
     def deadline(self) -> float | None:
         """The time of the next `take_done`, if any."""
-        return self._pending[0].until if self._durable else None
+        return min((queue[0].until for queue in self._durable.values()), default=None)
 
     def epochs_in_use(self) -> dict[str, int]:
         """The epoch of each namespace of this daemon, which shared tiers must have."""
@@ -96,19 +99,20 @@ class Resets:
     def reset(self, session: str, message: Reset, now: float) -> list[Action]:
         """Reset the namespace of a session. Raises Refused if it is in none."""
         namespace = self._namespaces.require_namespace(session, message)
-        if len(self._pending) >= MAX_PENDING:
+        if self._pending >= MAX_PENDING:
             text = f"{MAX_PENDING} resets are in progress; wait for the replies to yours"
             raise Refused(Code.BUSY, text, MAX_PENDING)
         epoch = self._epochs.draw(namespace.name, message.label)
-        self._pending.append(_PendingReset(session, message.request_id, namespace, epoch))
+        self._next.append(_PendingReset(session, message.request_id, namespace, epoch))
+        self._pending += 1
         return [*self._namespaces.adopt_epochs(now), *self._sync()]
 
     def end_sync(self, report: EpochsSynced) -> list[Action]:
         """The epochs are durable as they were when the sync began."""
-        for reset in self._pending[self._durable : self._durable + self._syncing]:
+        for reset in self._syncing or ():
             reset.until = report.now + PUBLISH_SECONDS
-        self._durable, self._syncing = self._durable + self._syncing, 0
-        self._sync_runs = False
+            self._durable.setdefault(reset.namespace, deque()).append(reset)
+        self._syncing = None
         self._changes += 1
         settle: list[Action] = [SettleEpochs()] if self._shared and self._pending else []
         return [*self._sync(), *settle]
@@ -145,28 +149,31 @@ class Resets:
 
     def take_done(self, now: float) -> list[Action]:
         """The Done of each reset that is done by now. Key events must have been sent before."""
-        state = self._changes, self._namespaces.adoptions
-        if not self._durable or (state == self._seen and now < self._pending[0].until):
+        state, deadline = (self._changes, self._namespaces.adoptions), self.deadline
+        if deadline is None or (state == self._seen and now < deadline):
             return []
-        self._seen = state
-        durable = self._pending[: self._durable]
-        left = [each for each in durable if not self._is_done(each, now)]
-        waiting = set(left)
-        self._pending[: self._durable], self._durable = left, len(left)
-        return [self._done(each) for each in durable if each not in waiting]
+        self._seen, done = state, list[_PendingReset]()
+        for queue in self._durable.values():
+            while queue and self._is_done(queue[0], now):
+                done.append(queue.popleft())
+        self._durable = {one: queue for one, queue in self._durable.items() if queue}
+        self._pending -= len(done)
+        return [self._done(each) for each in done]
 
     def close_session(self, session: str) -> None:
         """The resets of a session are done without a reply."""
-        durable, end = self._durable, self._durable + self._syncing
-        parts = self._pending[:durable], self._pending[durable:end], self._pending[end:]
-        first, second, third = ([one for one in part if one.session != session] for part in parts)
-        self._pending = [*first, *second, *third]
-        self._durable, self._syncing = len(first), len(second)
+        self._next = _without(self._next, session)
+        if self._syncing is not None:
+            self._syncing = _without(self._syncing, session)
+        left = {one: deque(_without(queue, session)) for one, queue in self._durable.items()}
+        self._durable = {one: queue for one, queue in left.items() if queue}
+        parts = self._next, self._syncing or (), *self._durable.values()
+        self._pending = sum(map(len, parts))
 
     def _sync(self) -> list[Action]:
-        if self._sync_runs or self._durable == len(self._pending):
+        if self._syncing is not None or not self._next:
             return []
-        self._syncing, self._sync_runs = len(self._pending) - self._durable, True
+        self._syncing, self._next = self._next, []
         return [SyncEpochs()]
 
     def _done(self, reset: _PendingReset) -> SendMessage:
@@ -188,3 +195,7 @@ class Resets:
 
     def _is_published(self, name: str, epoch: int) -> bool:
         return all(self._known(tier, name) >= epoch for tier in self._shared)
+
+
+def _without(resets: Iterable[_PendingReset], session: str) -> list[_PendingReset]:
+    return [each for each in resets if each.session != session]
