@@ -136,7 +136,7 @@ class ResetsMachine(RuleBasedStateMachine):
 
     def sync(self, daemon: Daemon) -> None:
         daemon.syncing = False
-        daemon.perform(daemon.fixture.report(EpochsSynced(self.now)))
+        daemon.perform(daemon.fixture.report(EpochsSynced(now=self.now)))
 
     def wait(self, daemon: Daemon) -> None:
         self.now += self.draw(st.sampled_from([ADOPT_EVERY / 4, ADOPT_EVERY, LOOK_EVERY]))
