@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import pytest
 from kvferry.client import Lookup
 from kvferry.testing.engine import until
 from support.sibling_daemons import SiblingDaemons
-from support.tiered_engine import keys
+from support.tiered_engine import TieredEngine, keys
 from support.time_limits import PROMPTLY
 
 pytestmark = pytest.mark.timeout(7200)
@@ -35,14 +36,13 @@ class SiblingFaults:
         self.rng = rng
         # Numbers of keys that were stored since the last reset.
         self.stored = set[int]()
-        self.generation = 0
+        self.loads = self.direct = self.kills = self.resets = 0
         # The keys of the prompt that was stored last.
         self.last = self.prompt()
-        self.loads = self.direct = self.kills = self.resets = 0
 
     def prompt(self) -> range:
         """The keys of a prompt. After a reset they are others."""
-        first = (self.generation * PROMPTS + self.rng.randrange(PROMPTS)) * PROMPT
+        first = (self.resets * PROMPTS + self.rng.randrange(PROMPTS)) * PROMPT
         return range(first, first + PROMPT)
 
     def load_from_sibling(self) -> None:
@@ -87,17 +87,28 @@ class SiblingFaults:
             os.kill(pid, signal.SIGCONT)
 
     def reset(self) -> None:
-        """After it is done, no engine finds a key from before."""
-        old = range(self.generation * PROMPTS * PROMPT, (self.generation + 1) * PROMPTS * PROMPT)
-        self.siblings.wait_linked()
-        self.rng.choice(self.siblings.engines).client.reset(timeout=PROMPTLY)
-        for engine in self.siblings.engines:
-            for first in old[::PROMPT]:
-                assert engine.find(range(first, first + PROMPT)).prefix == 0
-        self.generation += 1
+        """After it is done, no engine finds a key from before; also one whose daemon was stopped."""
+        old = range(self.resets * PROMPTS * PROMPT, (self.resets + 1) * PROMPTS * PROMPT)
+        number = self.rng.randrange(len(self.siblings.daemons))
+        others = [each for place, each in enumerate(self.siblings.engines) if place != number]
+        pid, is_stopped = self.siblings.daemons[number].pid, self.rng.random() < 0.5
+        if is_stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            self.rng.choice(others).client.reset(timeout=PROMPTLY)
+            self._check_absent(others, old)
+        finally:
+            if is_stopped:
+                os.kill(pid, signal.SIGCONT)
+        self._check_absent(self.siblings.engines, old)
+        self.resets += 1
         self.stored.clear()
         self.last = self.prompt()
-        self.resets += 1
+
+    def _check_absent(self, engines: Sequence[TieredEngine], numbers: range) -> None:
+        for engine in engines:
+            for first in numbers[::PROMPT]:
+                assert engine.find(range(first, first + PROMPT)).prefix == 0
 
     def check_released(self) -> None:
         for engine in self.siblings.engines:
@@ -138,8 +149,8 @@ def test_no_wrong_bytes(count: int, short_path: Path, rng: random.Random, long: 
         for number in range(rounds):
             for _ in range(rng.randrange(2, 6) * count):
                 faults.step()
-            # Each kind in turn, so that a short form has all. `reset` needs the page of epochs.
-            (faults.kill, faults.stop_for_a_moment)[number % 2]()
+            # Each kind in turn, so that a short form has all.
+            (faults.kill, faults.reset, faults.stop_for_a_moment)[number % 3]()
         faults.siblings.wait_linked()
         faults.check_released()
         print(

@@ -7,7 +7,6 @@ import pytest
 from kvferry.testing import demo_siblings
 
 
-@pytest.mark.xfail(reason="needs the page of epochs", strict=True)
 def test_one_daemon_finds_the_blocks_of_the_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo_siblings.main() == 0
     output = capsys.readouterr().out

@@ -55,7 +55,7 @@ def test_a_scheduler_needs_no_torch(start_engine: StartSmallEngine, kvferryd: Lo
     [
         ("kvferry.proto.messages", {"torch", "zmq", "asyncio"}),
         ("kvferry.client", {"torch", "kvferry.daemon"}),
-        ("kvferry.daemon.app", {"torch", "kvferry.client", "kvferry.testing"}),
+        ("kvferry.daemon.app", {"torch", "kvferry.testing"}),
         ("kvferry.daemon.core.core", {"torch", "zmq", "asyncio"}),
         ("kvferry.testing.plugin", {"torch", "kvferry.daemon"}),
         ("kvferry.testing.engine", {"torch", "kvferry.daemon"}),

@@ -132,7 +132,6 @@ def test_with_store_all_both_store(start: Start) -> None:
         assert namespace.free == engine.num_blocks - 8
 
 
-@pytest.mark.xfail(reason="needs the page of epochs", strict=True)
 def test_blocks_of_another_epoch_are_not_found(start: Start) -> None:
     siblings = lend(start, range(8))
     one, two = siblings.engines

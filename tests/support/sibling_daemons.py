@@ -48,6 +48,7 @@ class SiblingDaemons:
             "pool_bytes": 1 << 20,
             "siblings_enabled": "true",
             "siblings_directories": directories,
+            "state_dir": self.folders[0].parent / "state",
         }
         folder = self.folders[number]
         if number in self._kept:

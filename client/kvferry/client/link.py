@@ -42,12 +42,10 @@ POLL_INTERVAL = 0.02
 
 
 class ClientLink:
-    """A session, its connection (of `connection_type`), and the attempt to connect again.
+    """A session, its connection, and the attempt to connect again.
 
     locate: returns the daemon's runtime directory, or raises KVFerryError; called at each attempt.
     """
-
-    connection_type = Connection
 
     def __init__(self, session: ClientSession, locate: Callable[[], Path]) -> None:
         self.session, self.locate = session, locate
@@ -135,10 +133,14 @@ class ClientLink:
             if not isinstance(old, NoConnection) and old.directory == directory:
                 old.reopen()
                 return
-            self.connection = self.connection_type(directory)
+            self.connection = self.make_connection(directory)
         except zmq.ZMQError as error:
             self.connection = NoConnection(f"cannot open a socket: {error}")
         old.close(linger=False)
+
+    def make_connection(self, directory: Path) -> Connection:
+        """A new connection. Raises zmq.ZMQError."""
+        return Connection(directory)
 
     def advance(self, now: float) -> None:
         """Do what can be done at once to connect again. now: time.monotonic() in seconds."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.client.cli.tier_rows import sibling_lines, tier_lines, tier_row
+from kvferry.client.cli.tier_rows import sibling_lines, sibling_row, tier_lines, tier_row
 from kvferry.proto.status import SiblingStatus, TierStatus
 
 GIB = 1 << 30
@@ -85,3 +85,4 @@ def test_status_shows_each_sibling_and_why_it_is_not_used() -> None:
         "sibling  /run/kvferry/GPU-2, no daemon runs there",
         "         0 keys, not mapped, loaded 0 B in 0 blocks",
     ]
+    assert sibling_row((on, off)).plain == "siblings 1 of 2 on · loaded 2 GiB"

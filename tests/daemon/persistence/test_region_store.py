@@ -26,6 +26,7 @@ from kvferry.shm.memfd import sealed_memfd
 from support.background import in_background
 from support.committed_blocks import ResidentBlock, residents_of
 from support.eventually import eventually
+from support.old_table import old_table
 
 from .stored_pool import (
     BLOCK,
@@ -178,6 +179,23 @@ async def test_the_next_daemon_restores_the_oldest_first_and_reuses_no_name(
     assert [region.owner.name for region in successor.pool.regions] == ["a", "b"]
     successor.create(KEYED)
     assert list(fds.kept) == [*names, "block-table-11"]
+    successor.store.close()
+
+
+async def test_a_table_of_the_format_before_is_restored_and_stored_again(
+    make_pool: Callable[[], StoredPool],
+) -> None:
+    fds = KeptFds()
+    fds.kept["block-table-3"] = old_table(KEYED, {2: (9, 77, (0, 0), 5, True, key(2))})
+    kept = {name: os.dup(descriptor) for name, descriptor in fds.kept.items()}
+    successor = StoreFixture(make_pool(), fds)
+    successor.store.restore_regions(kept, successor.restore)
+    (region,) = successor.pool.regions
+    assert region.table.find(UNVERIFIED).tolist() == [2]
+    assert list(fds.kept) == ["block-table-3"]
+    file = TableFile(os.dup(fds.kept["block-table-3"]))
+    assert residents_of(file.lines) == (ResidentBlock(2, key(2)),)
+    file.close()
     successor.store.close()
 
 

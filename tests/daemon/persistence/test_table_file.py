@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import pytest
 
 from kvferry.daemon.core.block_lines import line_type
 from kvferry.daemon.core.block_table import BlockTable
-from kvferry.daemon.core.records import RegionRecord, encode_record
+from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.daemon.persistence.table_file import (
     LINES_AT,
@@ -29,6 +28,7 @@ from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from kvferry.shm.memfd import sealed_memfd
+from support.old_table import old_table
 
 KEY = 5
 BLOCKS = 6
@@ -98,18 +98,8 @@ def test_an_update_replaces_the_record_and_keeps_the_lines() -> None:
 
 def test_a_table_of_the_format_before_is_converted() -> None:
     """Its epoch is the number of its resets. Committed blocks are kept, with an even version."""
-    names = ["stamp", "checksum", "part", "version", "committed", "key"]
-    old_type = np.dtype([(name, line_type(KEY)[name]) for name in names], align=True)
-    old = np.zeros(BLOCKS, old_type)
-    old[1] = (9, 77, (0, 2), 5, True, b"aaaaa")
-    old[2] = (8, 66, (0, 0), 5, False, b"bbbbb")
-    fields = msgspec.msgpack.decode(encode_record(KEYED)) | {"generation": 3}
-    del fields["epoch"]
-    data = msgspec.msgpack.encode(fields)
-    descriptor = sealed_memfd("old", LINES_AT + old.nbytes)
-    os.pwrite(descriptor, b"kvferry2", 0)
-    os.pwrite(descriptor, struct.pack("<II", len(data), zlib.crc32(data)) + data, PAGE)
-    os.pwrite(descriptor, old.tobytes(), LINES_AT)
+    committed = (9, 77, (0, 2), 5, True, b"aaaaa")
+    descriptor = old_table(KEYED, {1: committed, 2: (8, 66, (0, 0), 5, False, b"bbbbb")}, 2)
     converted = convert_table(descriptor)
     assert converted is not None
     file = TableFile(converted)

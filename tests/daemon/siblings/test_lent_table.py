@@ -132,6 +132,26 @@ def test_the_next_daemon_shows_blocks_once_they_are_verified(region: LentRegion)
     file.close()
 
 
+def test_a_restart_between_the_comparisons_shows(
+    region: LentRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory may be corrupt since; the next daemon has not verified the block yet."""
+    table, some = region.lent_table(), np.array([3])
+    region.store(3)
+    region.table.commit(some, region.table.lines.versions(some), np.zeros(1, np.uint64))
+    found = table.find(SoughtKeys.of([key(3)]), 0)
+    page = PoolIncarnation(region.page.descriptor)
+    is_valid = LentTable._is_valid
+
+    def adopt_first(self: LentTable) -> bool:
+        BlockTable(BLOCKS, 8, region.file.lines).restore(2)
+        region.file.sign(page.number)
+        return is_valid(self)
+
+    monkeypatch.setattr(LentTable, "_is_valid", adopt_first)
+    assert table.unchanged(*found).tolist() == [False]
+
+
 def test_memory_that_is_no_table_is_refused(region: LentRegion) -> None:
     for nbytes in (1, 4096, LINES_AT + 1):
         other = sealed_memfd("other", nbytes)

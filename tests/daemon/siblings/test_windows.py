@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import threading
 from collections.abc import AsyncIterator
@@ -229,6 +230,7 @@ async def test_memory_is_unmapped_after_the_last_load(lent: WindowsFixture) -> N
 
 
 def open_files() -> tuple[int, ...]:
+    gc.collect()
     return tuple(map(count_memfds, ("chunk", "kvferry-block-table", "kvferry-incarnation")))
 
 

@@ -27,7 +27,7 @@ TIERS = (proto_status.TierStatus("disk", "on"),)
 
 
 class OtherPeers:
-    """As Peers."""
+    """As SiblingPeers."""
 
     def status(self) -> object:
         return SIBLINGS

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.client.cli.status import format_verified
-from kvferry.client.cli.tier_rows import tier_row
+from kvferry.client.cli.tier_rows import sibling_row, tier_row
 from kvferry.client.cli.units import (
     duration,
     format_number,
@@ -107,6 +107,8 @@ def _rows(daemon: DaemonHistory, sample: StatusSample, width: int) -> Iterator[R
     yield _link_row(daemon, status, width, wide)
     yield _queue_row(status, daemon.rates)
     yield _pool_row(status.pool, width)
+    if status.siblings:
+        yield sibling_row(status.siblings)
     yield from (tier_row(tier) for tier in status.tiers)
     check = status.verification
     if check is not None and check.decided_bytes < check.total_bytes:

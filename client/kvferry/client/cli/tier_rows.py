@@ -57,6 +57,15 @@ def sibling_lines(siblings: Sequence[SiblingStatus], width: int) -> Iterator[Tex
         yield from rows("", [f"{sibling.keys:,} keys", mapped, loaded], width, "dim")
 
 
+def sibling_row(siblings: Sequence[SiblingStatus]) -> Text:
+    """For `top`: one line for all siblings."""
+    used = sum(sibling.is_on for sibling in siblings)
+    loaded = size(sum(sibling.loaded_bytes for sibling in siblings))
+    style = "green" if used == len(siblings) else "yellow"
+    parts = Text(f"{used} of {len(siblings)} on", style), f"loaded {loaded}"
+    return Text.assemble(("siblings ", "dim"), parts[0], " · ", parts[1])
+
+
 def _state(tier: TierStatus) -> list[Text]:
     """Whether the tier is used, and its usage. A client of a store that others use counts none."""
     parts = [Text(*STATES.get(tier.state, (tier.state, "")))]

@@ -85,21 +85,18 @@ class BorrowedKeys:
         if not absent:
             return
         rows = self._siblings.find(contents, absent)
-        known, added, found = dict[OffloadKey, list[int]](), list[OffloadKey](), rows[0] >= 0
-        for key, row in zip(absent, rows.T.tolist(), strict=True):
-            before = self._found.pop(key, None)
-            if row[0] >= 0:
-                self._found[key] = row, now + BORROWED_SECONDS
-                if before is None:
-                    added.append(key)
-            elif before is not None:
-                known[key] = before[0]
-        self._keep_unchanged(known, now)
+        places = np.flatnonzero(rows[0] >= 0)
+        found = {absent[place]: rows[:, place].tolist() for place in places.tolist()}
+        if self._found:  # of those that are not found again, the blocks may be there all the same
+            lost = [key for key in absent if key in self._found and key not in found]
+            self._keep_unchanged({key: self._found.pop(key)[0] for key in lost}, now)
+        if not found:
+            return
+        added = [key for key in found if self._found.pop(key, None) is None]
+        self._found.update((key, (row, now + BORROWED_SECONDS)) for key, row in found.items())
         self._add_events(EventKind.BORROWED, added)
         self.forget(list(islice(self._found, max(0, len(self._found) - MAX_BORROWED))))
-        if found.any():
-            there = [key for key, is_found in zip(absent, found.tolist(), strict=True) if is_found]
-            self._siblings.note_uses(contents, rows[:, found], there)
+        self._siblings.note_uses(contents, rows[:, places], list(found))
 
     def held_elsewhere(
         self, contents: NamespaceContents | None, keys: Sequence[OffloadKey]

@@ -1,6 +1,6 @@
 """Siblings: the other daemons of this host, whose pools this daemon loads blocks from.
 
-    SiblingPeers            finds siblings; one task for each, with a session there     peers.py
+    SiblingPeers     finds siblings; one task for each, with a session there     peers.py
     PeerClient       that session: BorrowMemory, Uses                            peer_client.py
     MappedWindows    their pools and tables, mapped read-only; the port of the   windows.py
                      core (core/siblings.py)

@@ -4,12 +4,13 @@ A sibling may change anything between any two instructions. A reader is right if
 
     search     version, then key, part and epoch: `usable` if they are those that are wanted
     copy       the bytes of the block
-    compare    the version is the same, and the head is still valid: `unchanged`
+    compare    the head is still valid, and then the version is the same: `unchanged`
 
 The version is odd while a block has contents, and never returns to an earlier value. The head is
 void once the region is freed: then versions no longer change. It is signed with the incarnation of
 the pool. If a daemon has the pool and not this table, nothing in the table changes either; but the
-incarnation page does, before anything writes to the pool.
+incarnation page does, before anything writes to the pool. If it has both, it makes all versions
+even before it signs the table; so a version that is compared after the head shows that, too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 from kvferry.daemon.core.block_lines import Versions, line_type
 from kvferry.daemon.core.key_table import (
     BUCKET,
+    WAYS,
     Hashes,
     bucket_count,
     buckets_of,
@@ -51,15 +53,16 @@ Keys: TypeAlias = np.ndarray[Any, np.dtype[np.void]]
 
 
 class SoughtKeys(NamedTuple):
-    """Keys of equal length, (n,) each."""
+    """Keys of equal length, (n,) each. tags: of the hashes, uint32."""
 
     keys: Keys
     hashes: Hashes
+    tags: Any
 
     @classmethod
     def of(cls, keys: Sequence[OffloadKey]) -> SoughtKeys:
-        joined = np.frombuffer(b"".join(keys), f"V{len(keys[0])}")
-        return cls(joined, hash_keys(keys))
+        joined, hashes = np.frombuffer(b"".join(keys), f"V{len(keys[0])}"), hash_keys(keys)
+        return cls(joined, hashes, tags_of(hashes).astype(np.uint32))
 
 
 class LineCopies(NamedTuple):
@@ -108,12 +111,13 @@ class LentTable:
         if sought.keys.dtype.itemsize != self._key_bytes or not self._is_valid():
             return blocks, versions
         entries = self._buckets.copy(buckets_of(sought.hashes, self._buckets_count))
-        tags, numbers = split_entries(entries)
-        places, ways = np.nonzero(
-            (tags == tags_of(sought.hashes)[:, None]) & (numbers >= 0) & (numbers < self.num_blocks)
-        )
-        if places.size:
-            found = numbers[places, ways]
+        # Of unknown keys there is hardly any: only the halves with tags are compared.
+        tags = entries.view(np.uint32)[:, ::2]
+        hits = np.flatnonzero(tags == sought.tags[:, None])
+        if hits.size:
+            places, found = hits // WAYS, split_entries(entries.reshape(-1)[hits])[1]
+            there = (found >= 0) & (found < self.num_blocks)
+            places, found = places[there], found[there]
             lines = self._copy_lines(found)
             good = usable(lines, sought.keys[places], epoch)
             blocks[places[good]] = found[good]
@@ -123,8 +127,9 @@ class LentTable:
     def unchanged(self, blocks: Int64s, versions: Int64s) -> Bools:
         """Which blocks have not lost their contents since they had these versions. None of them if
         the table has become void, or another daemon has the pool."""
+        valid = self._is_valid()
         same: Bools = self._columns[0].copy(blocks) == versions
-        return same & self._is_valid()
+        return same & valid
 
     def unmap(self) -> None:
         """Unmap the files. They must not be used again."""

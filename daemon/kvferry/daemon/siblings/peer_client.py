@@ -29,7 +29,8 @@ class PeerConnection(Connection):
 
 
 class PeerLink(AsyncLink):
-    connection_type = PeerConnection
+    def make_connection(self, directory: Path) -> PeerConnection:
+        return PeerConnection(directory)
 
     def receive_messages(self) -> bool:
         received = super().receive_messages()
