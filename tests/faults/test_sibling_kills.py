@@ -87,7 +87,7 @@ class SiblingFaults:
             os.kill(pid, signal.SIGCONT)
 
     def reset(self) -> None:
-        """After it is done, no engine finds a key from before; also one whose daemon was stopped."""
+        """After it is done, no engine finds a key of before; also if a daemon is stopped."""
         old = range(self.resets * PROMPTS * PROMPT, (self.resets + 1) * PROMPTS * PROMPT)
         number = self.rng.randrange(len(self.siblings.daemons))
         others = [each for place, each in enumerate(self.siblings.engines) if place != number]
