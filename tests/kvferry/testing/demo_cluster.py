@@ -114,6 +114,7 @@ class ClusterEngine:
 
     def count_found(self, keys: Sequence[bytes]) -> int:
         """The number of keys that are in the pool, or found in the store."""
+        self._client.status()  # so the daemon has looked for resets at others
         search = self._manager.prefetch(keys)
         _until(lambda: self._manager.lookup(keys[0]) is not Lookup.RETRY and search.done)
         return sum(self._manager.lookup(key) is not Lookup.MISS for key in keys)
