@@ -190,8 +190,7 @@ def start_fake_daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
         running[directory] = FakeDaemon(directory, num_blocks)
         return running[directory]
 
-    connection_type = "kvferry.client.link.ClientLink.connection_type"
-    monkeypatch.setattr(connection_type, running.__getitem__)
+    monkeypatch.setattr("kvferry.client.link.Connection", running.__getitem__)
     with resources:
         yield start
 

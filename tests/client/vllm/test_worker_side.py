@@ -147,7 +147,7 @@ def test_a_store_from_before_a_reset_is_dropped(
     worker = start_worker(start_kvferryd())
     worker.store(1, gpu_blocks(1), KeysSpec((A,), epochs=(7,)))
     assert ended(worker, 1) == {1: False}
-    worker.store(2, gpu_blocks(1), KeysSpec((A,), epochs=(1,)))
+    worker.store(2, gpu_blocks(1), KeysSpec((A,), epochs=(0,)))
     assert ended(worker, 1) == {2: True}
     worker.shutdown()
 
