@@ -1,0 +1,30 @@
+"""Daemons that are siblings, with resets, kills and restarts: no load returns wrong or old bytes.
+
+Random steps of some cores that share a page of epochs and each other's memory, in any order of
+their accesses to that memory (support/sibling_host.py). Each load that is done is compared with a
+model, which knows what every block may contain (support/sibling_contents.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from support.sibling_runs import run_seeds
+
+RUNS, STEPS = 60, 400
+
+
+@pytest.mark.parametrize("daemons", [2, 3])
+def test_no_load_returns_wrong_or_old_bytes(tmp_path: Path, daemons: int) -> None:
+    counts: Counter[str] = run_seeds(tmp_path, range(RUNS), STEPS, daemons)
+    # The machine is worth something only if all of this happens.
+    assert counts["borrowed"] > 200
+    assert counts["own"] > 200
+    assert counts["changed"] > 10
+    assert counts["resets"] > 20
+    assert counts["kills within"] > 10
+    assert counts["starts with a pool"] > 20
+    assert counts["tables lost"] > 5

@@ -1,0 +1,555 @@
+"""SiblingCore: one daemon of test_sibling_cores_against_a_model.py, without sockets and processes.
+
+Its core, region store, pool, incarnation page and windows are real; the device is simulated here.
+A host block has two parts, and a transfer copies one part in a step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvferry.daemon.core.actions import (
+    BlocksCorrupted,
+    BlocksVerified,
+    CancelTransfers,
+    CopyPlan,
+    FreeDeferred,
+    MapTensors,
+    RegionCreated,
+    RegionFreed,
+    RegionUpdated,
+    SendMessage,
+    StartTransfer,
+    TensorsMapped,
+    TensorsUnmapped,
+    TransferCompleted,
+    UnmapTensors,
+)
+from kvferry.daemon.core.block_table import CHECKED, UNCHECKED, UNCOMMITTED
+from kvferry.daemon.core.core import Core, PoolBounds
+from kvferry.daemon.core.identity import DaemonIdentity
+from kvferry.daemon.core.namespace import Namespace
+from kvferry.daemon.core.ports import Ports
+from kvferry.daemon.core.region import Region
+from kvferry.daemon.core.siblings import NamespaceContents
+from kvferry.daemon.core.tier_actions import EpochsSynced, LendMemory, SyncEpochs
+from kvferry.daemon.persistence.epoch_page import EpochPage
+from kvferry.daemon.persistence.recovery import recover_pool
+from kvferry.daemon.persistence.region_store import RegionStore
+from kvferry.daemon.siblings.windows import LentMemory, MappedWindows
+from kvferry.daemon.transport.lender import LentPool, lend_memory
+from kvferry.proto import messages as wire
+from kvferry.proto.errors import KVFerryError
+from kvferry.proto.fingerprint import Fingerprint
+from kvferry.proto.keys import Lookup
+from kvferry.proto.lending import BorrowMemory, MemoryLent
+from kvferry.proto.protocol import make_hello
+from kvferry.proto.results import Outcome
+from kvferry.proto.specs import (
+    Direction,
+    GPULoadStoreSpec,
+    KeyLoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+)
+from kvferry.proto.status import DeviceInfo, Limits
+from support.sibling_contents import SiblingContents, Submission
+
+PAGE, CHUNK, POOL = 1024, 8192, 3 * 8192
+GPU_BLOCKS = 96
+# Of a host block, and so of a part of it.
+PARTS = 2
+# Compositions of a host block of two pages: with one tensor, or with two.
+LAYOUTS = (
+    KVLayout((TensorLayout(GPU_BLOCKS, PAGE, PAGE),), ((TensorRef(0, PAGE),),), PARTS),
+    KVLayout(
+        (TensorLayout(GPU_BLOCKS, PAGE // 2, PAGE // 2),) * 2,
+        ((TensorRef(0, PAGE // 2), TensorRef(1, PAGE // 2)),),
+        PARTS,
+    ),
+)
+FINGERPRINTS = tuple(Fingerprint(name, PARTS * PAGE, key_bytes=12) for name in ("llama", "qwen"))
+KEYS = tuple(bytes([number]) * 12 for number in range(1, 9))
+QUOTAS = 8192, 12288, 16384, None
+LIMITS = Limits(1 << 20, 1 << 10, 64)
+DEVICE = DeviceInfo("cpu", "cpu", "host memory")
+
+
+class KeptFds:
+    """The descriptor store of a service manager: keeps descriptors while no daemon runs."""
+
+    has_fd_store = True
+
+    def __init__(self) -> None:
+        self.fds: dict[str, int] = {}
+        # Copies for the daemon that starts.
+        self.stored_fds: dict[str, int] = {}
+
+    def start(self) -> None:
+        self.stored_fds = {name: os.dup(descriptor) for name, descriptor in self.fds.items()}
+        self._inodes = {each: os.fstat(each).st_ino for each in self.stored_fds.values()}
+
+    def close_stored(self) -> None:
+        """The daemon was killed at its start: close its copies, unless they are closed."""
+        for descriptor, inode in self._inodes.items():
+            with suppress(OSError):
+                if os.fstat(descriptor).st_ino == inode:
+                    os.close(descriptor)
+
+    def store_fd(self, name: str, descriptor: int) -> None:
+        self.fds[name] = os.dup(descriptor)
+
+    def remove_fd(self, name: str) -> None:
+        if (descriptor := self.fds.pop(name, None)) is not None:
+            os.close(descriptor)
+
+    def send_queued(self) -> bool:
+        return True
+
+    def clear(self) -> None:
+        for name in [*self.fds]:
+            self.remove_fd(name)
+
+
+class NoDevice:
+    """Satisfies HostRegistrar."""
+
+    numa_node = None
+
+    def pin(self, address: int, nbytes: int, *, writable: bool = True) -> None:
+        """Host memory needs nothing."""
+
+    def unpin(self, address: int) -> None:
+        """Host memory needs nothing."""
+
+
+class DirectWindows(MappedWindows):
+    """Maps and unmaps at once, on this thread."""
+
+    def map_now(self, lent: LentMemory) -> None:
+        """Raises KVFerryError or OSError."""
+        try:
+            self.map(lent).send(None)
+        except StopIteration:
+            return
+        raise AssertionError("mapping waits")
+
+    async def _finish(self, function: Any, *arguments: Any) -> Any:
+        return function(*arguments)
+
+    def _unmap_if_unused(self, window: Any) -> None:
+        if window.closed and not window.holds and window.number in self._windows:
+            del self._windows[window.number]
+            self._unmap(window)
+
+
+@dataclass(eq=False)
+class Copy:
+    """A transfer on the device. pieces: offset in the pool, key and part, in order of the copy.
+
+    numbers: of a store, what each key gets; of a load, what each key and part has returned.
+    """
+
+    plan: CopyPlan
+    session: str
+    pieces: list[tuple[int, bytes, int]]
+    computed: dict[bytes, int]
+    submission: Submission | None = None
+    loaded: dict[bytes, list[int]] = field(default_factory=dict)
+    borrowed: int = 0
+    copied: int = 0
+    cancelled: bool = False
+
+
+class HeldFds:
+    """In place of the server of descriptors: passes them on as they are."""
+
+    def holds_any(self, _: str) -> bool:
+        return False
+
+    def hold_fd(self, _: str, descriptor: int) -> int:
+        return descriptor
+
+
+class SiblingCore:
+    """A daemon from its start to its death. kept: used if `keeps`. now: seconds.
+
+    counts: of what happened, by name.
+    """
+
+    def __init__(
+        self,
+        kept: KeptFds,
+        directory: Path,
+        contents: SiblingContents,
+        counts: Counter[str],
+        *,
+        keeps: bool,
+    ) -> None:
+        self.contents, self.counts = contents, counts
+        self.now = 100.0
+        self.engine, self._numbers = NoDevice(), count(1)
+        # Blocks whose checksums are being computed: region, blocks, versions.
+        self._reading: list[tuple[Region, Any, Any, Any]] = []
+        # Memory that siblings have lent and that is not mapped yet.
+        self.lent: list[LentMemory] = []
+        # Transfers on the device. The GPU blocks of a registration are used in turn.
+        self.copies: dict[int, Copy] = {}
+        self._gpu, self.syncing = count(), 0
+        kept.start()
+        try:
+            self._start(kept, directory, keeps)
+        except BaseException:
+            kept.close_stored()
+            raise
+
+    def _start(self, kept: KeptFds, directory: Path, keeps: bool) -> None:
+        """As app.py does."""
+        self.pool, recovered = recover_pool(
+            kept, POOL, CHUNK, keep=keeps, check_new_pool=lambda _: None
+        )
+        self._incarnation = recovered.incarnation
+        self._epochs = EpochPage(directory)
+        self.windows = DirectWindows(self.engine, self.pool)
+        self.core = Core(
+            DaemonIdentity("1", "boot", 1, DEVICE, LIMITS, 0.0),
+            PoolBounds(POOL),
+            Ports(self._epochs, siblings=self.windows),
+        )
+        self.store = RegionStore(
+            None, recovered.fd_store, lambda _: None, 0, recovered.incarnation.number, lends=True
+        )
+        self.store.restore_regions(recovered.fds, self.core.restore_region)
+        recovered.store_new_pool()
+        self._lent_pool = LentPool(
+            self.pool.descriptors,
+            CHUNK,
+            self._incarnation.descriptor,
+            is_kept=recovered.is_kept,
+            page_identity=self._epochs.identity,
+            table_of=self.store.descriptor_of,
+        )
+
+    # Engines
+
+    @property
+    def namespaces(self) -> dict[str, Namespace]:
+        return {one.name: one for one in self.core._namespaces}
+
+    def session_of(self, number: int) -> tuple[str, Namespace] | None:
+        """The session in a namespace, if it is registered."""
+        namespace = self.namespaces.get(FINGERPRINTS[number].name)
+        session = f"engine{number}"
+        if namespace is None or not namespace.registrations or session not in namespace.sessions:
+            return None
+        return session, namespace
+
+    def open(self, number: int, quota: int | None, layout: KVLayout) -> None:
+        session = f"engine{number}"
+        if session in self.core.sessions:
+            return
+        self.perform(self.core.open_session(session, make_hello(session, session)))
+        self.send(session, wire.OpenNamespace(1, FINGERPRINTS[number], quota))
+        if self.core._namespaces.namespace_of(session) is None:
+            self.close(number)
+            return
+        self.send(session, wire.AllocateKVCaches(2, layout))
+        if self.session_of(number) is None:
+            self.close(number)
+
+    def close(self, number: int) -> None:
+        session = f"engine{number}"
+        if session in self.core.sessions:
+            self.perform(self.core.close_session(session))
+
+    def compute(self, number: int, keys: Sequence[bytes]) -> tuple[int, dict[bytes, int]] | None:
+        """An engine computes blocks: the epoch that it knows, and their numbers."""
+        found = self.session_of(number)
+        if found is None or found[1].contents is None:
+            self.counts["no session"] += 1
+            return None
+        _, namespace = found
+        epoch, composition = namespace.epoch, namespace.contents.composition
+        made = {
+            key: self.contents.compute(namespace.name, composition, key, epoch) for key in keys
+        }
+        return epoch, made
+
+    def submit_store(
+        self, number: int, epoch: int, computed: dict[bytes, int], part: int | None = None
+    ) -> Copy | None:
+        """part: of the first key, which is then the only one."""
+        found = self.session_of(number)
+        if found is None:
+            return None
+        keys = [*computed][: 1 if part is not None else None]
+        gpu, places = self._gpu_blocks(keys, part)
+        return self._submit(
+            found[0], (gpu, KeyLoadStoreSpec(tuple(keys), epoch)), places, computed, None
+        )
+
+    def submit_load(self, number: int, first: int, size: int) -> Copy | None:
+        """Load keys that are a hit here, from the `first` on."""
+        found = self.session_of(number)
+        if found is None or found[1].contents is None:
+            return None
+        session, namespace = found
+        states = zip(KEYS, namespace.lookups(KEYS), strict=True)
+        hits = [key for key, state in states if state is Lookup.HIT] or [KEYS[first % len(KEYS)]]
+        keys = [hits[(first + at) % len(hits)] for at in range(min(size, len(hits)))]
+        gpu, places = self._gpu_blocks(keys, None)
+        submission = self.contents.begin_load(namespace.name, namespace.contents.composition)
+        try:
+            spec = KeyLoadStoreSpec(tuple(keys)), gpu
+            return self._submit(session, spec, places, {}, submission)
+        finally:
+            self.contents.end_submission(submission)
+
+    def _gpu_blocks(
+        self, keys: Sequence[bytes], part: int | None
+    ) -> tuple[GPULoadStoreSpec, dict[int, tuple[bytes, int]]]:
+        """GPU blocks for keys, and the key and part of each."""
+        parts = range(PARTS) if part is None else (part,)
+        wanted = [(key, each) for key in keys for each in parts]
+        places = {next(self._gpu) % GPU_BLOCKS: each for each in wanted}
+        return GPULoadStoreSpec([*places], (len(wanted),), (part or 0,)), places
+
+    def _submit(
+        self,
+        session: str,
+        spec: Any,
+        places: dict[int, tuple[bytes, int]],
+        computed: dict[bytes, int],
+        submission: Submission | None,
+    ) -> Copy | None:
+        actions = self.core.handle(session, wire.Submit(next(self._numbers), *spec), self.now)
+        started = [action.plan for action in actions if isinstance(action, StartTransfer)]
+        self.perform(actions)
+        if not started:
+            self.counts["refused"] += 1
+            for action in actions:
+                if isinstance(action, SendMessage) and isinstance(action.message, wire.Finished):
+                    what = "store" if submission is None else "load"
+                    self.counts[f"{what} {action.message.results[0].error.code}"] += 1
+            return None
+        (plan,) = started
+        pieces = [
+            (offset, *places[block])
+            for extent in plan.extents
+            for block, offset in zip(
+                extent.gpu_blocks.tolist(), extent.host_offsets.tolist(), strict=True
+            )
+        ]
+        copy = Copy(plan, session, pieces, computed, submission)
+        copy.borrowed = sum(not 0 <= offset < POOL for offset, _, _ in pieces) // PARTS
+        self.copies[plan.serial] = copy
+        return copy
+
+    def search(self, number: int, keys: Sequence[bytes]) -> None:
+        if (found := self.session_of(number)) is not None:
+            self.send(found[0], wire.FindInTiers(3, tuple(keys)))
+
+    def reset(self, number: int, label: str) -> None:
+        if (found := self.session_of(number)) is not None:
+            self.send(found[0], wire.Reset(4, label))
+
+    def cancel(self, copy: Copy) -> None:
+        if copy.session in self.core.sessions:
+            everything = tuple(range(next(self._numbers)))
+            self.send(copy.session, wire.Cancel(everything))
+
+    # The device
+
+    def may_copy(self, copy: Copy) -> bool:
+        """Whether the device may copy for a transfer now."""
+        plan = copy.plan
+        return all(
+            other.plan.serial > (plan.serial if is_same else plan.after)
+            for other in self.copies.values()
+            if other is not copy and other.plan.registration == plan.registration
+            for is_same in [other.plan.direction is plan.direction]
+        )
+
+    def copy_piece(self, copy: Copy) -> None:
+        """Copy one part of a block."""
+        if copy.copied == len(copy.pieces) or copy.cancelled or not self.may_copy(copy):
+            return
+        offset, key, part = copy.pieces[copy.copied]
+        word = ctypes.c_uint64.from_address(self.pool.address + offset)
+        copy.copied += 1
+        if copy.plan.direction is Direction.STORE:
+            word.value = copy.computed[key]
+        else:
+            copy.loaded.setdefault(key, []).append(int(word.value))
+
+    def end_copy(self, copy: Copy, *, fails: bool = False) -> None:
+        """End a transfer if it is complete, cancelled or failed."""
+        outcome = Outcome.DONE
+        if copy.cancelled or fails:
+            outcome = Outcome.CANCELLED if copy.cancelled else Outcome.FAILED
+        elif copy.copied < len(copy.pieces) or not self.may_copy(copy):
+            return
+        del self.copies[copy.plan.serial]
+        actions = self.core.report(TransferCompleted(copy.plan.serial, outcome))
+        results = [
+            result
+            for action in actions
+            if isinstance(action, SendMessage) and isinstance(action.message, wire.Finished)
+            for result in action.message.results
+        ]
+        done = [result.outcome for result in results] == [Outcome.DONE]
+        if copy.submission is None:
+            self.counts["stores"] += done
+        elif done:
+            self.counts["borrowed"] += copy.borrowed
+            self.counts["own"] += len(copy.loaded) - copy.borrowed
+            for key, numbers in copy.loaded.items():
+                self.contents.check(copy.submission, key, numbers)
+        elif outcome is Outcome.DONE:
+            self.counts["changed"] += 1
+        self.perform(actions)
+
+    # Persistence
+
+    def begin_commit(self) -> None:
+        """Compute the checksums of all blocks that have none."""
+        for region in self._regions():
+            blocks = region.table.find(*UNCOMMITTED)
+            if blocks.size:
+                versions = region.table.lines.versions(blocks)
+                self._reading.append((region, blocks, versions, self._checksums(region, blocks)))
+
+    def end_commit(self) -> None:
+        for region, blocks, versions, checksums in self._reading:
+            if not region.table.closed:
+                region.table.commit(blocks, versions, checksums)
+        self._reading = []
+
+    def check_blocks(self, most: int) -> None:
+        """Compare blocks of an earlier daemon, or some others, with their checksums."""
+        for region in self._regions():
+            blocks = region.table.find(*UNCHECKED)[:most]
+            if not blocks.size:
+                blocks = region.table.find(*CHECKED)[:most]
+            same = region.table.lines.checksums(blocks) == self._checksums(region, blocks)
+            if same.any():
+                self.perform(self.core.report(BlocksVerified(region.owner, blocks[same])))
+            if not same.all():
+                self.perform(self.core.report(BlocksCorrupted(region.owner, blocks[~same])))
+
+    def _checksums(self, region: Region, blocks: Any) -> Any:
+        starts = (self.pool.address + region.start + blocks * region.block_bytes).tolist()
+        words = [[at, at + region.block_bytes // PARTS] for at in starts]
+        numbers = [[ctypes.c_uint64.from_address(at).value for at in each] for each in words]
+        sums = [first + (second << 32) for first, second in numbers]
+        return np.array(sums, np.uint64)
+
+    def _regions(self) -> list[Region]:
+        return self.store._regions()
+
+    # Siblings
+
+    def lend(self, contents: NamespaceContents) -> MemoryLent | None:
+        """The memory of a namespace, as MemoryLent with descriptors in place of handles."""
+        for first in (0, None):
+            message = BorrowMemory(1, contents.namespace, contents.composition, first)
+            for action in self.core.handle("sibling", message, self.now):
+                if isinstance(action, LendMemory):
+                    return lend_memory(self._lent_pool, HeldFds(), action)
+                self.perform([action])
+        return None
+
+    def borrow(self, owner: SiblingCore, name: str) -> None:
+        """Ask a sibling, and take what it lends. name: of it."""
+        used = self.core.used_contents()
+        unused = {*self.windows.namespaces_of(name)} - {each.namespace for each in used}
+        self.windows.close(name, *unused)
+        for contents in used:
+            lent = owner.lend(contents)
+            if lent is None or not lent.handles or lent.table is None or lent.page is None:
+                self.windows.close(name, contents.namespace)
+                continue
+            place = lent.region, lent.chunk_bytes, lent.start, lent.first
+            memory = LentMemory(name, contents, *place, lent.handles, lent.table, lent.page)
+            if self.windows.has(name, contents, lent.region):
+                memory.close()
+                continue
+            self.windows.close(name, contents.namespace)
+            self.lent.append(memory)
+
+    def map_lent(self) -> None:
+        """Map what siblings have lent."""
+        while self.lent:
+            try:
+                self.windows.map_now(self.lent.pop())
+            except (KVFerryError, OSError):
+                self.counts["not mapped"] += 1
+
+    # Actions
+
+    def send(self, session: str, message: wire.ClientMessage) -> None:
+        self.perform(self.core.handle(session, message, self.now))
+
+    def perform(self, actions: Sequence[Any]) -> None:
+        for action in actions:
+            match action:
+                case RegionCreated() | RegionUpdated() | RegionFreed():
+                    self.store.apply_change(action)
+                case MapTensors(registration, session):
+                    self.perform(self.core.report(TensorsMapped(registration, session)))
+                case CancelTransfers(registration, serials):
+                    for serial in serials:
+                        if serial in self.copies:
+                            self.copies[serial].cancelled = True
+                case UnmapTensors(registration):
+                    for copy in [*self.copies.values()]:
+                        if copy.plan.registration == registration:
+                            copy.cancelled = True
+                            self.end_copy(copy)
+                    self.perform(self.core.report(TensorsUnmapped(registration)))
+                case SyncEpochs():
+                    self.syncing += 1
+                case FreeDeferred(deferred):
+                    while deferred.free_some():
+                        pass
+                case SendMessage(_, wire.Done()):
+                    self.counts["resets"] += 1
+                case SendMessage(_, wire.Error(_, error)):
+                    self.counts[f"error {error.code}"] += 1
+
+    def end_sync(self) -> None:
+        if self.syncing:
+            self.syncing -= 1
+            self.perform(self.core.report(EpochsSynced(now=self.now)))
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        if (deadline := self.core.deadline) is not None and self.now >= deadline:
+            self.perform(self.core.advance(self.now))
+
+    def check_integrity(self) -> None:
+        for namespace in self.namespaces.values():
+            namespace.cache.check_integrity()
+
+    def die(self) -> None:
+        """The kernel frees what the process had. Stored descriptors stay."""
+        for window in [*self.windows._windows.values()]:
+            self.windows._unmap(window)
+        self.windows._windows.clear()
+        for lent in self.lent:
+            lent.close()
+        self.store.close()
+        self.pool.close(self.engine)
+        os.close(self._incarnation.descriptor)
+        self._epochs.close()
