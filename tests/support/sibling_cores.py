@@ -183,7 +183,8 @@ class HeldFds:
 
 
 class SiblingCore:
-    """A daemon from its start to its death. kept: used if `keeps`. now: seconds.
+    """A daemon from its start to its death. kept: used if `keeps`. damaged: a part of a block of the
+    pool whose memory is damaged meanwhile. now: seconds.
 
     counts: of what happened, by name.
     """
@@ -196,6 +197,7 @@ class SiblingCore:
         counts: Counter[str],
         *,
         keeps: bool,
+        damaged: int | None = None,
     ) -> None:
         self.contents, self.counts = contents, counts
         self.now = 100.0
@@ -209,17 +211,19 @@ class SiblingCore:
         self._gpu, self.syncing = count(), 0
         kept.start()
         try:
-            self._start(kept, directory, keeps)
+            self._start(kept, directory, keeps, damaged)
         except BaseException:
             kept.close_stored()
             raise
 
-    def _start(self, kept: KeptFds, directory: Path, keeps: bool) -> None:
+    def _start(self, kept: KeptFds, directory: Path, keeps: bool, damaged: int | None) -> None:
         """As app.py does."""
         self.pool, recovered = recover_pool(
             kept, POOL, CHUNK, keep=keeps, check_new_pool=lambda _: None
         )
         self._incarnation = recovered.incarnation
+        if damaged is not None:
+            self._word(damaged % (POOL // PAGE) * PAGE).value = 0
         self._epochs = EpochPage(directory)
         self.windows = DirectWindows(self.engine, self.pool)
         self.core = Core(
@@ -277,7 +281,6 @@ class SiblingCore:
         """An engine computes blocks: the epoch that it knows, and their numbers."""
         found = self.session_of(number)
         if found is None or found[1].contents is None:
-            self.counts["no session"] += 1
             return None
         _, namespace = found
         epoch, composition = namespace.epoch, namespace.contents.composition
@@ -307,6 +310,8 @@ class SiblingCore:
         session, namespace = found
         states = zip(KEYS, namespace.lookups(KEYS), strict=True)
         hits = [key for key, state in states if state is Lookup.HIT] or [KEYS[first % len(KEYS)]]
+        if first % 4 and (away := namespace.borrowed.places(hits)):
+            hits = [hits[place] for place in away]
         keys = [hits[(first + at) % len(hits)] for at in range(min(size, len(hits)))]
         gpu, places = self._gpu_blocks(keys, None)
         submission = self.contents.begin_load(namespace.name, namespace.contents.composition)
@@ -338,10 +343,6 @@ class SiblingCore:
         self.perform(actions)
         if not started:
             self.counts["refused"] += 1
-            for action in actions:
-                if isinstance(action, SendMessage) and isinstance(action.message, wire.Finished):
-                    what = "store" if submission is None else "load"
-                    self.counts[f"{what} {action.message.results[0].error.code}"] += 1
             return None
         (plan,) = started
         pieces = [
@@ -386,7 +387,7 @@ class SiblingCore:
         if copy.copied == len(copy.pieces) or copy.cancelled or not self.may_copy(copy):
             return
         offset, key, part = copy.pieces[copy.copied]
-        word = ctypes.c_uint64.from_address(self.pool.address + offset)
+        word = self._word(offset)
         copy.copied += 1
         if copy.plan.direction is Direction.STORE:
             word.value = copy.computed[key]
@@ -448,10 +449,14 @@ class SiblingCore:
             if not same.all():
                 self.perform(self.core.report(BlocksCorrupted(region.owner, blocks[~same])))
 
+    def _word(self, offset: int) -> ctypes.c_uint64:
+        """The number of a part of a block. offset: from the start of the own pool."""
+        return ctypes.c_uint64.from_address(self.pool.address + offset)
+
     def _checksums(self, region: Region, blocks: Any) -> Any:
-        starts = (self.pool.address + region.start + blocks * region.block_bytes).tolist()
+        starts = (region.start + blocks * region.block_bytes).tolist()
         words = [[at, at + region.block_bytes // PARTS] for at in starts]
-        numbers = [[ctypes.c_uint64.from_address(at).value for at in each] for each in words]
+        numbers = [[int(self._word(at).value) for at in each] for each in words]
         sums = [first + (second << 32) for first, second in numbers]
         return np.array(sums, np.uint64)
 

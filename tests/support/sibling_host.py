@@ -48,7 +48,7 @@ WEIGHTS = {
     "compute": 3,
     "store": 5,
     "store computed": 2,
-    "store part": 1,
+    "store part": 4,
     "store whole": 10,
     "copy": 12,
     "end": 20,
@@ -73,6 +73,8 @@ WEIGHTS = {
     "kill within": 0.7,
     "start": 4,
 }
+# The part of a schedule's steps that begin a race.
+RACES = 0.04
 PAUSED = frozenset(
     ["open", "close", "store", "store computed", "end", "search", "load", "map", "reset"]
     + ["start", "end commit", "check", "advance"]
@@ -86,20 +88,87 @@ def random_schedule(seed: int, steps: int, daemons: int) -> list[Step]:
     begin += [
         Step(kind, number, other, 0)
         for number in range(daemons)
-        for other in range(daemons)
+        for other in range(daemons - 1)
         for kind in ("borrow", "map")
     ]
     kinds = random.choices([*WEIGHTS], [*WEIGHTS.values()], k=steps)
-    return begin + [
-        Step(
-            kind,
-            random.randrange(daemons),
-            random.randrange(64),
-            random.randrange(64),
-            random.randrange(1, 24) if kind in PAUSED and random.random() < 0.3 else 0,
-        )
-        for kind in kinds
+    schedule = list[Step]()
+    while len(schedule) < steps:
+        kind, daemon = kinds[len(schedule)], random.randrange(daemons)
+        if random.random() < RACES:
+            other = (daemon + random.randrange(1, daemons)) % daemons
+            schedule += _race(random, daemon, other)
+            continue
+        pause = random.randrange(1, 24) if kind in PAUSED and random.random() < 0.3 else 0
+        schedule.append(_step(random, kind, daemon, pause=pause))
+    return begin + schedule
+
+
+def _step(
+    random: Random, kind: str, daemon: int, first: int | None = None, pause: int = 0
+) -> Step:
+    chosen = random.randrange(64) if first is None else first
+    return Step(kind, daemon, chosen, random.randrange(64), pause)
+
+
+def _race(random: Random, reader: int, owner: int) -> list[Step]:
+    """One daemon searches or loads while another one stores, resets, or dies and starts again."""
+    namespace = random.randrange(len(FINGERPRINTS))
+    kind = random.randrange(8)
+    if kind == 0:  # two resets in so short a time that the second one is not adopted yet
+        reset = Step("reset", owner, namespace, 0)
+        stored = Step("store whole", reader, namespace, 8 * random.randrange(8))
+        return [reset, stored, reset, stored._replace(kind="load whole")]
+    if kind == 1:  # the other one is paused while it completes a store
+        end = Step("end", owner, 0, 1)
+        begun = [end, end, _step(random, "store", owner, namespace)]
+        ended = end._replace(pause=random.randrange(1, 6))
+        found = [Step("search", reader, namespace, 0)]
+        found.append(_step(random, "load whole", reader, 4 + namespace))
+        return [*begun, ended, *found, Step("resume", owner, 0, 0)]
+    if kind == 3:  # the other one misses a reset
+        stored = [_step(random, "store whole", owner, namespace) for _ in range(2)]
+        names = "begin commit", "end commit", "kill"
+        dies = [Step(name, owner, 0, 0) for name in names]
+        check = Step("check", owner, 0, 7)
+        loads = [check, check, _step(random, "load whole", owner, namespace)]
+        reset = Step("reset", reader, namespace, 0)
+        return [*stored, *dies, reset, Step("start", owner, 0, 1), *loads]
+    if kind == 4:  # the region is given to another namespace, or has another composition
+        found = [_step(random, each, reader, namespace) for each in ("search", "load")]
+        ended, left = Step("end", reader, 0, 1), Step("close", owner, namespace, 0)
+        other = 1 - namespace
+        given = [left, left._replace(first=other), Step("open", owner, other, 3)]
+        changed = [Step("reset", owner, namespace, 0), left, Step("open", owner, namespace, 8)]
+        stores = [_step(random, "store whole", owner, other) for _ in range(4)]
+        stores += [each._replace(first=namespace) for each in stores[:2]]
+        which, again = random.choice([given, changed]), _step(random, "open", owner, namespace)
+        return [*found, *which, *stores, ended, *found, ended, again]
+    if kind == 2:  # the other one is killed at its start, and loses a table
+        started = Step("start", owner, 0, 0, random.randrange(4, 32))
+        lost = Step("start", owner, 1, 1 + 4 * random.randrange(8))
+        stores = [_step(random, "store whole", owner) for _ in range(3)]
+        kill, load = Step("kill", owner, 0, 0), _step(random, "load", reader, namespace)
+        ended = Step("end", reader, 0, 1)
+        begun = _step(random, "search", reader, namespace), load
+        return [*begun, kill, started, kill, lost, *stores, ended, *begun, ended]
+    stores = "store whole", "store whole", "store part"
+    changes = [
+        _step(random, random.choice(stores), owner, namespace)
+        for _ in range(random.randrange(1, 4))
     ]
+    restart = [Step("kill", owner, 0, 0), _step(random, "start", owner), *changes]
+    restart.insert(0, _step(random, random.choice(["kill within", "store", "end"]), owner))
+    changes = random.choice(
+        [*[changes] * 5, [_step(random, "reset", owner, namespace), *changes], restart]
+    )
+    end = [Step("resume", reader, 0, 0), _step(random, "load whole", reader, namespace)]
+    if random.random() < 0.5:
+        pause = random.randrange(2, 12)
+        return [_step(random, "search", reader, namespace, pause), *changes, *end]
+    found = _step(random, "search", reader, namespace), _step(random, "load", reader, namespace)
+    copied = [Step("copy", reader, 0, 0)] * random.randrange(3)
+    return [*found, *copied, *changes, Step("end", reader, 0, 1), *end]
 
 
 class Slot:
@@ -168,7 +237,8 @@ class SiblingHost:
         for slot in self.slots:
             if slot.paused is not None:
                 self._resume(slot, 0)
-        self.check_integrity()
+        if self._checks:
+            self.check_integrity()
 
     def take(self, step: Step) -> None:
         """Take a step, if it is possible now."""
@@ -179,11 +249,10 @@ class SiblingHost:
         if step.kind == "kill":
             self._kill(slot)
         elif slot.stopped:
-            self.counts["stopped"] += 1
             return
         elif slot.paused is not None:
-            self.counts["was paused"] += 1
-            self._resume(slot, step.second % 16)
+            if step.kind == "resume" or step.first % 4 == 0:
+                self._resume(slot, step.second % 16)
         elif step.kind == "stop":
             slot.stopped = step.first % 24
         elif step.kind == "start":
@@ -278,7 +347,10 @@ class SiblingHost:
             slot.kept.clear()
         keeps = how % 16 != 3
         self.counts["starts with a pool"] += keeps and bool(slot.kept.fds)
-        core = SiblingCore(slot.kept, self._directory, self.contents, self.counts, keeps=keeps)
+        damaged = which if how % 8 > 4 else None
+        core = SiblingCore(
+            slot.kept, self._directory, self.contents, self.counts, keeps=keeps, damaged=damaged
+        )
         slot.core = core
         if which % 4:
             for number in range(len(FINGERPRINTS)):
@@ -304,7 +376,7 @@ class SiblingHost:
                 self._store(slot, core)
             case "store part":
                 self._compute(slot, core, namespace, second)
-                self._store(slot, core, part=second % 2)
+                self._store(slot, core, second % 2, whole=first % 8 > 1)
             case "load" | "load whole":
                 copy = core.submit_load(namespace, second, 1 + first // 2 % 3)
                 if copy is not None and step.kind == "load whole":
@@ -362,10 +434,8 @@ class SiblingHost:
 
     def _meet(self, core: SiblingCore, step: Step) -> None:
         """Meet another daemon, if it runs and is not stopped."""
-        number = step.first % len(self.slots)
+        number = (step.daemon + 1 + step.first % (len(self.slots) - 1)) % len(self.slots)
         other = self.slots[number]
-        if other.core is core:
-            return
         name = f"daemon{number}"
         if step.kind == "lose":
             core.windows.close(name, *core.windows.namespaces_of(name))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any
 from unittest.mock import patch
 
@@ -13,9 +15,9 @@ import numpy as np
 from kvferry.daemon.core.block_lines import BlockLines
 from kvferry.daemon.core.block_table import BlockTable
 from kvferry.daemon.core.borrowed import BorrowedBlocks
-from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.namespace import Namespace
+from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.memory.incarnation import PoolIncarnation
 from kvferry.daemon.persistence.region_store import RegionStore
 from kvferry.daemon.persistence.table_file import (
@@ -28,8 +30,10 @@ from kvferry.daemon.persistence.table_file import (
 from kvferry.daemon.siblings import lent_table
 from kvferry.daemon.siblings.lent_table import LentTable, LineCopies
 from kvferry.proto.specs import Direction
+from support.shared_accesses import WRITE, SharedArray
 
 _ONE = np.uint32(1)
+_STORE = BlockLines.store
 _HEAD = np.arange(4)
 Mutant = Callable[[], AbstractContextManager[Any]]
 
@@ -103,8 +107,6 @@ def _draw_nothing() -> Any:
 
 
 def _write_page(incarnation: PoolIncarnation) -> None:
-    import os
-
     os.pwrite(incarnation.descriptor, incarnation.number.to_bytes(8, "little"), 0)
 
 
@@ -137,8 +139,78 @@ def _check_loads_only() -> Any:
     return patch.object(Namespace, "_check_epoch", check_epoch)
 
 
-def _begin_epoch(self: BlockTable, epoch: int) -> None:
-    self.epoch = epoch
+def _adopt_only(self: Namespace, epoch: int) -> DeferredFree:
+    self.epoch, self.is_behind = epoch, False
+    self.region.table.epoch = epoch
+    self._update_contents()
+    return DeferredFree()
+
+
+def _store_version_first(
+    self: BlockLines, blocks: Any, keys: Any, parts: Any, epoch: int
+) -> None:
+    self.validate(blocks)
+    _STORE(self, blocks, keys, parts, epoch)
+
+
+def _restore_odd(self: BlockLines, epoch: int) -> Any:
+    """The lines of committed blocks stay as they are."""
+    blocks = self.committed(epoch)
+    blocks = blocks[np.argsort(self._stamps[blocks], kind="stable")]
+    return blocks, self.keys(blocks)
+
+
+def _restore_any_epoch() -> Any:
+    committed = BlockLines.committed
+
+    def all_committed(self: BlockLines, epoch: int) -> Any:
+        blocks = np.flatnonzero(np.asarray(self._committed))
+        self.memory["epoch"][blocks] = epoch
+        return committed(self, epoch)
+
+    return patch.object(BlockLines, "committed", all_committed)
+
+
+def _drop_nothing(self: BlockLines, blocks: Any) -> None:
+    self._committed[blocks] = False
+
+
+@contextmanager
+def _signed_before_the_draw() -> Iterator[None]:
+    """The tables are signed with the next incarnation, and then it is drawn."""
+    make, restore = PoolIncarnation.__init__, RegionStore.restore_regions
+    made = dict[int, PoolIncarnation]()
+
+    def draw_later(self: PoolIncarnation, kept: int | None = None) -> None:
+        make(self, kept)
+        made.pop(get_ident(), None)
+        if kept is not None:
+            made[get_ident()] = self
+            os.pwrite(kept, (self.number - 1).to_bytes(8, "little"), 0)
+
+    def restore_and_draw(self: RegionStore, *arguments: Any) -> None:
+        restore(self, *arguments)
+        if (each := made.pop(get_ident(), None)) is not None:
+            SharedArray.before(WRITE)
+            _write_page(each)
+
+    with (
+        patch.object(PoolIncarnation, "__init__", draw_later),
+        patch.object(RegionStore, "restore_regions", restore_and_draw),
+    ):
+        yield
+
+
+def _behind_is_ignored() -> Any:
+    adopt = Namespaces.adopt_epochs
+
+    def adopt_and_forget(self: Namespaces, now: float) -> Any:
+        actions = adopt(self, now)
+        for namespace in self:
+            namespace.is_behind = False
+        return actions
+
+    return patch.object(Namespaces, "adopt_epochs", adopt_and_forget)
 
 
 MUTANTS: dict[str, Mutant] = {
@@ -170,6 +242,18 @@ MUTANTS: dict[str, Mutant] = {
     "a freed table is void late": _void_late,
     "a store is of any epoch": _check_loads_only,
     "an adopted epoch empties nothing": partial(
-        patch.multiple, BlockTable, begin_epoch=_begin_epoch
+        patch.object, Namespace, "begin_epoch", _adopt_only
     ),
+    "a namespace that is behind is used": _behind_is_ignored,
+    "the version of a store is written first": partial(
+        patch.object, BlockLines, "store", _store_version_first
+    ),
+    "a restart leaves versions as they are": partial(
+        patch.object, BlockLines, "restore", _restore_odd
+    ),
+    "a restart adopts any epoch": _restore_any_epoch,
+    "losing contents keeps the version": partial(
+        patch.object, BlockLines, "invalidate", _drop_nothing
+    ),
+    "tables are signed before the draw": _signed_before_the_draw,
 }
