@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,9 @@ def test_a_restart_without_a_reset_keeps_the_blocks(two: TwoDaemons) -> None:
     two.kill(0)
     two.engines[1].load_resident(STORED)
     two.restart(0)
-    for number in (0, 1):
-        until(lambda engine=two.engines[number]: engine.find(STORED).prefix == len(STORED))
-        until(lambda engine=two.engines[number]: engine.load_resident(STORED))
+    for engine in two.engines:
+        until(partial(finds_and_loads, engine))
+
+
+def finds_and_loads(engine: TieredEngine) -> bool:
+    return engine.find(STORED).prefix == len(STORED) and engine.load_resident(STORED)

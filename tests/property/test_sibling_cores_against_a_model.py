@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from support.sibling_runs import run_seeds
+from support.sibling_runs import run_schedule, run_seeds
+from support.sibling_schedules import Step
 
 RUNS, STEPS = 120, 400
 
@@ -28,3 +29,18 @@ def test_no_load_returns_wrong_or_old_bytes(tmp_path: Path, daemons: int) -> Non
     assert counts["kills within"] > 50
     assert counts["starts with a pool"] > 200
     assert counts["tables lost"] > 50
+
+
+def test_borrowed_keys_of_another_composition_are_not_loaded(tmp_path: Path) -> None:
+    """An engine borrows a key, and comes back with other pages in the same namespace."""
+    schedule = [
+        Step("start", 1, 0, 1),
+        Step("start", 0, 0, 1),
+        Step("borrow", 0, 0, 3),
+        Step("store whole", 1, 0, 0),
+        Step("search", 0, 0, 0),
+        Step("close", 0, 0, 0),
+        Step("open", 0, 0, 8),
+        Step("load whole", 0, 0, 0),
+    ]
+    assert run_schedule(tmp_path, schedule, 2)["refused"] == 1

@@ -1,4 +1,4 @@
-"""What each block of the host pools may contain: the model of test_sibling_cores_against_a_model.py.
+"""What each block may contain: the model of test_sibling_cores_against_a_model.py.
 
 A block has a number in each half, which stands for its bytes. The model knows of each number the
 namespace, the composition, the key and the epoch under which its tokens were computed.

@@ -10,11 +10,11 @@ import ctypes
 import os
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,11 +46,10 @@ from kvferry.daemon.core.tier_actions import EpochsSynced, LendMemory, SyncEpoch
 from kvferry.daemon.persistence.epoch_page import EpochPage
 from kvferry.daemon.persistence.recovery import recover_pool
 from kvferry.daemon.persistence.region_store import RegionStore
-from kvferry.daemon.siblings.windows import LentMemory, MappedWindows
+from kvferry.daemon.siblings.windows import LentMemory
 from kvferry.daemon.transport.lender import LentPool, lend_memory
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import KVFerryError
-from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import Lookup
 from kvferry.proto.lending import BorrowMemory, MemoryLent
 from kvferry.proto.protocol import make_hello
@@ -60,98 +59,32 @@ from kvferry.proto.specs import (
     GPULoadStoreSpec,
     KeyLoadStoreSpec,
     KVLayout,
-    TensorLayout,
-    TensorRef,
 )
-from kvferry.proto.status import DeviceInfo, Limits
 from support.sibling_contents import SiblingContents, Submission
-
-PAGE, CHUNK, POOL = 1024, 8192, 3 * 8192
-GPU_BLOCKS = 96
-# Of a host block, and so of a part of it.
-PARTS = 2
-# Compositions of a host block of two pages: with one tensor, or with two.
-LAYOUTS = (
-    KVLayout((TensorLayout(GPU_BLOCKS, PAGE, PAGE),), ((TensorRef(0, PAGE),),), PARTS),
-    KVLayout(
-        (TensorLayout(GPU_BLOCKS, PAGE // 2, PAGE // 2),) * 2,
-        ((TensorRef(0, PAGE // 2), TensorRef(1, PAGE // 2)),),
-        PARTS,
-    ),
+from support.sibling_ports import (
+    CHUNK,
+    DEVICE,
+    FINGERPRINTS,
+    GPU_BLOCKS,
+    KEYS,
+    LIMITS,
+    PAGE,
+    PARTS,
+    POOL,
+    DirectWindows,
+    HeldFds,
+    KeptFds,
+    NoDevice,
 )
-FINGERPRINTS = tuple(Fingerprint(name, PARTS * PAGE, key_bytes=12) for name in ("llama", "qwen"))
-KEYS = tuple(bytes([number]) * 12 for number in range(1, 9))
-QUOTAS = 8192, 12288, 16384, None
-LIMITS = Limits(1 << 20, 1 << 10, 64)
-DEVICE = DeviceInfo("cpu", "cpu", "host memory")
 
 
-class KeptFds:
-    """The descriptor store of a service manager: keeps descriptors while no daemon runs."""
+class Computed(NamedTuple):
+    """Blocks that an engine has computed. number: of the namespace. numbers: what each has."""
 
-    has_fd_store = True
-
-    def __init__(self) -> None:
-        self.fds: dict[str, int] = {}
-        # Copies for the daemon that starts.
-        self.stored_fds: dict[str, int] = {}
-
-    def start(self) -> None:
-        self.stored_fds = {name: os.dup(descriptor) for name, descriptor in self.fds.items()}
-        self._inodes = {each: os.fstat(each).st_ino for each in self.stored_fds.values()}
-
-    def close_stored(self) -> None:
-        """The daemon was killed at its start: close its copies, unless they are closed."""
-        for descriptor, inode in self._inodes.items():
-            with suppress(OSError):
-                if os.fstat(descriptor).st_ino == inode:
-                    os.close(descriptor)
-
-    def store_fd(self, name: str, descriptor: int) -> None:
-        self.fds[name] = os.dup(descriptor)
-
-    def remove_fd(self, name: str) -> None:
-        if (descriptor := self.fds.pop(name, None)) is not None:
-            os.close(descriptor)
-
-    def send_queued(self) -> bool:
-        return True
-
-    def clear(self) -> None:
-        for name in [*self.fds]:
-            self.remove_fd(name)
-
-
-class NoDevice:
-    """Satisfies HostRegistrar."""
-
-    numa_node = None
-
-    def pin(self, address: int, nbytes: int, *, writable: bool = True) -> None:
-        """Host memory needs nothing."""
-
-    def unpin(self, address: int) -> None:
-        """Host memory needs nothing."""
-
-
-class DirectWindows(MappedWindows):
-    """Maps and unmaps at once, on this thread."""
-
-    def map_now(self, lent: LentMemory) -> None:
-        """Raises KVFerryError or OSError."""
-        try:
-            self.map(lent).send(None)
-        except StopIteration:
-            return
-        raise AssertionError("mapping waits")
-
-    async def _finish(self, function: Any, *arguments: Any) -> Any:
-        return function(*arguments)
-
-    def _unmap_if_unused(self, window: Any) -> None:
-        if window.closed and not window.holds and window.number in self._windows:
-            del self._windows[window.number]
-            self._unmap(window)
+    number: int
+    composition: int
+    epoch: int
+    numbers: dict[bytes, int]
 
 
 @dataclass(eq=False)
@@ -172,19 +105,9 @@ class Copy:
     cancelled: bool = False
 
 
-class HeldFds:
-    """In place of the server of descriptors: passes them on as they are."""
-
-    def holds_any(self, _: str) -> bool:
-        return False
-
-    def hold_fd(self, _: str, descriptor: int) -> int:
-        return descriptor
-
-
 class SiblingCore:
-    """A daemon from its start to its death. kept: used if `keeps`. damaged: a part of a block of the
-    pool whose memory is damaged meanwhile. now: seconds.
+    """A daemon from its start to its death. kept: used if `keeps`. damaged: a part of a block whose
+    memory is damaged meanwhile. now: seconds.
 
     counts: of what happened, by name.
     """
@@ -231,8 +154,9 @@ class SiblingCore:
             PoolBounds(POOL),
             Ports(self._epochs, siblings=self.windows),
         )
+        nobody: Any = None
         self.store = RegionStore(
-            None, recovered.fd_store, lambda _: None, 0, recovered.incarnation.number, lends=True
+            nobody, recovered.fd_store, lambda _: None, 0, recovered.incarnation.number, lends=True
         )
         self.store.restore_regions(recovered.fds, self.core.restore_region)
         recovered.store_new_pool()
@@ -277,33 +201,28 @@ class SiblingCore:
         if session in self.core.sessions:
             self.perform(self.core.close_session(session))
 
-    def compute(self, number: int, keys: Sequence[bytes]) -> tuple[int, dict[bytes, int]] | None:
-        """An engine computes blocks: the epoch that it knows, and their numbers."""
+    def compute(self, number: int, keys: Sequence[bytes]) -> Computed | None:
+        """An engine computes blocks, in the epoch that it knows."""
         found = self.session_of(number)
         if found is None or found[1].contents is None:
             return None
         _, namespace = found
-        epoch, composition = namespace.epoch, namespace.contents.composition
-        made = {
-            key: self.contents.compute(namespace.name, composition, key, epoch) for key in keys
-        }
-        return epoch, made
+        epoch, composition = namespace.epoch, namespace.record.composition
+        make = partial(self.contents.compute, namespace.name, composition)
+        return Computed(number, composition, epoch, {key: make(key, epoch) for key in keys})
 
-    def submit_store(
-        self, number: int, epoch: int, computed: dict[bytes, int], part: int | None = None
-    ) -> Copy | None:
+    def submit_store(self, computed: Computed, part: int | None = None) -> Copy | None:
         """part: of the first key, which is then the only one."""
-        found = self.session_of(number)
-        if found is None:
+        found = self.session_of(computed.number)
+        if found is None or found[1].record.composition != computed.composition:
             return None
-        keys = [*computed][: 1 if part is not None else None]
+        keys = [*computed.numbers][: 1 if part is not None else None]
         gpu, places = self._gpu_blocks(keys, part)
-        return self._submit(
-            found[0], (gpu, KeyLoadStoreSpec(tuple(keys), epoch)), places, computed, None
-        )
+        spec = gpu, KeyLoadStoreSpec(tuple(keys), computed.epoch)
+        return self._submit(found[0], spec, places, computed.numbers, None)
 
     def submit_load(self, number: int, first: int, size: int) -> Copy | None:
-        """Load keys that are a hit here, from the `first` on."""
+        """Load one to three keys that are a hit here, from the `first` on."""
         found = self.session_of(number)
         if found is None or found[1].contents is None:
             return None
@@ -312,9 +231,9 @@ class SiblingCore:
         hits = [key for key, state in states if state is Lookup.HIT] or [KEYS[first % len(KEYS)]]
         if first % 4 and (away := namespace.borrowed.places(hits)):
             hits = [hits[place] for place in away]
-        keys = [hits[(first + at) % len(hits)] for at in range(min(size, len(hits)))]
+        keys = [hits[(first + at) % len(hits)] for at in range(min(1 + size // 2 % 3, len(hits)))]
         gpu, places = self._gpu_blocks(keys, None)
-        submission = self.contents.begin_load(namespace.name, namespace.contents.composition)
+        submission = self.contents.begin_load(namespace.name, namespace.record.composition)
         try:
             spec = KeyLoadStoreSpec(tuple(keys)), gpu
             return self._submit(session, spec, places, {}, submission)
@@ -386,7 +305,7 @@ class SiblingCore:
         """Copy one part of a block."""
         if copy.copied == len(copy.pieces) or copy.cancelled or not self.may_copy(copy):
             return
-        offset, key, part = copy.pieces[copy.copied]
+        offset, key, _ = copy.pieces[copy.copied]
         word = self._word(offset)
         copy.copied += 1
         if copy.plan.direction is Direction.STORE:
@@ -467,11 +386,12 @@ class SiblingCore:
 
     def lend(self, contents: NamespaceContents) -> MemoryLent | None:
         """The memory of a namespace, as MemoryLent with descriptors in place of handles."""
+        fd_server: Any = HeldFds()
         for first in (0, None):
             message = BorrowMemory(1, contents.namespace, contents.composition, first)
             for action in self.core.handle("sibling", message, self.now):
                 if isinstance(action, LendMemory):
-                    return lend_memory(self._lent_pool, HeldFds(), action)
+                    return lend_memory(self._lent_pool, fd_server, action)
                 self.perform([action])
         return None
 

@@ -1,7 +1,7 @@
-"""SiblingHost: some daemons of one host, and the steps of test_sibling_cores_against_a_model.py.
+"""SiblingHost: some daemons of one host, in one process, which take the steps of a schedule.
 
-A schedule is a list of steps, each with a few numbers, which are interpreted modulo what there is:
-so every part of a schedule is a schedule, and a failing one can be shortened.
+A step of a daemon may be paused at any access to shared memory. Then the others take their steps;
+later the daemon goes on, or is killed where it is.
 """
 
 from __future__ import annotations
@@ -11,164 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from random import Random
-from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from kvferry.daemon.persistence.epoch_page import EpochPage
-from support.pausable_steps import Killed, PausableStep
+from support.pausable_steps import PausableStep
 from support.shared_accesses import WRITE, observed_accesses
 from support.sibling_contents import SiblingContents
-from support.sibling_cores import (
-    FINGERPRINTS,
-    KEYS,
-    LAYOUTS,
-    QUOTAS,
-    Copy,
-    KeptFds,
-    SiblingCore,
-)
-
-
-class Step(NamedTuple):
-    """kind: a name in WEIGHTS. daemon: its number. pause: at which access to shared memory it
-    pauses; 0: it does not."""
-
-    kind: str
-    daemon: int
-    first: int
-    second: int
-    pause: int = 0
-
-
-# How often each kind of step occurs.
-WEIGHTS = {
-    "open": 2,
-    "close": 0.5,
-    "compute": 3,
-    "store": 5,
-    "store computed": 2,
-    "store part": 4,
-    "store whole": 10,
-    "copy": 12,
-    "end": 20,
-    "fail": 1,
-    "cancel": 1,
-    "begin commit": 3,
-    "end commit": 3,
-    "check": 3,
-    "search": 10,
-    "load": 12,
-    "load whole": 6,
-    "borrow": 8,
-    "map": 2,
-    "lose": 0.5,
-    "uses": 1,
-    "reset": 1,
-    "sync": 3,
-    "advance": 6,
-    "stop": 1,
-    "resume": 14,
-    "kill": 0.3,
-    "kill within": 0.7,
-    "start": 4,
-}
-# The part of a schedule's steps that begin a race.
-RACES = 0.04
-PAUSED = frozenset(
-    ["open", "close", "store", "store computed", "end", "search", "load", "map", "reset"]
-    + ["start", "end commit", "check", "advance"]
-)
-
-
-def random_schedule(seed: int, steps: int, daemons: int) -> list[Step]:
-    random = Random(seed)
-    begin = [Step("start", number, 0, 0) for number in range(daemons)]
-    begin += [Step("open", number, each, 0) for number in range(daemons) for each in (0, 1)]
-    begin += [
-        Step(kind, number, other, 0)
-        for number in range(daemons)
-        for other in range(daemons - 1)
-        for kind in ("borrow", "map")
-    ]
-    kinds = random.choices([*WEIGHTS], [*WEIGHTS.values()], k=steps)
-    schedule = list[Step]()
-    while len(schedule) < steps:
-        kind, daemon = kinds[len(schedule)], random.randrange(daemons)
-        if random.random() < RACES:
-            other = (daemon + random.randrange(1, daemons)) % daemons
-            schedule += _race(random, daemon, other)
-            continue
-        pause = random.randrange(1, 24) if kind in PAUSED and random.random() < 0.3 else 0
-        schedule.append(_step(random, kind, daemon, pause=pause))
-    return begin + schedule
-
-
-def _step(
-    random: Random, kind: str, daemon: int, first: int | None = None, pause: int = 0
-) -> Step:
-    chosen = random.randrange(64) if first is None else first
-    return Step(kind, daemon, chosen, random.randrange(64), pause)
-
-
-def _race(random: Random, reader: int, owner: int) -> list[Step]:
-    """One daemon searches or loads while another one stores, resets, or dies and starts again."""
-    namespace = random.randrange(len(FINGERPRINTS))
-    kind = random.randrange(8)
-    if kind == 0:  # two resets in so short a time that the second one is not adopted yet
-        reset = Step("reset", owner, namespace, 0)
-        stored = Step("store whole", reader, namespace, 8 * random.randrange(8))
-        return [reset, stored, reset, stored._replace(kind="load whole")]
-    if kind == 1:  # the other one is paused while it completes a store
-        end = Step("end", owner, 0, 1)
-        begun = [end, end, _step(random, "store", owner, namespace)]
-        ended = end._replace(pause=random.randrange(1, 6))
-        found = [Step("search", reader, namespace, 0)]
-        found.append(_step(random, "load whole", reader, 4 + namespace))
-        return [*begun, ended, *found, Step("resume", owner, 0, 0)]
-    if kind == 3:  # the other one misses a reset
-        stored = [_step(random, "store whole", owner, namespace) for _ in range(2)]
-        names = "begin commit", "end commit", "kill"
-        dies = [Step(name, owner, 0, 0) for name in names]
-        check = Step("check", owner, 0, 7)
-        loads = [check, check, _step(random, "load whole", owner, namespace)]
-        reset = Step("reset", reader, namespace, 0)
-        return [*stored, *dies, reset, Step("start", owner, 0, 1), *loads]
-    if kind == 4:  # the region is given to another namespace, or has another composition
-        found = [_step(random, each, reader, namespace) for each in ("search", "load")]
-        ended, left = Step("end", reader, 0, 1), Step("close", owner, namespace, 0)
-        other = 1 - namespace
-        given = [left, left._replace(first=other), Step("open", owner, other, 3)]
-        changed = [Step("reset", owner, namespace, 0), left, Step("open", owner, namespace, 8)]
-        stores = [_step(random, "store whole", owner, other) for _ in range(4)]
-        stores += [each._replace(first=namespace) for each in stores[:2]]
-        which, again = random.choice([given, changed]), _step(random, "open", owner, namespace)
-        return [*found, *which, *stores, ended, *found, ended, again]
-    if kind == 2:  # the other one is killed at its start, and loses a table
-        started = Step("start", owner, 0, 0, random.randrange(4, 32))
-        lost = Step("start", owner, 1, 1 + 4 * random.randrange(8))
-        stores = [_step(random, "store whole", owner) for _ in range(3)]
-        kill, load = Step("kill", owner, 0, 0), _step(random, "load", reader, namespace)
-        ended = Step("end", reader, 0, 1)
-        begun = _step(random, "search", reader, namespace), load
-        return [*begun, kill, started, kill, lost, *stores, ended, *begun, ended]
-    stores = "store whole", "store whole", "store part"
-    changes = [
-        _step(random, random.choice(stores), owner, namespace)
-        for _ in range(random.randrange(1, 4))
-    ]
-    restart = [Step("kill", owner, 0, 0), _step(random, "start", owner), *changes]
-    restart.insert(0, _step(random, random.choice(["kill within", "store", "end"]), owner))
-    changes = random.choice(
-        [*[changes] * 5, [_step(random, "reset", owner, namespace), *changes], restart]
-    )
-    end = [Step("resume", reader, 0, 0), _step(random, "load whole", reader, namespace)]
-    if random.random() < 0.5:
-        pause = random.randrange(2, 12)
-        return [_step(random, "search", reader, namespace, pause), *changes, *end]
-    found = _step(random, "search", reader, namespace), _step(random, "load", reader, namespace)
-    copied = [Step("copy", reader, 0, 0)] * random.randrange(3)
-    return [*found, *copied, *changes, Step("end", reader, 0, 1), *end]
+from support.sibling_cores import Computed, Copy, SiblingCore
+from support.sibling_ports import FINGERPRINTS, KEYS, LAYOUTS, QUOTAS, KeptFds
+from support.sibling_schedules import Step
 
 
 class Slot:
@@ -181,8 +32,8 @@ class Slot:
         self.paused: PausableStep | None = None
         # Steps for which it is stopped.
         self.stopped = 0
-        # Blocks that its engines have computed and not stored: namespace, epoch, numbers.
-        self.computed = deque[tuple[int, int, dict[bytes, int]]](maxlen=4)
+        # What its engines have computed and not stored.
+        self.computed = deque[Computed](maxlen=4)
 
 
 class SiblingHost:
@@ -366,54 +217,62 @@ class SiblingHost:
                 core.open(namespace, quota, LAYOUTS[second % 7 == 1])
             case "close":
                 core.close(namespace)
-            case "compute":
-                self._compute(slot, core, namespace, second)
-            case "store" | "store whole":
-                self._compute(slot, core, namespace, second)
-                self._store(slot, core, whole=step.kind == "store whole")
-            case "store computed":
-                slot.computed.rotate(second)
-                self._store(slot, core)
-            case "store part":
-                self._compute(slot, core, namespace, second)
-                self._store(slot, core, second % 2, whole=first % 8 > 1)
             case "load" | "load whole":
-                copy = core.submit_load(namespace, second, 1 + first // 2 % 3)
+                copy = core.submit_load(namespace, second, first)
                 if copy is not None and step.kind == "load whole":
                     self._finish(core, copy)
             case "search":
                 core.search(namespace, KEYS[second % 4 :])
             case "reset":
                 core.reset(namespace, ["", "", "a", "b"][second % 4])
+            case "borrow" | "lose" | "uses":
+                self._meet(core, step)
+            case "copy" | "end" | "fail" | "cancel":
+                copies = [each for each in core.copies.values() if core.may_copy(each)]
+                if copies:
+                    self._move(core, copies[first % len(copies)], step)
+            case "compute" | "store" | "store whole" | "store computed" | "store part":
+                self._store_some(slot, core, step)
+            case _:
+                self._keep(core, step)
+
+    def _keep(self, core: SiblingCore, step: Step) -> None:
+        """What a daemon does by itself."""
+        match step.kind:
             case "sync":
                 core.end_sync()
             case "advance":
-                core.advance(0.05 * (second % 6))
+                core.advance(0.05 * (step.second % 6))
             case "begin commit":
                 core.begin_commit()
             case "end commit":
                 core.end_commit()
             case "check":
-                core.check_blocks(1 + second % 8)
-            case "borrow" | "lose" | "uses":
-                self._meet(core, step)
+                core.check_blocks(1 + step.second % 8)
             case "map":
                 core.map_lent()
-            case "copy" | "end" | "fail" | "cancel":
-                copies = [each for each in core.copies.values() if core.may_copy(each)]
-                if copies:
-                    self._move(core, copies[first % len(copies)], step)
+
+    def _store_some(self, slot: Slot, core: SiblingCore, step: Step) -> None:
+        """Compute blocks, store them, or both."""
+        if step.kind == "store computed":
+            slot.computed.rotate(step.second)
+        else:
+            self._compute(slot, core, step.first % len(FINGERPRINTS), step.second)
+        part = step.second % 2 if step.kind == "store part" else None
+        whole = step.kind == "store whole" or (part is not None and step.first % 8 > 1)
+        if step.kind != "compute":
+            self._store(slot, core, part, whole=whole)
 
     def _compute(self, slot: Slot, core: SiblingCore, namespace: int, which: int) -> None:
         keys = [KEYS[(which + at) % len(KEYS)] for at in range(1 + which % 3)]
         if (made := core.compute(namespace, keys)) is not None:
-            slot.computed.append((namespace, *made))
+            slot.computed.append(made)
 
     def _store(
         self, slot: Slot, core: SiblingCore, part: int | None = None, *, whole: bool = False
     ) -> None:
         if slot.computed:
-            copy = core.submit_store(*slot.computed.pop(), part)
+            copy = core.submit_store(slot.computed.pop(), part)
             if copy is not None and whole:
                 self._finish(core, copy)
 
@@ -449,18 +308,3 @@ class SiblingHost:
             return
         for uses in core.windows.take_uses(name):
             other.core.send("sibling", uses)
-
-
-def shorten(schedule: Sequence[Step], fails: Callable[[Sequence[Step]], bool]) -> list[Step]:
-    """A shorter schedule that fails, too."""
-    left, size = list(schedule), max(1, len(schedule) // 2)
-    while size:
-        at = 0
-        while at < len(left):
-            shorter = left[:at] + left[at + size :]
-            if fails(shorter):
-                left = shorter
-            else:
-                at += size
-        size //= 2
-    return left

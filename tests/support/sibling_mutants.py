@@ -146,9 +146,7 @@ def _adopt_only(self: Namespace, epoch: int) -> DeferredFree:
     return DeferredFree()
 
 
-def _store_version_first(
-    self: BlockLines, blocks: Any, keys: Any, parts: Any, epoch: int
-) -> None:
+def _store_version_first(self: BlockLines, blocks: Any, keys: Any, parts: Any, epoch: int) -> None:
     self.validate(blocks)
     _STORE(self, blocks, keys, parts, epoch)
 
@@ -223,9 +221,7 @@ MUTANTS: dict[str, Mutant] = {
     "the head is not compared after the copy": partial(
         patch.object, LentTable, "unchanged", _compare_version_only
     ),
-    "the version is read last": partial(
-        patch.object, LentTable, "_copy_lines", _read_version_last
-    ),
+    "the version is read last": partial(patch.object, LentTable, "_copy_lines", _read_version_last),
     "the parity is ignored": partial(_usable, parity=False),
     "the version is inverted": partial(_toggled, lambda versions: versions ^ _ONE),
     "the version is counted": partial(_toggled, lambda versions: versions + _ONE),

@@ -11,7 +11,8 @@ from pathlib import Path
 import structlog
 
 from support.sibling_contents import WrongBytes
-from support.sibling_host import SiblingHost, Step, random_schedule, shorten
+from support.sibling_host import SiblingHost
+from support.sibling_schedules import Step, random_schedule, shorten
 
 
 class FailedSchedule(AssertionError):
@@ -31,16 +32,19 @@ def run_schedule(
     return host.counts
 
 
-def run_seed(directory: Path, seed: int, steps: int, daemons: int) -> None:
-    """Run a schedule with a fault in the product. Raises WrongBytes only: what the daemon itself
-    notices ends the run."""
-    schedule = random_schedule(seed, steps, daemons)
-    try:
-        run_schedule(directory, schedule, daemons, checks=False)
-    except WrongBytes:
-        raise
-    except Exception:
-        return
+def find_wrong_bytes(directory: Path, seeds: Iterable[int], steps: int) -> str:
+    """Run schedules of a product with a fault, until a load returns wrong bytes; return what it
+    returned, "" if none does. What the daemon itself notices ends a schedule only."""
+    for seed in seeds:
+        daemons = 2 + seed % 2
+        schedule = random_schedule(seed, steps, daemons)
+        try:
+            run_schedule(directory / str(seed), schedule, daemons, checks=False)
+        except WrongBytes as error:
+            return str(error)
+        except Exception:
+            continue
+    return ""
 
 
 def run_seeds(directory: Path, seeds: Iterable[int], steps: int, daemons: int) -> Counter[str]:
