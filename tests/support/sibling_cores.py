@@ -10,19 +10,13 @@ import ctypes
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from kvferry.daemon.core.actions import (
-    BlocksCorrupted,
-    BlocksVerified,
     CancelTransfers,
-    CopyPlan,
     FreeDeferred,
     MapTensors,
     RegionCreated,
@@ -35,12 +29,10 @@ from kvferry.daemon.core.actions import (
     TransferCompleted,
     UnmapTensors,
 )
-from kvferry.daemon.core.block_table import CHECKED, UNCHECKED, UNCOMMITTED
 from kvferry.daemon.core.core import Core, PoolBounds
 from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.ports import Ports
-from kvferry.daemon.core.region import Region
 from kvferry.daemon.core.siblings import NamespaceContents
 from kvferry.daemon.core.tier_actions import EpochsSynced, LendMemory, SyncEpochs
 from kvferry.daemon.persistence.epoch_page import EpochPage
@@ -55,12 +47,12 @@ from kvferry.proto.lending import BorrowMemory, MemoryLent
 from kvferry.proto.protocol import make_hello
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import (
-    Direction,
     GPULoadStoreSpec,
     KeyLoadStoreSpec,
     KVLayout,
 )
 from support.sibling_contents import SiblingContents, Submission
+from support.sibling_device import Computed, Copy, SimulatedChecksums, SimulatedDevice
 from support.sibling_ports import (
     CHUNK,
     DEVICE,
@@ -76,33 +68,6 @@ from support.sibling_ports import (
     KeptFds,
     NoDevice,
 )
-
-
-class Computed(NamedTuple):
-    """Blocks that an engine has computed. number: of the namespace. numbers: what each has."""
-
-    number: int
-    composition: int
-    epoch: int
-    numbers: dict[bytes, int]
-
-
-@dataclass(eq=False)
-class Copy:
-    """A transfer on the device. pieces: offset in the pool, key and part, in order of the copy.
-
-    numbers: of a store, what each key gets; of a load, what each key and part has returned.
-    """
-
-    plan: CopyPlan
-    session: str
-    pieces: list[tuple[int, bytes, int]]
-    computed: dict[bytes, int]
-    submission: Submission | None = None
-    loaded: dict[bytes, list[int]] = field(default_factory=dict)
-    borrowed: int = 0
-    copied: int = 0
-    cancelled: bool = False
 
 
 class SiblingCore:
@@ -125,12 +90,9 @@ class SiblingCore:
         self.contents, self.counts = contents, counts
         self.now = 100.0
         self.engine, self._numbers = NoDevice(), count(1)
-        # Blocks whose checksums are being computed: region, blocks, versions.
-        self._reading: list[tuple[Region, Any, Any, Any]] = []
         # Memory that siblings have lent and that is not mapped yet.
         self.lent: list[LentMemory] = []
-        # Transfers on the device. The GPU blocks of a registration are used in turn.
-        self.copies: dict[int, Copy] = {}
+        # The GPU blocks of a registration are used in turn.
         self._gpu, self.syncing = count(), 0
         kept.start()
         try:
@@ -146,7 +108,8 @@ class SiblingCore:
         )
         self._incarnation = recovered.incarnation
         if damaged is not None:
-            self._word(damaged % (POOL // PAGE) * PAGE).value = 0
+            at = self.pool.address + damaged % (POOL // PAGE) * PAGE
+            ctypes.c_uint64.from_address(at).value = 0
         self._epochs = EpochPage(directory)
         self.windows = DirectWindows(self.engine, self.pool)
         self.core = Core(
@@ -158,6 +121,8 @@ class SiblingCore:
         self.store = RegionStore(
             nobody, recovered.fd_store, lambda _: None, 0, recovered.incarnation.number, lends=True
         )
+        self.device = SimulatedDevice(self.pool.address)
+        self.checksums = SimulatedChecksums(self.pool.address, self.store._regions)
         self.store.restore_regions(recovered.fds, self.core.restore_region)
         recovered.store_new_pool()
         self._lent_pool = LentPool(
@@ -273,7 +238,7 @@ class SiblingCore:
         ]
         copy = Copy(plan, session, pieces, computed, submission)
         copy.borrowed = sum(not 0 <= offset < POOL for offset, _, _ in pieces) // PARTS
-        self.copies[plan.serial] = copy
+        self.device.copies[plan.serial] = copy
         return copy
 
     def search(self, number: int, keys: Sequence[bytes]) -> None:
@@ -291,36 +256,14 @@ class SiblingCore:
 
     # The device
 
-    def may_copy(self, copy: Copy) -> bool:
-        """Whether the device may copy for a transfer now."""
-        plan = copy.plan
-        return all(
-            other.plan.serial > (plan.serial if is_same else plan.after)
-            for other in self.copies.values()
-            if other is not copy and other.plan.registration == plan.registration
-            for is_same in [other.plan.direction is plan.direction]
-        )
-
-    def copy_piece(self, copy: Copy) -> None:
-        """Copy one part of a block."""
-        if copy.copied == len(copy.pieces) or copy.cancelled or not self.may_copy(copy):
-            return
-        offset, key, _ = copy.pieces[copy.copied]
-        word = self._word(offset)
-        copy.copied += 1
-        if copy.plan.direction is Direction.STORE:
-            word.value = copy.computed[key]
-        else:
-            copy.loaded.setdefault(key, []).append(int(word.value))
-
     def end_copy(self, copy: Copy, *, fails: bool = False) -> None:
         """End a transfer if it is complete, cancelled or failed."""
         outcome = Outcome.DONE
         if copy.cancelled or fails:
             outcome = Outcome.CANCELLED if copy.cancelled else Outcome.FAILED
-        elif copy.copied < len(copy.pieces) or not self.may_copy(copy):
+        elif not self.device.is_complete(copy):
             return
-        del self.copies[copy.plan.serial]
+        del self.device.copies[copy.plan.serial]
         actions = self.core.report(TransferCompleted(copy.plan.serial, outcome))
         results = [
             result
@@ -342,45 +285,10 @@ class SiblingCore:
 
     # Persistence
 
-    def begin_commit(self) -> None:
-        """Compute the checksums of all blocks that have none."""
-        for region in self._regions():
-            blocks = region.table.find(*UNCOMMITTED)
-            if blocks.size:
-                versions = region.table.lines.versions(blocks)
-                self._reading.append((region, blocks, versions, self._checksums(region, blocks)))
-
-    def end_commit(self) -> None:
-        for region, blocks, versions, checksums in self._reading:
-            if not region.table.closed:
-                region.table.commit(blocks, versions, checksums)
-        self._reading = []
-
     def check_blocks(self, most: int) -> None:
         """Compare blocks of an earlier daemon, or some others, with their checksums."""
-        for region in self._regions():
-            blocks = region.table.find(*UNCHECKED)[:most]
-            if not blocks.size:
-                blocks = region.table.find(*CHECKED)[:most]
-            same = region.table.lines.checksums(blocks) == self._checksums(region, blocks)
-            if same.any():
-                self.perform(self.core.report(BlocksVerified(region.owner, blocks[same])))
-            if not same.all():
-                self.perform(self.core.report(BlocksCorrupted(region.owner, blocks[~same])))
-
-    def _word(self, offset: int) -> ctypes.c_uint64:
-        """The number of a part of a block. offset: from the start of the own pool."""
-        return ctypes.c_uint64.from_address(self.pool.address + offset)
-
-    def _checksums(self, region: Region, blocks: Any) -> Any:
-        starts = (region.start + blocks * region.block_bytes).tolist()
-        words = [[at, at + region.block_bytes // PARTS] for at in starts]
-        numbers = [[int(self._word(at).value) for at in each] for each in words]
-        sums = [first + (second << 32) for first, second in numbers]
-        return np.array(sums, np.uint64)
-
-    def _regions(self) -> list[Region]:
-        return self.store._regions()
+        for report in self.checksums.compare(most):
+            self.perform(self.core.report(report))
 
     # Siblings
 
@@ -435,10 +343,10 @@ class SiblingCore:
                     self.perform(self.core.report(TensorsMapped(registration, session)))
                 case CancelTransfers(registration, serials):
                     for serial in serials:
-                        if serial in self.copies:
-                            self.copies[serial].cancelled = True
+                        if serial in self.device.copies:
+                            self.device.copies[serial].cancelled = True
                 case UnmapTensors(registration):
-                    for copy in [*self.copies.values()]:
+                    for copy in [*self.device.copies.values()]:
                         if copy.plan.registration == registration:
                             copy.cancelled = True
                             self.end_copy(copy)

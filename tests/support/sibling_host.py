@@ -17,7 +17,8 @@ from kvferry.daemon.persistence.epoch_page import EpochPage
 from support.pausable_steps import PausableStep
 from support.shared_accesses import WRITE, observed_accesses
 from support.sibling_contents import SiblingContents
-from support.sibling_cores import Computed, Copy, SiblingCore
+from support.sibling_cores import SiblingCore
+from support.sibling_device import Computed, Copy
 from support.sibling_ports import FINGERPRINTS, KEYS, LAYOUTS, QUOTAS, KeptFds
 from support.sibling_schedules import Step
 
@@ -228,7 +229,9 @@ class SiblingHost:
             case "borrow" | "lose" | "uses":
                 self._meet(core, step)
             case "copy" | "end" | "fail" | "cancel":
-                copies = [each for each in core.copies.values() if core.may_copy(each)]
+                copies = [
+                    each for each in core.device.copies.values() if core.device.may_copy(each)
+                ]
                 if copies:
                     self._move(core, copies[first % len(copies)], step)
             case "compute" | "store" | "store whole" | "store computed" | "store part":
@@ -244,9 +247,9 @@ class SiblingHost:
             case "advance":
                 core.advance(0.05 * (step.second % 6))
             case "begin commit":
-                core.begin_commit()
+                core.checksums.begin_commit()
             case "end commit":
-                core.end_commit()
+                core.checksums.end_commit()
             case "check":
                 core.check_blocks(1 + step.second % 8)
             case "map":
@@ -278,12 +281,12 @@ class SiblingHost:
 
     def _finish(self, core: SiblingCore, copy: Copy) -> None:
         for _ in copy.pieces:
-            core.copy_piece(copy)
+            core.device.copy_piece(copy)
         core.end_copy(copy)
 
     def _move(self, core: SiblingCore, copy: Copy, step: Step) -> None:
         if step.kind == "copy":
-            core.copy_piece(copy)
+            core.device.copy_piece(copy)
         elif step.kind == "cancel":
             core.cancel(copy)
         elif step.kind == "end" and step.second % 4:
