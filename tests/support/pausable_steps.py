@@ -12,7 +12,7 @@ from collections.abc import Callable
 from support.time_limits import TIMEOUT
 
 
-class Killed(BaseException):
+class StepKilled(BaseException):
     """The process of a step was killed."""
 
 
@@ -50,7 +50,7 @@ class PausableStep:
     def note_access(self) -> None:
         """The step makes an access next. Called by the step."""
         if self.killed:
-            raise Killed
+            raise StepKilled
         if self._left:
             self._left -= 1
             if not self._left:
@@ -61,7 +61,7 @@ class PausableStep:
         self._back.release()
         self._go.acquire()
         if self.killed:
-            raise Killed
+            raise StepKilled
 
     @property
     def is_current(self) -> bool:

@@ -64,9 +64,9 @@ from support.sibling_ports import (
     PARTS,
     POOL,
     DirectWindows,
-    HeldFds,
-    KeptFds,
+    KeptDescriptors,
     NoDevice,
+    PassedFds,
 )
 
 
@@ -79,7 +79,7 @@ class SiblingCore:
 
     def __init__(
         self,
-        kept: KeptFds,
+        kept: KeptDescriptors,
         directory: Path,
         contents: SiblingContents,
         counts: Counter[str],
@@ -101,7 +101,9 @@ class SiblingCore:
             kept.close_stored()
             raise
 
-    def _start(self, kept: KeptFds, directory: Path, keeps: bool, damaged: int | None) -> None:
+    def _start(
+        self, kept: KeptDescriptors, directory: Path, keeps: bool, damaged: int | None
+    ) -> None:
         """As app.py does."""
         self.pool, recovered = recover_pool(
             kept, POOL, CHUNK, keep=keeps, check_new_pool=lambda _: None
@@ -294,7 +296,7 @@ class SiblingCore:
 
     def lend(self, contents: NamespaceContents) -> MemoryLent | None:
         """The memory of a namespace, as MemoryLent with descriptors in place of handles."""
-        fd_server: Any = HeldFds()
+        fd_server: Any = PassedFds()
         for first in (0, None):
             message = BorrowMemory(1, contents.namespace, contents.composition, first)
             for action in self.core.handle("sibling", message, self.now):

@@ -19,15 +19,15 @@ from support.shared_accesses import WRITE, observed_accesses
 from support.sibling_contents import SiblingContents
 from support.sibling_cores import SiblingCore
 from support.sibling_device import Computed, Copy
-from support.sibling_ports import FINGERPRINTS, KEYS, LAYOUTS, QUOTAS, KeptFds
+from support.sibling_ports import FINGERPRINTS, KEYS, LAYOUTS, QUOTAS, KeptDescriptors
 from support.sibling_schedules import Step
 
 
-class Slot:
+class DaemonSlot:
     """A daemon, or the place of one that does not run."""
 
     def __init__(self) -> None:
-        self.kept = KeptFds()
+        self.kept = KeptDescriptors()
         self.core: SiblingCore | None = None
         # A step that is paused.
         self.paused: PausableStep | None = None
@@ -43,7 +43,7 @@ class SiblingHost:
 
     def __init__(self, directory: Path, daemons: int, *, checks: bool = True) -> None:
         self._directory, self._checks = directory, checks
-        self.slots = [Slot() for _ in range(daemons)]
+        self.slots = [DaemonSlot() for _ in range(daemons)]
         self.counts = Counter[str]()
         names = tuple(each.name for each in FINGERPRINTS)
         self.contents = SiblingContents(directory, names)
@@ -126,14 +126,14 @@ class SiblingHost:
 
     # Running steps
 
-    def _begin(self, slot: Slot, function: Callable[[], None], pause: int) -> None:
+    def _begin(self, slot: DaemonSlot, function: Callable[[], None], pause: int) -> None:
         if not pause:
             function()
             return
         slot.paused = PausableStep(function)
         self._resume(slot, pause)
 
-    def _resume(self, slot: Slot, accesses: int) -> None:
+    def _resume(self, slot: DaemonSlot, accesses: int) -> None:
         paused = slot.paused
         assert paused is not None
         paused.resume(accesses)
@@ -142,7 +142,7 @@ class SiblingHost:
         else:
             self.counts["pauses"] += 1
 
-    def _kill(self, slot: Slot) -> None:
+    def _kill(self, slot: DaemonSlot) -> None:
         """Kill a daemon where it is."""
         if slot.paused is not None:
             slot.paused.kill()
@@ -150,7 +150,7 @@ class SiblingHost:
             self.counts["kills within"] += 1
         self._bury(slot)
 
-    def _kill_within(self, slot: Slot, step: Step) -> None:
+    def _kill_within(self, slot: DaemonSlot, step: Step) -> None:
         """Begin a step that changes something, and kill the daemon before one of its accesses."""
         kinds = "store", "end", "reset", "end commit", "open", "advance"
         inner = step._replace(kind=kinds[step.second % len(kinds)])
@@ -159,7 +159,7 @@ class SiblingHost:
         if slot.paused is not None:
             self._kill(slot)
 
-    def _bury(self, slot: Slot) -> None:
+    def _bury(self, slot: DaemonSlot) -> None:
         if slot.core is not None:
             slot.core.die()
             slot.core = None
@@ -189,7 +189,7 @@ class SiblingHost:
 
     # Steps
 
-    def _start(self, slot: Slot, how: int, which: int) -> None:
+    def _start(self, slot: DaemonSlot, how: int, which: int) -> None:
         """Start a daemon: with the kept pool, without one of its tables, or without the pool."""
         tables = sorted(name for name in slot.kept.fds if name.startswith("block-table"))
         if how % 4 == 1 and tables:
@@ -208,7 +208,7 @@ class SiblingHost:
             for number in range(len(FINGERPRINTS)):
                 core.open(number, QUOTAS[0], LAYOUTS[0])
 
-    def _act(self, slot: Slot, core: SiblingCore, step: Step) -> None:
+    def _act(self, slot: DaemonSlot, core: SiblingCore, step: Step) -> None:
         first, second = step.first, step.second
         namespace = first % len(FINGERPRINTS)
         core.advance(0.01 * (second % 8))
@@ -255,7 +255,7 @@ class SiblingHost:
             case "map":
                 core.map_lent()
 
-    def _store_some(self, slot: Slot, core: SiblingCore, step: Step) -> None:
+    def _store_some(self, slot: DaemonSlot, core: SiblingCore, step: Step) -> None:
         """Compute blocks, store them, or both."""
         if step.kind == "store computed":
             slot.computed.rotate(step.second)
@@ -266,13 +266,13 @@ class SiblingHost:
         if step.kind != "compute":
             self._store(slot, core, part, whole=whole)
 
-    def _compute(self, slot: Slot, core: SiblingCore, namespace: int, which: int) -> None:
+    def _compute(self, slot: DaemonSlot, core: SiblingCore, namespace: int, which: int) -> None:
         keys = [KEYS[(which + at) % len(KEYS)] for at in range(1 + which % 3)]
         if (made := core.compute(namespace, keys)) is not None:
             slot.computed.append(made)
 
     def _store(
-        self, slot: Slot, core: SiblingCore, part: int | None = None, *, whole: bool = False
+        self, slot: DaemonSlot, core: SiblingCore, part: int | None = None, *, whole: bool = False
     ) -> None:
         if slot.computed:
             copy = core.submit_store(slot.computed.pop(), part)

@@ -31,7 +31,7 @@ LIMITS = Limits(1 << 20, 1 << 10, 64)
 DEVICE = DeviceInfo("cpu", "cpu", "host memory")
 
 
-class KeptFds:
+class KeptDescriptors:
     """The descriptor store of a service manager: keeps descriptors while no daemon runs."""
 
     has_fd_store = True
@@ -99,7 +99,7 @@ class DirectWindows(MappedWindows):
             self._unmap(window)
 
 
-class HeldFds:
+class PassedFds:
     """In place of the server of descriptors: passes them on as they are."""
 
     def holds_any(self, _: str) -> bool:

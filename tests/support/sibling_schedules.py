@@ -147,6 +147,15 @@ def _given_region(random: Random, reader: int, owner: int, namespace: int) -> li
     return [*load[:2], *random.choice([given, changed]), *stores, load[2], *load, back]
 
 
+def _stored_in_part(random: Random, reader: int, owner: int, namespace: int) -> list[Step]:
+    """A key is stored in part, in the block in which it was stored as a whole."""
+    reset, wait = Step("reset", owner, namespace, 0), Step("advance", owner, 0, 5)
+    whole = Step("store whole", owner, namespace, 3 * random.randrange(8))
+    part = whole._replace(kind="store part", first=namespace + 2)
+    load = _load(random, reader, namespace)
+    return [reset, wait, whole, reset, wait, part, load[0]._replace(second=0), *load[1:]]
+
+
 def _changed_block(random: Random, reader: int, owner: int, namespace: int) -> list[Step]:
     """The owner stores other keys, resets, or dies, while a search or a load is under way."""
     stores = "store whole", "store whole", "store part"
@@ -176,7 +185,7 @@ def _load(random: Random, reader: int, namespace: int) -> list[Step]:
 
 _RACES = (
     *(_second_reset, _completing_store, _killed_start, _missed_reset, _given_region),
-    *[_changed_block] * 3,
+    *(_stored_in_part, _changed_block, _changed_block, _changed_block),
 )
 
 
