@@ -27,10 +27,11 @@ class RestartingDaemons:
         name = "0" if device.startswith("cuda") else device
         self._root, self._options = root, {"pool_bytes": pool_bytes, **options}
         self._name = name
-        self._manager: ServiceManager | None = None
+        # Keeps the pool.
+        self.manager: ServiceManager | None = None
         if kept:
             command = kvferryd_command(root, name, **self._options)
-            self._manager = ServiceManager(command, root / "notify", log=root / "log")
+            self.manager = ServiceManager(command, root / "notify", log=root / "log")
         self._local: LocalDaemon | None = None
         try:
             self.start()
@@ -53,7 +54,7 @@ class RestartingDaemons:
 
     def log(self) -> str:
         """The log of the newest daemon; if the pool is kept, of all."""
-        running = self._manager or self._local
+        running = self.manager or self._local
         return running.log() if running is not None else ""
 
     def replace(self) -> None:
@@ -63,24 +64,24 @@ class RestartingDaemons:
 
     def kill(self) -> None:
         """SIGKILL. `start` starts another one."""
-        if self._manager is not None:
-            self._manager.kill()
+        if self.manager is not None:
+            self.manager.kill()
         elif self._local is not None:
             self._local.kill()
 
     def lose_pool(self) -> None:
         """Forget the kept pool: the next daemon starts empty. Call it while none runs."""
-        assert self._manager is not None
-        self._manager.lose_fds()
+        assert self.manager is not None
+        self.manager.lose_fds()
 
     def stop(self) -> int:
         """Send SIGTERM. Returns the exit status."""
-        running = self._manager or self._local
+        running = self.manager or self._local
         assert running is not None
         return running.stop()
 
     def close(self) -> None:
-        for running in (self._manager, self._local):
+        for running in (self.manager, self._local):
             if running is not None:
                 running.close()
 
@@ -92,9 +93,9 @@ class RestartingDaemons:
 
     def start(self) -> None:
         """Start a daemon, after `kill`."""
-        if self._manager is not None:
-            self._manager.start(ready=False)
-            self._process = self._manager.process
+        if self.manager is not None:
+            self.manager.start(ready=False)
+            self._process = self.manager.process
             until(self._is_up)
         else:
             self._local = LocalDaemon(self._name, runtime_dir=self._root, **self._options)

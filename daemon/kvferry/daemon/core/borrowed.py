@@ -120,6 +120,10 @@ class BorrowedKeys:
             self._found.pop(key, None)
         self._add_events(EventKind.ABANDONED, keys)
 
+    def forget_all(self) -> None:
+        """The namespace has other contents: what siblings have is not exchangeable."""
+        self.forget([*self._found])
+
     def clear(self) -> None:
         self._found.clear()
 

@@ -164,6 +164,8 @@ class Namespace:
                 f"{expected}; put what differs into the fingerprint",
                 given,
             )
+        if differs:
+            self.borrowed.forget_all()
         self._pages, self._factor = pages, factor
         self._update_contents()
         self.registrations.add(registration)

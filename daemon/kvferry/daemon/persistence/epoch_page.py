@@ -126,6 +126,8 @@ class EpochPage:
             slot = self._find_slot(namespace)
             if slot is None:
                 slot = self._add_slot(namespace)
+            if slot is not None:
+                self._words.write(slot + 3, 0)  # first: the last reset is another one
             self._words.write(_FLOOR if slot is None else slot + 1, epoch)
             self._words.write(_CHANGES, self._words.read(_CHANGES) + 1)
 
