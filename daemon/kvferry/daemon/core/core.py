@@ -173,7 +173,7 @@ class Core:
     def advance(self, now: float) -> list[Action]:
         """Do what is due by `deadline`. now: time.monotonic() in seconds."""
         self._now = max(self._now, now)
-        return self._with_changes(self._namespaces.advance(now))
+        return self._with_changes(self._namespaces.adopt_epochs(now))
 
     @property
     def deadline(self) -> float | None:

@@ -67,7 +67,7 @@ class Namespaces:
         self._regions, self._ports, self._epochs = regions, ports, ports.epochs
         tiers = ports.tiers
         # `changes` of the epochs at the last look, its time, and that of the last adoption.
-        self._seen_changes, self._looked = self._epochs.changes, 0.0
+        self._seen_changes, self._looked, self._expired = self._epochs.changes, 0.0, 0.0
         self._adopted = float("-inf")
         # How often epochs were adopted.
         self.adoptions = 0
@@ -104,22 +104,20 @@ class Namespaces:
 
     @property
     def deadline(self) -> float | None:
-        """The time of the next `advance`, if any."""
+        """The time of the next `adopt_epochs`, if any."""
         if self._behind:
             return self._adopted + ADOPT_EVERY
         return self._looked + LOOK_EVERY if self._by_session else None
 
-    def advance(self, now: float) -> list[Action]:
-        """Adopt epochs, and forget borrowed keys that nobody uses."""
-        if now >= self._looked + LOOK_EVERY:
-            self._looked = now
-            for one in self:
-                one.borrowed.expire(now)
-        return self.adopt_epochs(now)
-
     def adopt_epochs(self, now: float) -> list[Action]:
         """Empty the namespaces whose epoch has changed on this host, some perhaps later: until then
-        nothing in them is valid. Called for every message, before anything else."""
+        nothing in them is valid. Also forget borrowed keys that are gone. Called for every message,
+        before anything else."""
+        self._looked = now
+        if now >= self._expired + LOOK_EVERY:
+            self._expired = now
+            for one in self:
+                one.borrowed.expire(now)
         if (changes := self._epochs.changes) != self._seen_changes:
             self._seen_changes = changes
             for one in self:
