@@ -263,8 +263,8 @@ def test_nothing_is_offered_until_a_reset_is_done(
 def test_stores_name_the_epoch_of_each_rank(side: SchedulerSide) -> None:
     output = side.prepare_store([A, C, D], request())
     assert output.keys_to_store == [C, D]
-    assert output.store_spec == KeysSpec((C, D), (1,), (A,))
-    assert output.store_spec.epoch(0) == 1
+    assert output.store_spec == KeysSpec((C, D), (0,), (A,))
+    assert output.store_spec.epoch(0) == 0
     assert answers(side, C) == ["pending"]
     side.complete_store({C, D}, request())
     assert answers(side, C) == ["miss"]
@@ -298,10 +298,11 @@ def test_a_key_is_a_hit_if_every_rank_has_it(
     two.store(B)
     two.send_events((EventKind.CLEARED,))
     two.store(A)
+    side.request_arrived(request().req_id, [A, B], 0.0)
     assert answers(side, A, B, A) == ["hit", "miss", "hit"]
     output = side.prepare_store([A, B], request())
     assert output.keys_to_store == [B]
-    assert [output.store_spec.epoch(rank) for rank in (0, 1)] == [1, 2]
+    assert [output.store_spec.epoch(rank) for rank in (0, 1)] == [0, 1]
     side.prepare_load([A], request())
     assert one.received_of(wire.Pin) == two.received_of(wire.Pin) == [wire.Pin((A,))]
     two.evict(A)
@@ -325,7 +326,7 @@ def test_a_key_that_only_its_writer_has_is_copied_when_a_request_looks_it_up(
     )
     side = SchedulerSide(config, LOOKUP_CODES, events=False)
     one.store(A)
-    assert side.prepare_store([A, B, D], request()).store_spec == KeysSpec((B, D), (1, 1), (A,), 2)
+    assert side.prepare_store([A, B, D], request()).store_spec == KeysSpec((B, D), (0, 0), (A,), 2)
     side.request_arrived("request", [A, C], 0.5)
     assert [len(daemon.received_of(wire.FindInTiers)) for daemon in (one, two)] == [1, 0]
     assert answers(side, A) == ["retry"]
@@ -348,7 +349,7 @@ def test_a_key_that_only_its_writer_has_is_copied_when_a_request_looks_it_up(
         for _ in range(3):
             side.on_schedule_end()
             assert answers(side, A, name=name) == ["miss"]
-    assert side.prepare_store([A], request()).store_spec == KeysSpec((A,), (1, 1), (), 1)
+    assert side.prepare_store([A], request()).store_spec == KeysSpec((A,), (0, 0), (), 1)
     side.shutdown()
 
 
