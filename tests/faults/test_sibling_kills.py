@@ -1,8 +1,9 @@
 """SIGKILL, SIGSTOP, resets and restarts of siblings amid loads from them.
 
-A model has the keys that any engine has stored since the last reset. A loaded block has the
-bytes of its key; nothing is found that the model does not have; every call ends in time; and in the
-end nothing is pinned or held.
+Every other daemon keeps its pool over restarts, and loses it at some. A model has the keys that
+any engine has stored since the last reset. A loaded block has the bytes of its key; nothing is
+found that the model does not have; every call ends in time; and in the end nothing is pinned or
+held.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvferry.client import Lookup
 from kvferry.testing.engine import until
+from kvferry.testing.mooncake_store import INSTALL, MooncakeStore, is_installed
+from support.restarting_daemons import RestartingDaemons
 from support.sibling_daemons import SiblingDaemons
 from support.tiered_engine import TieredEngine, keys
 from support.time_limits import PROMPTLY
@@ -26,13 +30,20 @@ from support.time_limits import PROMPTLY
 pytestmark = pytest.mark.timeout(7200)
 # Blocks of one prompt, different prompts, and bytes of a pool, which has no room for all prompts.
 PROMPT, PROMPTS, POOL_BYTES = 16, 12, 1 << 19
+# Of one daemon, while another resets the namespace.
+STATES = "running", "stopped", "down"
 
 
 class SiblingFaults:
-    """Random steps against a group of daemons."""
+    """Random steps against a group of daemons. options: of each."""
 
-    def __init__(self, count: int, rng: random.Random, folder: Path, stack: ExitStack) -> None:
-        self.siblings = SiblingDaemons(count, folder, stack, pool_bytes=POOL_BYTES)
+    def __init__(
+        self, count: int, rng: random.Random, folder: Path, stack: ExitStack, **options: Any
+    ) -> None:
+        kept = range(1, count, 2)
+        self.siblings = SiblingDaemons(
+            count, folder, stack, kept=kept, pool_bytes=POOL_BYTES, **options
+        )
         self.rng = rng
         # Numbers of keys that were stored since the last reset.
         self.stored = set[int]()
@@ -70,11 +81,9 @@ class SiblingFaults:
 
     def kill(self) -> None:
         number = self.rng.randrange(len(self.siblings.daemons))
-        engine = self.siblings.engines[number]
         self.siblings.kill(number)
         self._step_at_others(number)
-        self.siblings.restart(number)
-        until(lambda: {engine.manager.lookup(e) for e in keys(self.prompt())} == {Lookup.MISS})
+        self._restart(number)
         self.kills += 1
 
     def stop_for_a_moment(self) -> None:
@@ -87,23 +96,35 @@ class SiblingFaults:
             os.kill(pid, signal.SIGCONT)
 
     def reset(self) -> None:
-        """After it is done, no engine finds a key of before; also if a daemon is stopped."""
+        """After it is done, no engine finds a key of before, even if a daemon did not run."""
         old = range(self.resets * PROMPTS * PROMPT, (self.resets + 1) * PROMPTS * PROMPT)
         number = self.rng.randrange(len(self.siblings.daemons))
         others = [each for place, each in enumerate(self.siblings.engines) if place != number]
-        pid, is_stopped = self.siblings.daemons[number].pid, self.rng.random() < 0.5
-        if is_stopped:
+        pid, state = self.siblings.daemons[number].pid, self.rng.choice(STATES)
+        if state == "stopped":
             os.kill(pid, signal.SIGSTOP)
+        elif state == "down":
+            self.siblings.kill(number)
         try:
             self.rng.choice(others).client.reset(timeout=PROMPTLY)
             self._check_absent(others, old)
         finally:
-            if is_stopped:
+            if state == "stopped":
                 os.kill(pid, signal.SIGCONT)
+        if state == "down":
+            self._restart(number)
         self._check_absent(self.siblings.engines, old)
         self.resets += 1
         self.stored.clear()
         self.last = self.prompt()
+
+    def _restart(self, number: int) -> None:
+        daemon = self.siblings.daemons[number]
+        if isinstance(daemon, RestartingDaemons) and self.rng.random() < 0.3:
+            daemon.lose_pool()
+        self.siblings.restart(number)
+        lookup, wanted = self.siblings.engines[number].manager.lookup, keys(self.prompt())
+        until(lambda: {lookup(each) for each in wanted} <= {Lookup.HIT, Lookup.MISS})
 
     def _check_absent(self, engines: Sequence[TieredEngine], numbers: range) -> None:
         for engine in engines:
@@ -141,21 +162,41 @@ class SiblingFaults:
 @pytest.mark.parametrize("count", [2, 8])
 def test_no_wrong_bytes(count: int, short_path: Path, rng: random.Random, long: bool) -> None:
     """200 faults (6 with two daemons in the short form, 4 with eight)."""
-    rounds = 200 if long else {2: 6, 8: 4}[count]
     with ExitStack() as stack:
         faults = SiblingFaults(count, rng, short_path, stack)
-        faults.siblings.wait_linked()
-        faults.load_from_sibling()
-        for number in range(rounds):
-            for _ in range(rng.randrange(2, 6) * count):
-                faults.step()
-            # Each kind in turn, so that a short form has all.
-            (faults.kill, faults.reset, faults.stop_for_a_moment)[number % 3]()
-        faults.siblings.wait_linked()
-        faults.check_released()
-        print(
-            f"{count} daemons, {faults.kills} kills, {faults.resets} resets, {faults.loads} loads, "
-            f"{faults.direct} blocks of siblings loaded since the last starts"
-        )
-        for daemon in faults.siblings.daemons:
-            assert "Traceback" not in daemon.log()
+        inject_faults(faults, 200 if long else {2: 6, 8: 4}[count])
+
+
+@pytest.mark.skipif(not is_installed(), reason=INSTALL)
+def test_no_wrong_bytes_with_a_mooncake_store(
+    short_path: Path, rng: random.Random, long: bool
+) -> None:
+    """120 faults of three daemons that share a store (3 in the short form)."""
+    with ExitStack() as stack:
+        store = stack.enter_context(MooncakeStore(segment_bytes=64 << 20))
+        options = {
+            "tiers_mooncake_master": store.address,
+            "tiers_mooncake_write": "write_through",
+            "tiers_mooncake_admit_after": 1,
+        }
+        faults = SiblingFaults(3, rng, short_path, stack, **options)
+        inject_faults(faults, 120 if long else 3)
+
+
+def inject_faults(faults: SiblingFaults, rounds: int) -> None:
+    count = len(faults.siblings.daemons)
+    faults.siblings.wait_linked()
+    faults.load_from_sibling()
+    for number in range(rounds):
+        for _ in range(faults.rng.randrange(2, 6) * count):
+            faults.step()
+        # Each kind in turn, so that a short form has all.
+        (faults.kill, faults.reset, faults.stop_for_a_moment)[number % 3]()
+    faults.siblings.wait_linked()
+    faults.check_released()
+    print(
+        f"{count} daemons, {faults.kills} kills, {faults.resets} resets, {faults.loads} loads, "
+        f"{faults.direct} blocks of siblings loaded since the last starts"
+    )
+    for daemon in faults.siblings.daemons:
+        assert "Traceback" not in daemon.log()

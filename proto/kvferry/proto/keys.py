@@ -37,7 +37,7 @@ class EventKind(StrEnum):
     REMOVED = "removed"
     # Their store failed.
     ABANDONED = "abandoned"
-    # They can be loaded from the pool of another daemon, for some seconds.
+    # They can be loaded from the pool of another daemon.
     BORROWED = "borrowed"
     # All keys were removed; the event names none.
     CLEARED = "cleared"
