@@ -100,7 +100,7 @@ class TieredService:
         self.machine.run("systemctl", "reset-failed", UNIT, check=False)
 
     def tier(self) -> Any:
-        _, tier = json.loads(self.machine.run("/opt/kvferry/bin/kvferry", "status", "--json"))[
+        (tier,) = json.loads(self.machine.run("/opt/kvferry/bin/kvferry", "status", "--json"))[
             "tiers"
         ]
         return tier
