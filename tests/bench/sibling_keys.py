@@ -52,7 +52,9 @@ class FullDaemon:
         self, stack: ExitStack, directory: Path, count: int, start: int, watched: Path | None = None
     ) -> None:
         directory.mkdir()
-        options = {} if watched is None else {"siblings_directories": watched}
+        options: dict[str, object] = {"state_dir": directory.parent / "state"}
+        if watched is not None:
+            options["siblings_directories"] = watched
         command = kvferryd_command(
             directory, "cpu", count * PAGE, siblings_enabled="true", **options
         )

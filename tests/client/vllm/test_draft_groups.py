@@ -43,7 +43,9 @@ def test_requests_that_miss_the_draft_alone_are_counted_and_warned_of_once(
         offer = side._offer_keys
         end = range(len(groups))[lost].to_bytes(4, "big")
         monkeypatch.setattr(
-            side, "_offer_keys", lambda keys, last: offer([k for k in keys if k[-4:] != end], last)
+            side,
+            "_offer_keys",
+            lambda keys, *rest: offer([key for key in keys if key[-4:] != end], *rest),
         )
     engine.run(PROMPT)
     engine.settle()

@@ -65,24 +65,32 @@ def test_blocks_that_left_a_window_are_not_stored_after_a_reset(
     engine.close()
 
 
-def test_blocks_that_are_offered_during_a_reset_are_stored_after_it(
-    core: Any, start_kvferryd: StartKvferryd
+@pytest.mark.parametrize("began", ["before", "during"])
+def test_blocks_that_are_offered_during_a_reset(
+    core: Any, start_kvferryd: StartKvferryd, began: str
 ) -> None:
+    """They are stored after it, unless their request began before it."""
     daemon = start_kvferryd()
     engine = core.EngineCore(daemon.directory, ("full",))
     first, scheduler = prompt(64, random.Random(5)), engine.scheduler
-    name = engine.add(first, 400)  # more than the steps for which a store takes
-    engine.run_until(lambda: scheduler.requests[name].num_computed_tokens > 68)
+
+    def begin() -> str:
+        name: str = engine.add(first, 400)  # more than the steps for which a store takes
+        engine.run_until(lambda: scheduler.requests[name].num_computed_tokens > 68)
+        return name
+
+    name = begin() if began == "before" else ""
     engine.settle()
     daemon.process.send_signal(signal.SIGSTOP)
     scheduler.reset_prefix_cache(reset_connector=True)
     engine.step()
+    name = name or begin()
     daemon.process.send_signal(signal.SIGCONT)
     wait_for_reset(engine)
     engine.run_until(lambda: name in engine.finished)
     engine.settle()
     assert scheduler.kv_cache_manager.reset_prefix_cache()
-    assert engine.run([*first, 7, 8, 9]) == [64]
+    assert engine.run([*first, 7, 8, 9]) == [0 if began == "before" else 64]
     assert not engine.wrong
     engine.close()
 
