@@ -44,6 +44,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvferry.client import shared_empty
 from kvferry.client.vllm import compat
+from kvferry.testing.engine import until
 from support.time_limits import TIMEOUT
 from support.vllm_engine import ONE_ALLOCATION
 from support.vllm_runner import (
@@ -173,7 +174,7 @@ class EngineCore:
             self.step()
 
     def settle(self) -> None:
-        """Run steps until all transfers have ended. The scheduler then has all key events.
+        """Run steps until all transfers and resets have ended: the scheduler has the key events.
 
         The worker has another connection. Until the daemon has replied to the scheduler, its
         touches may arrive after later stores, and key events may be on their way.
@@ -183,6 +184,12 @@ class EngineCore:
         self.run_until(lambda: not connector.has_pending_push_work())
         for client in self.manager._clients:
             client.status()
+        until(self._is_reset)
+
+    def _is_reset(self) -> bool:
+        """Whether the daemon has done all resets."""
+        self.manager.poll()
+        return not self.manager.is_resetting
 
     @property
     def manager(self) -> Any:
