@@ -171,13 +171,16 @@ class Core:
         return self._with_changes(actions)
 
     def advance(self, now: float) -> list[Action]:
-        """Do what is due by `deadline`. now: time.monotonic() in seconds."""
+        """Perform the work that waits for a time. The server calls this at `deadline`.
+
+        now: time.monotonic() in seconds.
+        """
         self._now = max(self._now, now)
         return self._with_changes(self._namespaces.adopt_epochs(now))
 
     @property
     def deadline(self) -> float | None:
-        """When `advance` has something to do at the latest; None: never."""
+        """The time at which the server must call `advance`; None: it need not."""
         deadlines = self._namespaces.deadline, self.resets.deadline
         return min((each for each in deadlines if each is not None), default=None)
 

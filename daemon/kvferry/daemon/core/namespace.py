@@ -7,7 +7,6 @@ The transfer holds a Lease on them until it ends. Called by the core, on the eve
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -19,6 +18,7 @@ from kvferry.daemon.core.borrowed import BorrowedBlocks, BorrowedKeys
 from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.cache.jobs import Pins, Reservation
+from kvferry.daemon.core.composition import Composition
 from kvferry.daemon.core.epochs import NEVER_RESET
 from kvferry.daemon.core.layout import BlockLayout, GroupExtent, Int64s, ResolvedBlocks
 from kvferry.daemon.core.ports import Ports
@@ -99,9 +99,8 @@ class Namespace:
         self.cache = Cache(region.num_blocks, policy, threshold, min_uses, region.table)
         self.cache.events.on_event = partial(changed, self)
         self.borrowed = BorrowedKeys(ports.siblings, self.cache)
-        self._pages: tuple[tuple[int, ...], ...] | None = None
-        # GPU blocks in a host block.
-        self._factor = 0
+        # Of its host blocks; None before any registration.
+        self._composition: Composition | None = None
         # What siblings must have, too; None before any registration.
         self.contents: NamespaceContents | None = None
 
@@ -117,11 +116,9 @@ class Namespace:
     @property
     def store_name(self) -> str | None:
         """The name of its store in the tiers; None before any registration."""
-        if self._pages is None:
+        if self._composition is None:
             return None
-        composition = repr((self._pages, self._factor)).encode()
-        digest = hashlib.blake2b(composition, digest_size=8).hexdigest()
-        return str(StoreName(self.name, digest, self.epoch))
+        return str(StoreName(self.name, self._composition.digest, self.epoch))
 
     def configure(self, policy: str, threshold: int) -> None:
         """Change the eviction policy and the store threshold; keys stay."""
@@ -149,24 +146,18 @@ class Namespace:
                 "namespace's fingerprint; correct host_block_bytes in it",
                 nbytes,
             )
-        pages = tuple(
-            tuple(group.tolist())
-            for group in np.split(layout_arrays.refs[1], layout_arrays.starts[1:-1])
-        )
-        factor, known = layout_arrays.block_size_factor, (self._pages, self._factor)
-        differs = self._pages is not None and known != (pages, factor)
-        if differs and (self.registrations or self.cache.usage.used):
-            given = _describe_host_block(pages, factor)
-            expected = _describe_host_block(self._pages, self._factor)
-            raise Refused(
-                Code.NAMESPACE_MISMATCH,
-                f"a host block of this layout has {given}, but in namespace {self.name} "
-                f"{expected}; put what differs into the fingerprint",
-                given,
-            )
-        if differs:
+        known, given = self._composition, Composition.of_layout(layout_arrays)
+        if known is not None and known != given:
+            if self.registrations or self.cache.usage.used:
+                text = given.describe()
+                raise Refused(
+                    Code.NAMESPACE_MISMATCH,
+                    f"a host block of this layout has {text}, but in namespace {self.name} "
+                    f"{known.describe()}; put what differs into the fingerprint",
+                    text,
+                )
             self.borrowed.forget_all()
-        self._pages, self._factor = pages, factor
+        self._composition = given
         self._update_contents()
         self.registrations.add(registration)
 
@@ -180,8 +171,8 @@ class Namespace:
             policy=self.policy,
             threshold=self.threshold,
             epoch=self.epoch,
-            pages=self._pages,
-            factor=self._factor,
+            pages=None if self._composition is None else self._composition.pages,
+            factor=0 if self._composition is None else self._composition.factor,
         )
 
     def restore_keys(self, record: RegionRecord) -> None:
@@ -189,7 +180,8 @@ class Namespace:
 
         Raises ValueError if the block table of its region is damaged.
         """
-        self._pages, self._factor = record.pages, record.factor
+        if record.pages is not None:
+            self._composition = Composition(record.pages, record.factor)
         self._update_contents()
         self.cache.restore_keys(record.factor)
 
@@ -374,13 +366,6 @@ class Namespace:
         taken = dict(zip(reservation.keys, reservation.blocks, strict=True))
         blocks = np.fromiter((taken.pop(key, -1) for key in keys), np.int64, len(keys))
         return blocks, Lease(self, reservation)
-
-
-def _describe_host_block(pages: tuple[tuple[int, ...], ...] | None, factor: int) -> str:
-    """Short text of how host blocks are composed: a layout may have thousands of pages."""
-    groups = [f"{list(group[:4])}{'...' if len(group) > 4 else ''}" for group in (pages or ())[:4]]
-    more = ", ..." if pages and len(pages) > 4 else ""
-    return f"{factor} GPU blocks of pages {', '.join(groups)}{more}"
 
 
 def _snapshots(cache: Cache, sequence: int, epoch: int, part_blocks: int) -> Iterator[Snapshot]:

@@ -283,7 +283,7 @@ class Namespaces:
         return made
 
     def _searched_names(self) -> tuple[str, ...]:
-        """What is searched below the own pool, fastest first."""
+        """The names of the siblings and of the tiers, in the order in which they are searched."""
         siblings = [SIBLINGS] if self._ports.siblings.is_enabled else []
         return *siblings, *(tier.name for tier in self._ports.tiers)
 

@@ -101,7 +101,7 @@ class MappedWindows:
         self._windows: dict[int, _Window] = {}
         self._open: dict[str, dict[str, _Window]] = {}
         self._numbers = count(1)
-        # One registration at a time: the driver takes no more.
+        # Registrations run one after another, as the driver serializes them anyway.
         self._mapping, self._ending = asyncio.Lock(), threading.Event()
         self._unmapping = set[asyncio.Task[None]]()
         # Blocks that were loaded, and their bytes, by the sibling's directory.

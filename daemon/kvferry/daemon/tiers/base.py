@@ -84,8 +84,8 @@ class Tier(Protocol):
     that the memory of blocks is not used otherwise until the call returns.
 
     io_threads: the number of threads that call `fetch` and `put`. call_bytes: the bytes that one
-    call of these moves; larger batches are split. A class that inherits from this one may leave out
-    what has a value or a body here.
+    call of these moves; larger batches are split. A class that inherits from this one
+    need not define the attributes and methods that have a value or a body here.
     """
 
     io_threads: int = 4

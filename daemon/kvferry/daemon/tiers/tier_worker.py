@@ -2,8 +2,8 @@
 
 It maps the host pool and serves the daemon's requests (messages.py). The main thread answers
 lookups and drops, in order; I/O threads fetch and put, in order of arrival, fetches first. One more
-thread settles epochs and calls `maintain`. What is fetched is compared with its checksum here. The
-process ends when its socket is closed or the daemon dies.
+thread settles epochs and calls `maintain`. This process compares each fetched block with its
+checksum. It ends when its socket is closed or the daemon dies.
 """
 
 from __future__ import annotations

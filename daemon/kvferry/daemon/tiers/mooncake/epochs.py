@@ -77,7 +77,7 @@ class StoreEpochs:
         self._asking = threading.Lock()
         self._buffer = BounceBuffer(mmap.PAGESIZE)
         store.register(self._buffer.address, self._buffer.nbytes)
-        # Why epochs could not be settled the last time, and what was logged of it.
+        # The reason for which the last `settle` failed, and the reason that was logged last.
         self._reason = self._logged_reason = ""
 
     def incarnation(self, name: StoreName) -> int | None:
