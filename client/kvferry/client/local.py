@@ -7,6 +7,7 @@ For trials, tests and benchmarks. In production the daemon runs under systemd.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
@@ -47,6 +48,7 @@ class LocalDaemon(ProcessBound):
         **options: object,
     ) -> None:
         self._temporary = runtime_dir is None
+        self._creator = os.getpid()
         self.runtime_dir = runtime_dir or Path(tempfile.mkdtemp(prefix="kvferry-"))
         self.runtime_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, path = tempfile.mkstemp(".log", "kvferryd-", self.runtime_dir)
@@ -56,7 +58,7 @@ class LocalDaemon(ProcessBound):
             "device": device,
             "pool_size": pool_bytes,
             "runtime_dir": self.runtime_dir,
-            "stop_with_process": os.getpid(),
+            "stop_with_process": self._creator,
             "siblings_enabled": "false",
         }
         self.command = [sys.executable, "-m", "kvferry.daemon"]
@@ -98,6 +100,7 @@ class LocalDaemon(ProcessBound):
 
     def close(self) -> None:
         """Stop the daemon if it runs, and remove its private directory."""
+        atexit.unregister(self._close_at_exit)
         if self.process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.stop()
@@ -114,9 +117,12 @@ class LocalDaemon(ProcessBound):
             self.process = subprocess.Popen(
                 self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ
             )
+        # A signal's exception may come before the caller has this object.
+        atexit.register(self._close_at_exit)
         try:
             self._wait_ready(timeout)
         except BaseException:
+            atexit.unregister(self._close_at_exit)
             self.kill()
             raise
 
@@ -141,6 +147,10 @@ class LocalDaemon(ProcessBound):
                 self._directory = lock.parent
                 return True
         return False
+
+    def _close_at_exit(self) -> None:
+        if os.getpid() == self._creator:  # not at the exit of a forked child
+            self.close()
 
     def _remove_directory(self) -> None:
         if self._temporary:
