@@ -17,13 +17,18 @@ from support.time_limits import TIMEOUT
 def allocated_bytes(root: Path) -> int:
     """Bytes that the file system has allocated for a root and everything below it.
 
-    A slab that is deleted for another namespace meanwhile may count twice.
+    Files that are deleted meanwhile do not count: another namespace may have their room already.
     """
-    total = 0
+    found = dict[str, os.stat_result]()
     for folder, _, files in os.walk(root):
         for path in (folder, *(os.path.join(folder, name) for name in files)):
             with suppress(FileNotFoundError):
-                total += os.lstat(path).st_blocks * 512
+                found[path] = os.lstat(path)
+    total = 0
+    for path, status in found.items():
+        with suppress(FileNotFoundError):
+            if os.lstat(path).st_ino == status.st_ino:
+                total += status.st_blocks * 512
     return total
 
 

@@ -206,7 +206,7 @@ async def run(
                 probe,
                 lambda now: worker.post_command(Ping(now)),
                 signals,
-                endpoint.find_problem,
+                lambda: endpoint.find_problem() or epochs.find_problem(),
             )
             status = StatusAssembler(core, health, region_store, tiering, peers)
             metrics_server = make_metrics_server(config, metrics, status)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvferry.daemon.tiers.base import IN_TIER
+from kvferry.daemon.tiers.base import IN_TIER, Result
 from kvferry.daemon.tiers.disk.hints import HINTS
 from kvferry.daemon.tiers.disk.tier import DiskTier
 from kvferry.testing.tier_subjects import DirectSubject, PoolMemory
@@ -52,3 +52,8 @@ def put_all(disk: KillableDisk, numbers: range) -> None:
     """Put keys one by one, so that each is in the tier."""
     for number in numbers:
         assert disk.put([number])[0] in IN_TIER
+
+
+def fetch_all(disk: KillableDisk, numbers: range) -> list[Result]:
+    """Fetch keys one by one."""
+    return [disk.fetch([number])[0] for number in numbers]

@@ -18,14 +18,10 @@ from kvferry.daemon.tiers.disk.slot_table import Entry
 from kvferry.daemon.tiers.disk.tier import DiskTier
 from kvferry.testing.tier_subjects import NAMESPACE, key_of
 
-from .disk_fixtures import SIZE, KillableDisk, put_all
+from .disk_fixtures import SIZE, KillableDisk, fetch_all, put_all
 
 OK, MISS, CORRUPT = Result.OK, Result.MISS, Result.CORRUPT
 MANY = range(40)
-
-
-def fetch_all(disk: KillableDisk, numbers: range = MANY) -> list[Result]:
-    return [disk.fetch([number])[0] for number in numbers]
 
 
 def test_after_a_clean_end_everything_is_found(disk: KillableDisk) -> None:
@@ -35,14 +31,14 @@ def test_after_a_clean_end_everything_is_found(disk: KillableDisk) -> None:
     disk.open()
     assert disk.usage().keys == len(MANY)
     assert disk.usage().used_bytes == used
-    assert fetch_all(disk) == [OK] * len(MANY)
+    assert fetch_all(disk, MANY) == [OK] * len(MANY)
     assert disk.put([100]) == [OK]
 
 
 def test_after_a_kill_everything_is_found(disk: KillableDisk) -> None:
     put_all(disk, MANY)
     disk.restart()
-    assert fetch_all(disk) == [OK] * len(MANY)
+    assert fetch_all(disk, MANY) == [OK] * len(MANY)
 
 
 def test_without_hints_blocks_are_found_by_their_headers(disk: KillableDisk) -> None:
@@ -50,7 +46,7 @@ def test_without_hints_blocks_are_found_by_their_headers(disk: KillableDisk) -> 
     disk.lose_hints()
     disk.open()
     assert disk.usage().keys == len(MANY)
-    assert fetch_all(disk) == [OK] * len(MANY)
+    assert fetch_all(disk, MANY) == [OK] * len(MANY)
     assert disk.put([100]) == [OK]
 
 
@@ -81,9 +77,9 @@ def test_headers_are_read_by_the_next_process_if_one_dies_before(disk: KillableD
     assert not disk.tier._stores[NAMESPACE].give_up_slab()  # its blocks are not known yet
     disk.kill()  # before anything was read
     disk.open()
-    assert fetch_all(disk) == [OK] * len(MANY)
+    assert fetch_all(disk, MANY) == [OK] * len(MANY)
     disk.restart()
-    assert fetch_all(disk) == [OK] * len(MANY)
+    assert fetch_all(disk, MANY) == [OK] * len(MANY)
 
 
 def test_a_namespace_is_dropped_while_its_headers_are_read(
@@ -100,9 +96,9 @@ def test_a_namespace_is_dropped_while_its_headers_are_read(
     monkeypatch.setattr(NamespaceStore, "_read_header", drop_meanwhile)
     disk.lose_hints()
     disk.open()
-    assert fetch_all(disk) == [MISS] * len(MANY)
+    assert fetch_all(disk, MANY) == [MISS] * len(MANY)
     put_all(disk, MANY)
-    assert fetch_all(disk) == [OK] * len(MANY)
+    assert fetch_all(disk, MANY) == [OK] * len(MANY)
 
 
 def test_a_dropped_store_stays_dropped(disk: KillableDisk) -> None:
@@ -112,7 +108,7 @@ def test_a_dropped_store_stays_dropped(disk: KillableDisk) -> None:
         end()
         disk.open()
         assert disk.usage().keys == 0
-        assert fetch_all(disk) == [MISS] * len(MANY)
+        assert fetch_all(disk, MANY) == [MISS] * len(MANY)
     assert not list(disk.root.glob("trash-*"))
 
 
@@ -131,7 +127,7 @@ def test_a_block_whose_hint_was_not_written_is_a_miss(
         disk.put([77])
     disk.restart()
     assert disk.contains([77]) == [False]
-    assert fetch_all(disk) == [OK] * len(MANY)
+    assert fetch_all(disk, MANY) == [OK] * len(MANY)
     assert disk.put([77]) == [OK]
     assert disk.fetch([77]) == [OK]
 
@@ -158,7 +154,7 @@ def test_torn_and_stale_slots_are_never_wrong_bytes(disk: KillableDisk) -> None:
                 data[slot, :at] = other[:at]
             damaged += 1
         data.tofile(path)
-    results = fetch_all(disk)
+    results = fetch_all(disk, MANY)
     assert set(results) <= {OK, MISS, CORRUPT}
     assert 0 < len(results) - results.count(OK) <= damaged
 
@@ -166,7 +162,7 @@ def test_torn_and_stale_slots_are_never_wrong_bytes(disk: KillableDisk) -> None:
 def test_a_truncated_slab_is_replaced(disk: KillableDisk) -> None:
     put_all(disk, MANY)
     os.truncate(disk.slabs()[0], 1000)
-    results = fetch_all(disk)
+    results = fetch_all(disk, MANY)
     assert set(results) == {OK, MISS}
     disk.tier.maintain()
     put_all(disk, range(100, 140))
@@ -223,7 +219,7 @@ def test_where_nothing_can_be_written_reads_go_on(
     monkeypatch.setattr(os, "pwritev", refused)
     assert disk.put([100, 101]) == [Result.FULL] * 2
     assert os.strerror(error) in disk.usage().read_only
-    assert fetch_all(disk) == [OK] * len(MANY)
+    assert fetch_all(disk, MANY) == [OK] * len(MANY)
     monkeypatch.setattr(os, "pwritev", pwritev)
     assert disk.put([100, 101]) == [OK] * 2
     assert disk.usage().read_only == ""
@@ -260,10 +256,10 @@ def test_blocks_are_found_on_a_full_file_system_without_hints(
         monkeypatch.setattr(HintFile, change, refuse)
     disk.open()
     assert "No space" in disk.usage().read_only
-    assert fetch_all(disk) == [OK] * len(MANY)
+    assert fetch_all(disk, MANY) == [OK] * len(MANY)
     monkeypatch.undo()
     disk.restart()
-    assert fetch_all(disk) == [OK] * len(MANY)
+    assert fetch_all(disk, MANY) == [OK] * len(MANY)
     assert disk.put([100]) == [OK]
     assert disk.usage().read_only == ""
 

@@ -19,14 +19,10 @@ from kvferry.proto.errors import Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.testing.tier_subjects import NAMESPACE
 
-from .disk_fixtures import SIZE, KillableDisk, put_all
+from .disk_fixtures import SIZE, KillableDisk, fetch_all, put_all
 
 OK, MISS, CORRUPT = Result.OK, Result.MISS, Result.CORRUPT
 MANY = range(40)
-
-
-def fetch_all(disk: KillableDisk, numbers: range = MANY) -> list[Result]:
-    return [disk.fetch([number])[0] for number in numbers]
 
 
 def test_files_belong_to_the_daemon_alone(disk: KillableDisk, tmp_path: Path) -> None:
@@ -42,9 +38,9 @@ def test_files_belong_to_the_daemon_alone(disk: KillableDisk, tmp_path: Path) ->
     slab.symlink_to(other)
     before = other.read_bytes()
     disk.open()
-    assert 0 < fetch_all(disk).count(OK) < len(MANY)
+    assert 0 < fetch_all(disk, MANY).count(OK) < len(MANY)
     put_all(disk, MANY)
-    assert fetch_all(disk) == [OK] * len(MANY)
+    assert fetch_all(disk, MANY) == [OK] * len(MANY)
     assert other.read_bytes() == before
     assert slab.is_symlink()
 

@@ -13,9 +13,10 @@ the reset raises the floor: then all namespaces without a slot lose their blocks
 old one. Names and labels are hashes; namespaces with equal hashes lose their blocks together.
 
 Writers hold a lock on the file. A writer that is killed leaves a slot that is not counted yet, or
-an epoch that all see: `changes` may lag behind it, until the next writer. The epoch is then read
-with the next change, and no reset was confirmed. The file is allocated completely before it is
-mapped, so no access can fail unless somebody shortens it. Event loop only, except `sync`.
+an epoch without its change of `changes`, so all daemons compare the epochs four times per second,
+too. No reset was confirmed then, and its label is not there yet. The file is allocated completely
+before it is mapped, so no access can fail unless somebody shortens it. Event loop only, except
+`sync`.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ import structlog
 from kvferry.daemon.core.actions import Report
 from kvferry.daemon.core.epochs import NEVER_RESET
 from kvferry.daemon.core.tier_actions import EpochsSynced
+from kvferry.daemon.directories import sync_directory
 from kvferry.daemon.memory.foreign_memory import SharedWords
 from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.lending import PAGE_IDENTITY_BYTES
 
 NAME = "epochs"
 # The last character is the version of the format.
@@ -48,7 +51,6 @@ MAGIC = int.from_bytes(b"kvepoch1", "little")
 MAX_SLOTS = 4096
 SLOT_WORDS = 4
 NBYTES = PAGE + MAX_SLOTS * SLOT_WORDS * 8
-IDENTITY_BYTES = 16
 # Bits of an epoch below its microseconds.
 RANDOM_BITS = 10
 END_OF_EPOCHS = 1 << 62
@@ -76,10 +78,11 @@ class EpochPage:
             self._check_owner()
             with self._locked():
                 self._map, self._words = self._map_file()
+            sync_directory(directory)
         except BaseException:
             os.close(self._descriptor)
             raise
-        words = range(_IDENTITY, _IDENTITY + IDENTITY_BYTES // 8)
+        words = range(_IDENTITY, _IDENTITY + PAGE_IDENTITY_BYTES // 8)
         self.identity = b"".join(self._words.read(at).to_bytes(8, "little") for at in words)
         # The first word of each namespace's slot, by its hash, and how many slots were read.
         self._slots, self._read = dict[int, int](), 0
@@ -105,13 +108,16 @@ class EpochPage:
             if slot is None:
                 slot = self._add_slot(namespace)
             if slot is None:
-                log.warning("no free slot for an epoch; other namespaces lose their blocks, too")
                 words.write(_FLOOR, epoch)
             else:
-                words.write(slot + 2, epoch)  # first: nobody may miss that it is unpublished
+                words.write(slot + 3, 0)  # first: the last reset is another one
+                words.write(slot + 2, epoch)  # before it: nobody may miss that it is unpublished
                 words.write(slot + 1, epoch)
-                words.write(slot + 3, labelled)
-            words.write(_CHANGES, words.read(_CHANGES) + 1)
+            self._note_change(words)
+            if slot is not None:
+                words.write(slot + 3, labelled)  # last: a reset with it is confirmed
+        if slot is None:
+            log.warning("no free slot for an epoch; other namespaces lose their blocks, too")
         return epoch
 
     def raise_to(self, namespace: str, epoch: int) -> None:
@@ -129,13 +135,13 @@ class EpochPage:
             if slot is not None:
                 self._words.write(slot + 3, 0)  # first: the last reset is another one
             self._words.write(_FLOOR if slot is None else slot + 1, epoch)
-            self._words.write(_CHANGES, self._words.read(_CHANGES) + 1)
+            self._note_change(self._words)
 
     def is_unpublished(self, namespace: str) -> bool:
+        # Without a slot it counts as published: the larger epoch of two hosts wins. Otherwise each
+        # host would draw one above the other's, for ever.
         slot = self._find_slot(namespace)
-        if slot is None:
-            return self._words.read(_FLOOR) != NEVER_RESET
-        return self._words.read(slot + 2) == self._words.read(slot + 1)
+        return slot is not None and self._words.read(slot + 2) == self._words.read(slot + 1)
 
     def mark_published(self, namespace: str, epoch: int) -> None:
         slot = self._find_slot(namespace)
@@ -147,7 +153,16 @@ class EpochPage:
 
     def sync(self) -> None:
         """Make all epochs durable. Blocks; any thread. Raises OSError."""
-        self._map.flush()
+        os.fdatasync(self._descriptor)  # mmap.flush would hold the GIL
+
+    def find_problem(self) -> str | None:
+        """Why daemons that start now do not see this file; else None. Called once a second."""
+        try:
+            found = self._path.stat()
+        except OSError as error:
+            return f"{self._path} cannot be read ({error.strerror}); restart all daemons"
+        same = os.path.samestat(found, os.fstat(self._descriptor))
+        return None if same else f"{self._path} was replaced; restart all daemons"
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -203,7 +218,7 @@ class EpochPage:
         words = SharedWords(memory, 0, NBYTES // 8)
         found = words.read(_MAGIC)
         if found == 0:
-            for at in range(_IDENTITY, _IDENTITY + IDENTITY_BYTES // 8):
+            for at in range(_IDENTITY, _IDENTITY + PAGE_IDENTITY_BYTES // 8):
                 words.write(at, secrets.randbits(64))
             words.write(_MAGIC, MAGIC)
         elif found != MAGIC:
@@ -220,6 +235,11 @@ class EpochPage:
             if not is_plausible(words.read(at)):
                 log.warning("damaged epoch replaced", file=str(self._path), epoch=words.read(at))
                 words.write(at, next_epoch(NEVER_RESET))
+                self._note_change(words)
+
+    def _note_change(self, words: SharedWords) -> None:
+        """After an epoch. With the lock."""
+        words.write(_CHANGES, words.read(_CHANGES) + 1)
 
     def _wrong_file(self, what: str) -> Refused:
         message = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from kvferry.daemon.directories import sync_directory
 from kvferry.daemon.tiers.own_files import open_file, remove_entry
 
 
@@ -24,12 +25,3 @@ def write_file(path: Path, data: bytes) -> None:
         path.rmdir()
         new.rename(path)
     sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make durable which files are in a directory."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

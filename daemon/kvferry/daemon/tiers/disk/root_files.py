@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from kvferry.daemon.directories import sync_directory
 from kvferry.daemon.tiers.disk.hints import HINTS
 from kvferry.daemon.tiers.disk.meta import META
-from kvferry.daemon.tiers.durable_files import sync_directory, write_file
+from kvferry.daemon.tiers.durable_files import write_file
 from kvferry.daemon.tiers.own_files import (
     NotAFileError,
     is_directory,

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from kvferry.daemon.directories import sync_directory
 from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage
 from kvferry.daemon.tiers.disk.meta import META, StoreMeta, read_meta
 from kvferry.daemon.tiers.disk.namespace_store import SMALL_FILES, NamespaceStore
@@ -36,7 +37,7 @@ from kvferry.daemon.tiers.disk.root_files import (
 from kvferry.daemon.tiers.disk.shares import Shares
 from kvferry.daemon.tiers.disk.slab import slot_bytes_of
 from kvferry.daemon.tiers.disk.slot_index import MAX_SLOTS
-from kvferry.daemon.tiers.durable_files import sync_directory, write_file
+from kvferry.daemon.tiers.durable_files import write_file
 from kvferry.daemon.tiers.own_files import NotAFileError
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.sizes import format_size
