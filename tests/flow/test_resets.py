@@ -141,7 +141,7 @@ def test_a_restart_without_a_reset_keeps_the_blocks(two: TwoDaemons) -> None:
     """They are loaded by both daemons again, when they are verified."""
     two.wait_committed(0, len(STORED))
     two.kill(0)
-    two.engines[1].load_resident(STORED)
+    two.engines[1].load(STORED)
     two.restart(0)
     for engine in two.engines:
         until(partial(finds_and_loads, engine))

@@ -7,6 +7,7 @@ its store was submitted after the last of these resets, at whichever daemon.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import count
 from typing import Any
@@ -29,6 +30,10 @@ from support.region_records_model import RegionRecordsModel
 
 NAME, ENGINE = FINGERPRINT.name, "a"
 KEYS = st.sampled_from([b"a", b"b"])
+# Fewer stores in flight than a daemon has blocks and refuses.
+MAX_STORING = 8
+# Loads that were not refused.
+LOADS = Counter[str]()
 
 
 class Daemon:
@@ -42,7 +47,7 @@ class Daemon:
         self.storing: list[tuple[CopyPlan, int]] = []
         # The epochs that resets without a Done have drawn, by request id.
         self.resets: dict[int, int] = {}
-        self.syncing = False
+        self.syncing = self.is_restarted = False
 
     def restart(self) -> None:
         """Transfers and requests in flight are lost."""
@@ -51,7 +56,7 @@ class Daemon:
         region = self.fixture.core.restore_region(found)
         records.regions[region.owner] = found.record, region
         self.fixture.region_records = records
-        self.storing, self.resets, self.syncing = [], {}, False
+        self.storing, self.resets, self.syncing, self.is_restarted = [], {}, False, True
         self.fixture.open_sessions(ENGINE)
         self.fixture.open_namespace(ENGINE)
         self.fixture.register(ENGINE)
@@ -92,8 +97,8 @@ class ResetsMachine(RuleBasedStateMachine):
     def run_step(self, data: st.DataObject) -> None:
         self.draw: Any = data.draw
         daemon = self.draw(st.sampled_from(self.daemons))
-        steps = [self.store] * 6 + [self.load] * 6 + [self.reset] * 2 + [self.restart]
-        steps += [self.advance, self.wait, self.wait]
+        steps = [self.load] * 10 + [self.wait] * 3 + [self.reset, self.restart, self.advance]
+        steps += [self.store] * 8 if len(daemon.storing) < MAX_STORING else []
         steps += [self.end_store] * 3 if daemon.storing else []
         steps += [self.sync] * 2 if daemon.syncing else []
         self.draw(st.sampled_from(steps))(daemon)
@@ -121,6 +126,7 @@ class ResetsMachine(RuleBasedStateMachine):
     def load(self, daemon: Daemon) -> None:
         found = self.send(daemon, wire.Submit(next(self.numbers), *load(self.draw(KEYS))))
         if isinstance(found, StartTransfer):
+            LOADS["after a restart" if daemon.is_restarted else "before"] += 1
             (offset,) = offsets(found.plan)
             assert daemon.stored_after[offset] == self.resets
             daemon.perform(daemon.fixture.end(found.plan))
@@ -162,5 +168,6 @@ class ResetsMachine(RuleBasedStateMachine):
 
 def test_no_load_returns_a_block_that_was_stored_before_a_reset() -> None:
     run_state_machine_as_test(
-        ResetsMachine, settings=settings(max_examples=100, stateful_step_count=40)
+        ResetsMachine, settings=settings(max_examples=100, stateful_step_count=60)
     )
+    assert min(LOADS["before"], LOADS["after a restart"]) > 50, LOADS

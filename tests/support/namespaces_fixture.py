@@ -29,6 +29,7 @@ from kvferry.daemon.core.actions import (
     UnmapTensors,
 )
 from kvferry.daemon.core.core import Core, PoolBounds
+from kvferry.daemon.core.epochs import Epochs
 from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.ports import Ports
 from kvferry.daemon.core.siblings import NO_SIBLINGS, Siblings
@@ -108,11 +109,12 @@ class NamespacesFixture:
         threshold: int = 1,
         pool_bytes: int = POOL,
         tiers: tuple[str | TierDescription, ...] = (),
-        epochs: OwnEpochs | None = None,
+        epochs: Epochs | None = None,
         siblings: Siblings = NO_SIBLINGS,
     ) -> None:
         limits = proto_status.Limits(1 << 20, 1 << 10, 64)
-        self.epochs, self.now = OwnEpochs() if epochs is None else epochs, 100.0
+        self.epochs: Epochs = OwnEpochs() if epochs is None else epochs
+        self.now = 100.0
         # Seconds between two messages: epochs are adopted with each. Epochs are synced at once.
         self.step, self.syncs = 1.0, True
         self.core = Core(

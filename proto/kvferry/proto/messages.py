@@ -213,11 +213,11 @@ class Reset(Message):
 
 
 class FindInTiers(Message):
-    """Find keys below the host pool, and promote them: copy them to the host pool.
+    """Find keys at siblings and in tiers. Those of tiers are promoted: copied to the host pool.
 
     keys: of one request, in prefix order. compute_seconds: the time in which the engine computes
     the tokens of one key, by its own measurement; keys are promoted only if that is slower. 0: not
-    known, and everything that is found is promoted.
+    known, and all keys that tiers have are promoted.
     """
 
     request_id: Id
@@ -283,6 +283,10 @@ class Waited(Message):
     request_id: Id
 
 
+# In Opened.tiers: stands for the daemon's siblings.
+SIBLINGS = "siblings"
+
+
 class Opened(Message):
     """The opened namespace. Host blocks have `block_bytes` each.
 
@@ -290,7 +294,8 @@ class Opened(Message):
     reattached: the namespace existed before, with its keys. name: a hash of the fingerprint.
     epoch: of its contents, see KeyLoadStoreSpec. stores_once: whether a store leaves out what
     siblings have.
-    tiers: names, fastest first; without one FindInTiers promotes none.
+    tiers: what FindInTiers searches, in this order: SIBLINGS if blocks are exchanged, then the
+    names of tiers, fastest first. Empty: FindInTiers finds nothing.
     shortfall: why it has less host memory than its quota (without one: than the pool), or empty.
     """
 

@@ -226,17 +226,15 @@ def test_the_newest_are_kept_if_there_are_too_many() -> None:
     assert borrowed.places([keys[0], keys[2]]) == [1]
 
 
-def test_the_deadline_is_that_of_the_oldest(siblings: SiblingStandIn) -> None:
+def test_keys_expire_in_the_order_of_their_last_search(siblings: SiblingStandIn) -> None:
     borrowed = BorrowedKeys(siblings, Cache(1))
-    assert borrowed.deadline is None
     borrowed.search(CONTENTS, [b"a", b"b"], NOW)
     borrowed.search(CONTENTS, [b"a"], NOW + 5)
-    assert borrowed.deadline == NOW + BORROWED_SECONDS
     siblings.changed = {0, 1}
     borrowed.expire(NOW + BORROWED_SECONDS)
-    assert (borrowed.places([b"a", b"b"]), borrowed.deadline) == ([0], NOW + 15)
+    assert borrowed.places([b"a", b"b"]) == [0]
     borrowed.expire(NOW + 15)
-    assert (borrowed.places([b"a", b"b"]), borrowed.deadline) == ([], None)
+    assert borrowed.places([b"a", b"b"]) == []
 
 
 def test_without_siblings_nothing_is_borrowed() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import count, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from kvferry.daemon.core.actions import (
     SendMessage,
     StartTransfer,
 )
+from kvferry.daemon.core.epochs import Epochs
 from kvferry.daemon.core.namespaces import ADOPT_EVERY, LOOK_EVERY
 from kvferry.daemon.core.resets import PUBLISH_SECONDS, Resets
 from kvferry.daemon.core.tier_actions import (
@@ -27,6 +29,8 @@ from kvferry.daemon.core.tier_actions import (
     SyncEpochs,
     TierDescription,
 )
+from kvferry.daemon.memory.foreign_memory import SharedWords
+from kvferry.daemon.persistence.epoch_page import EpochPage
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
 from kvferry.proto.specs import KeyLoadStoreSpec
@@ -40,7 +44,7 @@ from support.namespaces_fixture import (
     load,
     store,
 )
-from support.own_epochs import DAMAGED, OwnEpochs
+from support.own_epochs import DAMAGED
 
 NAME = FINGERPRINT.name
 SHARED = TierDescription("store", is_shared=True)
@@ -49,7 +53,7 @@ SOON = ADOPT_EVERY / 100
 
 
 def new_fixture(
-    *sessions: str, tiers: tuple[str | TierDescription, ...] = (), epochs: OwnEpochs | None = None
+    *sessions: str, tiers: tuple[str | TierDescription, ...] = (), epochs: Epochs | None = None
 ) -> NamespacesFixture:
     """Epochs are synced by `sync` only."""
     fixture = NamespacesFixture(*(sessions or ("a",)), tiers=tiers, epochs=epochs)
@@ -219,6 +223,35 @@ def test_an_epoch_of_another_daemon_is_adopted_without_a_message() -> None:
     assert fixture.advance() == []
     other.send("b", wire.Reset(1))
     assert key_events_of(fixture.advance()) == [("cleared", b"")]
+
+
+@pytest.mark.parametrize("stores", range(5))
+def test_a_writer_that_is_killed_leaves_a_reset_that_can_be_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stores: int
+) -> None:
+    """It wrote the epoch, perhaps, and not that one has changed. The next reset has its label."""
+    page, left = EpochPage(tmp_path), count(stores, -1)
+    page.draw(NAME)
+    fixture = new_fixture(epochs=page)
+    fixture.stored("a", b"a")
+    write = SharedWords.write
+
+    def killed_write(words: SharedWords, row: int, value: int) -> None:
+        if next(left) == 0:
+            raise InterruptedError
+        write(words, row, value)
+
+    writer = EpochPage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedWords, "write", killed_write)
+        with pytest.raises(InterruptedError):
+            writer.draw(NAME, "weights 2")
+    fixture.now += LOOK_EVERY
+    actions = [*fixture.send("a", wire.Reset(1, "weights 2")), *sync(fixture)]
+    fixture.now += LOOK_EVERY
+    actions += fixture.advance()
+    assert [message.request_id for message in done_of(actions)] == [1]
+    assert fixture.loadable("a") == b""
 
 
 def test_a_daemon_without_namespaces_has_no_deadline() -> None:

@@ -17,13 +17,12 @@ from kvferry.client.manager import OffloadingManager
 from kvferry.client.nonblocking import NonBlockingClient
 from kvferry.client.vllm.engine_config import EngineConfig
 from kvferry.proto.errors import KVFerryError, Refused
+from kvferry.proto.messages import SIBLINGS
 from kvferry.proto.sizes import format_size
 
 # A child of vLLM's logger, which is the only one that vLLM configures: of other loggers, Python
 # writes warnings as bare text, and nothing below.
 vllm_log = logging.getLogger("vllm.kvferry")
-
-SIBLINGS = "siblings"
 
 
 class Connectable(Protocol):

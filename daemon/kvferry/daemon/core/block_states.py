@@ -136,7 +136,8 @@ class BlockStates:
         if self._sizes is not None:
             # Which size was stored last is not recorded.
             lines = self._table.lines
-            lines.invalidate(lines.committed(self._table.epoch))
+            blocks, _ = lines.restore(self._table.epoch)
+            lines.invalidate(blocks)
             return
         self._table.restore(self._factor)
         self._by_block[self._table.find(UNVERIFIED)] = _UNVERIFIED

@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvferry.proto.layout import Int64s
+from kvferry.proto.layout import Bools, Int64s
 
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
-# Transitions of one block each that a table keeps. Twelve bytes each, allocated when first written.
+# Transitions of one block each that a table keeps: 11 bytes each.
 KEPT = 4096
 # Steps of a story that a text has.
 TOLD = 12
@@ -67,9 +67,12 @@ class BlockStory:
             steps.append(f"{self._states[self._after[place]]} ({cause})")
         return " > ".join(steps) or "nothing is known"
 
-    def check(self, blocks: Int64s, before: Bytes, after: int, allowed: Sequence[int]) -> None:
-        """Raise IllegalTransition unless blocks may enter state `after` from each of these."""
-        wrong = np.flatnonzero(~np.isin(before, allowed))
+    def check(self, blocks: Int64s, before: Bytes, after: int, allowed: Bools) -> None:
+        """Raise IllegalTransition unless blocks may enter state `after` from each of these.
+
+        allowed: for each state, whether they may enter it from there.
+        """
+        wrong = np.flatnonzero(~allowed[before])
         if wrong.size:
             block, state = int(blocks[wrong[0]]), self._states[before[wrong[0]]]
             raise IllegalTransition(

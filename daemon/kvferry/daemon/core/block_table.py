@@ -68,7 +68,7 @@ WITH_CONTENTS = LOADABLE + UNCHECKED
 OCCUPIED = (PENDING, *WITH_CONTENTS)
 
 # The states from which a block may enter each state.
-_BEFORE: Mapping[int, Sequence[int]] = {
+_BEFORE: Mapping[int, tuple[int, ...]] = {
     FREE: (*OCCUPIED, ORPHANED),
     ORPHANED: OCCUPIED,
     PENDING: (FREE,),
@@ -223,7 +223,7 @@ class BlockTable:
 
         blocks, versions, checksums: (n,).
         """
-        same = self.unchanged(blocks, versions) & self.among(blocks, *UNCOMMITTED)
+        same = self.lines.unchanged(blocks, versions) & self.among(blocks, *UNCOMMITTED)
         blocks = blocks[same]
         self.lines.commit(blocks, checksums[same])
         self._move(blocks[self.among(blocks, STORED)], COMMITTED, "checksum")
@@ -288,7 +288,7 @@ class BlockTable:
         if not blocks.size:
             return
         states = self._states[blocks]
-        self.story.check(blocks, states, state, _BEFORE[state])
+        self.story.check(blocks, states, state, _mask(_BEFORE[state]))
         self.story.add(blocks, states, state, cause)
         for before, count in enumerate(np.bincount(states).tolist()):
             self._counts[before] -= count

@@ -65,11 +65,6 @@ class BorrowedKeys:
     def __len__(self) -> int:
         return len(self._found)
 
-    @property
-    def deadline(self) -> float | None:
-        """When `expire` has something to do; None if nothing is borrowed."""
-        return next((until for _, until in self._found.values()), None)
-
     def search(
         self, contents: NamespaceContents | None, keys: Sequence[OffloadKey], now: float
     ) -> None:

@@ -33,6 +33,11 @@ class Composition(NamedTuple):
         parts = repr((self.pages, self.factor)).encode()
         return hashlib.blake2b(parts, digest_size=8).hexdigest()
 
+    @property
+    def number(self) -> int:
+        """For block tables and siblings: 63 bits, not 0."""
+        return int(self.digest, 16) >> 1 or 1
+
     def describe(self) -> str:
         """A short text, as a layout may have thousands of pages."""
         groups = [f"{list(group[:4])}{'...' if len(group) > 4 else ''}" for group in self.pages[:4]]

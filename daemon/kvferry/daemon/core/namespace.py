@@ -19,7 +19,6 @@ from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.cache.jobs import Pins, Reservation
 from kvferry.daemon.core.composition import Composition
-from kvferry.daemon.core.epochs import NEVER_RESET
 from kvferry.daemon.core.layout import BlockLayout, GroupExtent, Int64s, ResolvedBlocks
 from kvferry.daemon.core.ports import Ports
 from kvferry.daemon.core.records import RegionRecord
@@ -89,8 +88,7 @@ class Namespace:
         # Blocks that tiers may write into.
         self.promoting = 0
         self.sequence = 0
-        # Of its contents. While it is behind, the host has another one: nothing in it is valid.
-        self.epoch = NEVER_RESET
+        # Whether the host has another epoch: then nothing in it is valid.
         self.is_behind = False
         self.policy, self.threshold = policy, threshold
         # Why its engines have less host memory than they asked for.
@@ -103,6 +101,11 @@ class Namespace:
         self._composition: Composition | None = None
         # What siblings must have, too; None before any registration.
         self.contents: NamespaceContents | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Of its contents."""
+        return self.region.table.epoch
 
     @property
     def in_use(self) -> bool:
@@ -220,14 +223,13 @@ class Namespace:
 
     def start_epoch(self, epoch: int) -> None:
         """The contents of a new namespace, without keys yet, are of this epoch."""
-        self.epoch = epoch
-        if epoch != self.region.table.epoch:
+        if epoch != self.epoch:
             self.region.table.begin_epoch(epoch)
 
     def begin_epoch(self, epoch: int) -> DeferredFree:
         """Make every key absent: the contents are of this epoch from now on. Returns the tables to
         be freed."""
-        self.epoch, self.is_behind = epoch, False
+        self.is_behind = False
         self.borrowed.clear()
         deferred = self.cache.reset(epoch)
         self._update_contents()
@@ -333,7 +335,7 @@ class Namespace:
         record, region = self.record, self.region
         if record.composition:
             self.contents = NamespaceContents(
-                self.name, record.composition, region.table.epoch, region.block_bytes, region.start
+                self.name, record.composition, self.epoch, region.block_bytes, region.start
             )
 
     def _check_part(self, key: OffloadKey, wanted: Part) -> None:

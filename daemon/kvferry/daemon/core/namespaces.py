@@ -7,7 +7,7 @@ needs the memory. Called by the core, on the event loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import reduce
 from itertools import islice
 
@@ -35,6 +35,7 @@ from kvferry.daemon.core.tier_actions import DropStore
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.messages import (
+    SIBLINGS,
     ClientMessage,
     Opened,
     OpenNamespace,
@@ -54,8 +55,6 @@ MOST_UNLIKE, UNLIKE_CHARACTERS = 16, 512
 LOOK_EVERY = 0.25
 # Seconds from an adoption of an epoch to the next one: it takes up to 20 ms of the event loop.
 ADOPT_EVERY = 0.05
-# The name of siblings among those of tiers, for clients.
-SIBLINGS = "siblings"
 # How many characters of a reason for less host memory the status has.
 SHORTFALL_CHARACTERS = 1024
 
@@ -95,9 +94,6 @@ class Namespaces:
     def messages(self) -> MessageTable:
         return dict.fromkeys((Subscribe, Pin, Unpin, Touch), self.handle_message)
 
-    def names(self) -> Sequence[str]:
-        return [one.name for one in self]
-
     def has(self, namespace: Namespace) -> bool:
         """Whether a namespace still has its region."""
         return self._by_name.get(namespace.name) is namespace
@@ -114,11 +110,13 @@ class Namespaces:
         nothing in them is valid. Also forget borrowed keys that are gone. Called for every message,
         before anything else."""
         self._looked = now
-        if now >= self._expired + LOOK_EVERY:
+        is_due = now >= self._expired + LOOK_EVERY
+        if is_due:
             self._expired = now
             for one in self:
                 one.borrowed.expire(now)
-        if (changes := self._epochs.changes) != self._seen_changes:
+        # A writer that is killed may have changed an epoch, but not `changes`.
+        if (changes := self._epochs.changes) != self._seen_changes or is_due:
             self._seen_changes = changes
             for one in self:
                 if self._epochs.current(one.name) != one.epoch:

@@ -7,13 +7,13 @@ wrote them (persistence/region_store.py, persistence/kept_tensor_store.py). Even
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
+from kvferry.daemon.core.composition import Composition
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.layout import LayoutArrays
@@ -81,12 +81,9 @@ class RegionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def composition(self) -> int:
-        """A hash of the composition of host blocks and of the length of keys: blocks of a namespace
-        with another one are not exchangeable. 63 bits; 0: no engine has registered in it."""
-        if self.pages is None:
-            return 0
-        parts = repr((self.pages, self.factor, self.key_bytes)).encode()
-        return int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest(), "big") >> 1 or 1
+        """The number of the composition of host blocks: blocks of a namespace with another one are
+        not exchangeable. 0: no engine has registered in it."""
+        return 0 if self.pages is None else Composition(self.pages, self.factor).number
 
     @property
     def key_bytes(self) -> int:

@@ -93,8 +93,9 @@ class Resets:
 
     def epochs_in_use(self) -> dict[str, int]:
         """The epoch of each namespace of this daemon, which shared tiers must have."""
-        names = self._namespaces.names() if self._shared else ()
-        return {name: self._epochs.current(name) for name in names}
+        if not self._shared:
+            return {}
+        return {one.name: self._epochs.current(one.name) for one in self._namespaces}
 
     def reset(self, session: str, message: Reset, now: float) -> list[Action]:
         """Reset the namespace of a session. Raises Refused if it is in none."""

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+# Of an epoch, which has 62 bits.
+MAX_DIGITS = 19
+
 
 class StoreName(NamedTuple):
     """As a text: "NAMESPACE-COMPOSITION", and "-EPOCH" unless the epoch is 0."""
@@ -25,4 +28,5 @@ class StoreName(NamedTuple):
         """The parts of a name. Any text is a name."""
         namespace, _, rest = text.partition("-")
         composition, _, epoch = rest.partition("-")
-        return cls(namespace, composition, int(epoch) if epoch.isdecimal() else 0)
+        is_epoch = epoch.isascii() and epoch.isdecimal() and len(epoch) <= MAX_DIGITS
+        return cls(namespace, composition, int(epoch) if is_epoch else 0)
