@@ -21,6 +21,8 @@ from support.sibling_daemons import SiblingDaemons, find_keys
 from support.tiered_engine import PAGE, keys
 from support.time_limits import PROMPTLY
 
+from .block_tables import await_committed
+
 Start = Callable[..., SiblingDaemons]
 Daemon = LocalDaemon | RestartingDaemons
 
@@ -202,7 +204,10 @@ def test_a_sibling_that_restarts_with_its_memory_keeps_its_window(start: Start) 
     until(lambda: one.client.namespaces()[0].ready == 16)
     mapped = siblings.statuses(1)[0].mapped_bytes
     before = pool_mappings(siblings.daemons[1].pid)
-    time.sleep(0.5)  # the checksums are computed
+    kept = siblings.daemons[0]
+    assert isinstance(kept, RestartingDaemons)
+    assert kept.manager is not None
+    await_committed(kept.manager, 16)
     siblings.kill(0)
     assert two.find(range(16)).prefix == 16
     two.load(range(16))

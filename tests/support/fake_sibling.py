@@ -32,7 +32,7 @@ class FakeSibling:
         self.directory, self.answer = directory, answer
         self.files = dict[int, int]()
         self.uses = list[Uses]()
-        self.asked = list[BorrowMemory]()
+        self.asked, self.sessions = list[BorrowMemory](), 0
         directory.mkdir(exist_ok=True)
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -75,6 +75,7 @@ class FakeSibling:
             identity, data = self._router.recv_multipart()
             match decode_client_message(data):
                 case wire.Hello():
+                    self.sessions += 1
                     welcome = wire.Welcome(
                         protocol_number(), "boot", "s1", "0.1", os.getpid(), device, limits
                     )

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 
 from kvferry.daemon.core.block_lines import BlockLines
-from kvferry.daemon.core.block_table import BlockTable
+from kvferry.daemon.core.block_table import PENDING, BlockTable
 from kvferry.daemon.core.borrowed import BorrowedBlocks
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.namespace import Namespace
@@ -111,7 +111,7 @@ def _write_page(incarnation: PoolIncarnation) -> None:
 
 
 def _set_pending(self: BlockTable, blocks: Any) -> None:
-    self._move(blocks, 2, "reserved")
+    self._move(blocks, PENDING, "reserved")
     self.lines._committed[blocks] = False
     self.lines.touch(blocks)
 
@@ -140,7 +140,7 @@ def _check_loads_only() -> Any:
 
 
 def _adopt_only(self: Namespace, epoch: int) -> DeferredFree:
-    self.epoch, self.is_behind = epoch, False
+    self.is_behind = False
     self.region.table.epoch = epoch
     self._update_contents()
     return DeferredFree()

@@ -16,7 +16,7 @@ from kvferry.daemon.persistence.table_file import LINES_AT, TableFile
 from kvferry.daemon.siblings.lent_table import LentTable, SoughtKeys
 from kvferry.proto.errors import Code, Refused
 from kvferry.shm.memfd import sealed_memfd
-from support.lent_region import BLOCKS, LentRegion, key, record_of
+from support.lent_region import BLOCKS, LentRegion, key
 from support.writing_process import READS, writing_process
 
 
@@ -212,4 +212,3 @@ def test_a_key_that_is_stored_again_and_again_is_found_with_its_version(
                     found += 1
                     assert stored == key(place + 1)
         assert found
-    assert record_of().composition == region.file.record.composition

@@ -16,7 +16,7 @@ import pytest
 from kvferry.daemon.core.siblings import NamespaceContents
 from kvferry.daemon.memory.pool import HostPool
 from kvferry.daemon.siblings import peer_client, peers
-from kvferry.daemon.siblings.peers import NO_NAMESPACE, ON, SiblingPeers
+from kvferry.daemon.siblings.peers import ON, SiblingPeers
 from kvferry.daemon.siblings.windows import MappedWindows
 from kvferry.proto import messages as wire
 from kvferry.proto.codec import encode
@@ -26,7 +26,7 @@ from kvferry.shm.memfd import sealed_memfd
 from support.background import in_background
 from support.eventually import eventually
 from support.fake_sibling import FakeSibling, answer_with
-from support.lent_region import BLOCK, BLOCKS, FINGERPRINT, LentRegion, key
+from support.lent_region import BLOCK, FINGERPRINT, LentRegion, key
 
 from .test_windows import Registrar
 
@@ -102,8 +102,9 @@ async def test_a_new_region_replaces_the_old_one(fixture: PeersFixture) -> None:
         await eventually(lambda: [each.first for each in sibling.asked].count(0) == 2)
         await fixture.until(ON)
         sibling.answer = answer_with(MemoryLent(1))
-        await fixture.until(NO_NAMESPACE)
-        assert fixture.peers.status()[0].mapped_bytes == 0
+        await eventually(lambda: fixture.peers.status()[0].mapped_bytes == 0)
+        (status,) = fixture.peers.status()
+        assert (status.state, status.keys) == (ON, 0)  # it serves other models now
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,6 @@ async def test_a_new_region_replaces_the_old_one(fixture: PeersFixture) -> None:
         ({"page_identity": b""}, "set the same state directory"),
         ({"chunk_bytes": 2 * CHUNK}, "pool.chunk is 128 KiB, and here 64 KiB; make them equal"),
         ({"start": 5 * CHUNK}, "outside of its chunks"),
-        ({"region": 0}, NO_NAMESPACE),
     ],
 )
 async def test_why_a_sibling_is_not_used(
@@ -139,10 +139,11 @@ async def test_why_a_sibling_is_not_used(
     ],
 )
 async def test_a_wrong_message_ends_the_session(
-    fixture: PeersFixture, messages: list[bytes]
+    fixture: PeersFixture, monkeypatch: pytest.MonkeyPatch, messages: list[bytes]
 ) -> None:
+    monkeypatch.setattr(peer_client, "ANSWER_SECONDS", 1e6)
     with fixture.sibling(lambda _: messages) as sibling:
-        await eventually(lambda: len(sibling.asked) > 1)
+        await eventually(lambda: sibling.sessions > 1)
         assert fixture.state != ON
         sibling.answer = answer_with(LENT)
         await eventually(lambda: fixture.state == ON)
@@ -153,9 +154,9 @@ async def test_many_messages_do_not_hold_up_the_event_loop(fixture: PeersFixture
         await eventually(lambda: bool(sibling.asked))
         longest, end = 0.0, time.monotonic() + 1.0
         while time.monotonic() < end:
-            begun = time.monotonic()
+            begun = time.thread_time()
             await asyncio.sleep(0)
-            longest = max(longest, time.monotonic() - begun)
+            longest = max(longest, time.thread_time() - begun)
         assert longest < 0.2
 
 
@@ -178,14 +179,14 @@ async def test_a_sibling_that_stops_answering_lends_on(
 async def test_how_long_memory_stays_mapped_after_a_session(
     fixture: PeersFixture, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
-    monkeypatch.setattr(peers, "KEPT_SECONDS", 1.0)
+    monkeypatch.setattr(peers, "KEPT_SECONDS", 1.0 if kept else 1e6)
     lent = msgspec.structs.replace(LENT, is_kept=kept)
     with fixture.sibling(answer_with(lent)):
         await eventually(lambda: fixture.state == ON)
         fixture.region.store(1)
     ended = time.monotonic()
     await eventually(lambda: not fixture.finds(1))
-    assert (time.monotonic() - ended >= 0.9) == kept
+    assert not kept or time.monotonic() - ended >= 0.9
     await eventually(lambda: not fixture.peers.status())
 
 
@@ -214,4 +215,3 @@ async def test_uses_are_sent_to_a_sibling_that_answers(fixture: PeersFixture) ->
             fixture.windows.note_uses(fixture.contents, rows, names)
         await eventually(lambda: bool(sibling.uses))
         assert [each.keys for each in sibling.uses] == [tuple(names)]
-    assert BLOCKS * BLOCK <= CHUNK

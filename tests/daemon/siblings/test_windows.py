@@ -242,7 +242,7 @@ async def refusal_of(lent: WindowsFixture, memory: LentMemory) -> str:
     assert lent.windows.mapped_bytes(SIBLING) == 0
     raised.value.__traceback__ = None  # it refers to what was mapped
     assert "memfd:chunk" not in Path("/proc/self/maps").read_text()
-    assert open_files() <= before
+    assert all(now < then for now, then in zip(open_files(), before, strict=True))
     return str(raised.value)
 
 
@@ -259,17 +259,25 @@ async def test_memory_that_cannot_be_used_is_refused_and_closed(lent: WindowsFix
     assert "can be shrunk" in await refusal_of(lent, lent.lent())
 
 
-async def test_a_registration_ends_with_the_daemon(lent: WindowsFixture) -> None:
+@pytest.mark.parametrize("stops", [False, True])
+async def test_a_registration_that_is_cancelled_leaves_nothing(
+    lent: WindowsFixture, stops: bool
+) -> None:
+    """stops: because the daemon ends; else because the sibling is gone."""
+    before = open_files()
     lent.registrar.may_end.clear()
     mapping = asyncio.create_task(lent.map())
     await asyncio.to_thread(lent.registrar.begun.wait, TIMEOUT)
-    lent.windows.stop_mapping()
+    if stops:
+        lent.windows.stop_mapping()
     mapping.cancel()
     assert not (await asyncio.wait([mapping], timeout=0.05))[0]
     lent.registrar.may_end.set()
     with pytest.raises((asyncio.CancelledError, InterruptedError)):
         await mapping
     assert lent.registrar.pinned == {}
+    del mapping
+    assert open_files() == before
 
 
 async def test_uses_are_merged_and_bounded(lent: WindowsFixture) -> None:
@@ -289,6 +297,7 @@ async def test_uses_are_merged_and_bounded(lent: WindowsFixture) -> None:
     parts = [uses.keys for uses in lent.windows.take_uses(SIBLING)]
     assert [len(part) for part in parts] == [MAX_USES] * 4
     assert parts[-1][0] == key(MAX_NOTED_USES + 9)  # the most recent
+    assert parts[0][-1] == key(10)
     assert len(noted) == 2 + MAX_NOTED_USES + 10
 
 

@@ -44,7 +44,6 @@ MAX_CHUNKS = 1 << 14
 # Characters of a reason, which may be the sibling's.
 MAX_STATE = 512
 ON = "on"
-NO_NAMESPACE = "it has no namespace with these blocks"
 
 # Returns the contents of each namespace in use.
 UsedContents = Callable[[], Sequence[NamespaceContents]]
@@ -88,6 +87,8 @@ class SiblingPeer:
                 await asyncio.sleep(ASK_EVERY)
         finally:
             self._expire()
+            for _ in self._windows.take_uses(self._name):  # nobody is told of them any more
+                pass
 
     def ask_soon(self) -> None:
         """A namespace may have been opened here."""
@@ -169,15 +170,13 @@ class SiblingPeer:
     ) -> str:
         """Map the memory of a namespace, if it is not mapped. Returns the state."""
         windows, state = self._windows, ON
-        if not lent.region:
-            state = NO_NAMESPACE
-        elif lent.page_identity != self._page_identity:
+        if lent.region and lent.page_identity != self._page_identity:
             state = "its epochs are on another page; set the same state directory for both daemons"
         if state == ON and windows.has(self._name, contents, lent.region):
             self._is_kept = lent.is_kept
             return ON
         windows.close(self._name, contents.namespace)
-        if state != ON:
+        if state != ON or not lent.region:  # it serves other models, which is no fault
             return state
         if lent.region in self._refused:
             return self._refused[lent.region]
@@ -215,7 +214,7 @@ class SiblingPeer:
                 for handle in part.handles:
                     held.append(await client.receive_fd(handle))
                     chunks.append(held[-1])
-                if part.table is not None and part.page is not None:
+                if table < 0 and part.table is not None and part.page is not None:
                     held += [table := await client.receive_fd(part.table)]
                     held += [page := await client.receive_fd(part.page)]
             else:

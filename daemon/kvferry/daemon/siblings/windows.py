@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -106,7 +106,7 @@ class MappedWindows:
         self._unmapping = set[asyncio.Task[None]]()
         # Blocks that were loaded, and their bytes, by the sibling's directory.
         self.loaded, self.loaded_bytes = Counter[str](), Counter[str]()
-        # By directory and namespace, the most recent first.
+        # By directory and namespace, the most recent last.
         self._uses: dict[str, dict[str, dict[OffloadKey, None]]] = {}
         # Called when uses are noted.
         self.uses_noted: Callable[[], None] = lambda: None
@@ -142,7 +142,7 @@ class MappedWindows:
         begun = time.monotonic()
         try:
             async with self._mapping:
-                window = await self._finish(self._map, lent)
+                window = await self._map_whole(lent)
         finally:
             lent.close()
         log.info(
@@ -185,9 +185,9 @@ class MappedWindows:
         """The uses of a sibling's blocks since the last call."""
         for namespace, keys in self._uses.pop(directory, {}).items():
             names = tuple(keys)
-            # The first key of a message ends up as the most recent one, so the oldest go first.
-            for at in reversed(range(0, len(names), MAX_USES)):
-                yield Uses(namespace, names[at : at + MAX_USES])
+            # The first key of a message ends up as the most recent one.
+            for at in range(0, len(names), MAX_USES):
+                yield Uses(namespace, names[at : at + MAX_USES][::-1])
 
     # Siblings
 
@@ -234,9 +234,12 @@ class MappedWindows:
             if (window := self._windows.get(number)) is not None:
                 used.setdefault(window.directory, []).append(key)
         for directory, its in used.items():
-            noted = self._uses.setdefault(directory, {})
-            merged = (*its, *noted.get(contents.namespace, ()))
-            noted[contents.namespace] = dict.fromkeys(merged[:MAX_NOTED_USES])
+            noted = self._uses.setdefault(directory, {}).setdefault(contents.namespace, {})
+            for key in reversed(its):
+                noted.pop(key, None)
+                noted[key] = None
+            for key in list(islice(noted, max(0, len(noted) - MAX_NOTED_USES))):
+                del noted[key]
         self.uses_noted()
 
     def _add_rows(
@@ -269,6 +272,17 @@ class MappedWindows:
             self._unmapping.add(task)
             task.add_done_callback(self._unmapping.discard)
 
+    async def _map_whole(self, lent: LentMemory) -> _Window:
+        """If this is cancelled, nothing stays mapped."""
+        mapped = list[_Window]()
+        try:
+            await self._finish(lambda: mapped.append(self._map(lent)))
+        except asyncio.CancelledError:
+            for window in mapped:
+                await self._finish(self._unmap, window)
+            raise
+        return mapped[0]
+
     async def _finish(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function in another thread. If this is cancelled, it ends only after the call."""
         call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
@@ -284,12 +298,13 @@ class MappedWindows:
         """Raises KVFerryError or OSError."""
         self.check_chunks(lent.chunk_bytes)
         _check_chunks(lent.chunks, lent.chunk_bytes)
-        table = LentTable(lent.table, lent.page, lent.contents.composition)
         begin = lent.first * lent.chunk_bytes
         if not begin <= lent.start < begin + len(lent.chunks) * lent.chunk_bytes:
             text = f"the sibling's region begins at byte {lent.start}, outside of its chunks"
             raise Refused(Code.BAD_LAYOUT, text, lent.start)
         with ExitStack() as undo:
+            table = LentTable(lent.table, lent.page, lent.contents.composition)
+            undo.callback(table.unmap)
             memory = ReadOnlyFiles(lent.chunks, lent.chunk_bytes, self._pool.address)
             undo.callback(memory.close)
             for address, size in self._chunks_of(memory):

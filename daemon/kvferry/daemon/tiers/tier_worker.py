@@ -169,7 +169,10 @@ class TierWorker:
             case FetchRequest() | PutRequest():
                 self._start(number, request)
             case UsageRequest(used):
-                self._tier.note_used(frozenset(used))
+                try:
+                    self._tier.note_used(frozenset(used))
+                except Exception as error:
+                    self._report_exception("note_used", error)
                 self._daemon.send(number, encode(self._refresh_usage()))
             case SettleRequest(epochs):
                 self._settles.put((number, epochs))
