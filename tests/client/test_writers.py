@@ -92,14 +92,14 @@ def test_a_key_is_stored_if_its_writer_has_it(ranks: tuple[FakeDaemon, FakeDaemo
     assert answers(manager, C) == [HIT]
 
 
-def test_a_key_that_only_its_writer_has_is_copied(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
+def test_a_key_that_only_its_writer_has_is_found(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
     one, two = ranks
     two.store(A)
     one.store(B)
     manager = open_manager(*ranks)
     assert answers(manager, A, B, C) == [MISS] * 3
-    assert [manager.writers.can_copy(key) for key in (A, B, C)] == [True, False, False]
-    manager.writers.copy_keys([A, C], 0.5)
+    assert [manager.writers.is_at_writer(key) for key in (A, B, C)] == [True, False, False]
+    manager.writers.search_writers([A, C], 0.5)
     assert [searched(daemon) for daemon in ranks] == [[((A, C), 0.5)]] * 2
     assert answers(manager, C) == [RETRY]
     assert manager.lookup(A) is not HIT
@@ -149,7 +149,7 @@ def test_events_report_the_keys_of_the_writers(ranks: tuple[FakeDaemon, FakeDaem
     assert manager.take_events() == [removed(A)]
 
 
-def test_if_a_rank_cannot_copy_all_ranks_store_all_keys_for_a_minute(
+def test_if_a_rank_does_not_find_keys_all_ranks_store_all_keys_for_a_minute(
     ranks: tuple[FakeDaemon, FakeDaemon],
 ) -> None:
     _, two = ranks
@@ -157,17 +157,17 @@ def test_if_a_rank_cannot_copy_all_ranks_store_all_keys_for_a_minute(
     now = 0.0
     manager = open_manager(*ranks)
     manager.writers._clock = lambda: now
-    for copied in (False, False, True, False, False):
-        manager.writers.end_copy(copied=copied)
-    assert manager.writers.can_copy(A)
-    manager.writers.end_copy(copied=False)
-    assert not manager.writers.can_copy(A)
+    for found in (False, False, True, False, False):
+        manager.writers.end_search(found=found)
+    assert manager.writers.is_at_writer(A)
+    manager.writers.end_search(found=False)
+    assert not manager.writers.is_at_writer(A)
     output = manager.prepare_store([A, C])
     assert output is not None
     assert output.writers == 1
     assert [spec.keys for spec in output.store_specs] == [(A, C)] * 2
     now = RETRY_SECONDS
-    assert manager.writers.can_copy(A)
+    assert manager.writers.is_at_writer(A)
 
 
 def test_keys_are_not_divided_if_a_daemon_stores_what_siblings_have(
@@ -179,10 +179,10 @@ def test_keys_are_not_divided_if_a_daemon_stores_what_siblings_have(
     output = manager.prepare_store([A, C])
     assert output is not None
     assert (output.keys_to_store, output.writers) == ((A, C), 1)
-    assert not manager.writers.can_copy(A)
+    assert not manager.writers.is_at_writer(A)
 
 
-def test_nothing_is_copied_without_the_daemon_of_a_rank(
+def test_no_writer_is_searched_without_the_daemon_of_a_rank(
     ranks: tuple[FakeDaemon, FakeDaemon],
 ) -> None:
     one, two = ranks
@@ -190,4 +190,4 @@ def test_nothing_is_copied_without_the_daemon_of_a_rank(
     manager = open_manager(*ranks)
     one.disconnected = True
     assert answers(manager, A) == [MISS]
-    assert not manager.writers.can_copy(A)
+    assert not manager.writers.is_at_writer(A)

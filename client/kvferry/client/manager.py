@@ -8,8 +8,9 @@ mirrors, which are slightly old, and its answers reserve nothing:
             resident; it may be refused (CACHE_FULL). A key that was returned and not completed is a
             HIT_PENDING, and is not returned again. A key that is pending for longer than
             `pending_timeout`, and was not returned here, is a MISS and may be stored.
-    below   prefetch has the daemon search below the host pool, and promote what it finds: copy it
-            to the pool. A searched key is a RETRY, a key that is being promoted a HIT_PENDING.
+    below   prefetch has the daemon search below the host pool, and promote what tiers have: copy it
+            to the pool. A searched key is a RETRY, a key that is being promoted a HIT_PENDING. A
+            key that a sibling has is a HIT, and is loaded from the sibling's memory.
     load    prepare_load pins, by a message that may arrive too late: the worker's transfer is then
             refused (KEY_ABSENT). A failed load is a miss, never wrong bytes.
 
@@ -18,7 +19,8 @@ each with its own bytes. A key is a HIT if it is a HIT on all ranks. It is a MIS
 it; the next store writes it there. Otherwise it is a RETRY: some mirror is incomplete.
 
 If all ranks hold the same bytes, each key may have one writer (writers.py). A key that only its
-writer has is stored, but a MISS until the others have copied it: see Writers.copy_keys.
+writer has is stored, but a MISS until the daemons of the other ranks have found it: see
+Writers.search_writers.
 """
 
 from __future__ import annotations
@@ -270,8 +272,8 @@ class OffloadingManager:
 
         keys: of one request, in prefix order; call it when the request arrives, before its lookups.
         compute_seconds: the time in which the engine computes the tokens of one key. Keys are
-        promoted only if that is expected to take longer; 0: everything found is promoted. Returns
-        at once; without tiers nothing is searched. Raises Refused (BAD_KEY).
+        promoted only if that is expected to take longer; 0: all that tiers have is promoted.
+        Returns at once; without siblings and tiers nothing is searched. Raises Refused (BAD_KEY).
         """
         keys = self._checked(keys)
         self.poll()

@@ -211,12 +211,12 @@ class NonBlockingClient(ProcessBound):
         return self._session.namespace.lookup(key, now)
 
     def find_in_tiers(self, keys: Iterable[OffloadKey], compute_seconds: float = 0.0) -> TierSearch:
-        """Find keys below the host pool, without waiting, and promote them to it.
+        """Find keys below the host pool, without waiting, and promote those of tiers to it.
 
         keys: in prefix order. compute_seconds: the time in which the engine computes the tokens of
-        one key; keys are promoted only if that is slower. 0: everything found is promoted.
+        one key; keys are promoted only if that is slower. 0: all that tiers have is promoted.
         Until the daemon has answered, lookups of these keys return RETRY instead of MISS. Nothing
-        is found while the client is not connected, or if the daemon has no tiers. Raises Refused
+        is found while the client is not connected, or if `opened.tiers` is empty. Raises Refused
         (BAD_KEY, UNKNOWN_NAMESPACE).
         """
         session, namespace = self._session, self._session.namespace

@@ -19,8 +19,8 @@ from kvferry.proto.keys import OffloadKey
 
 MirrorsOf: TypeAlias = Callable[[OffloadKey], Sequence[Mirror]]
 
-# Requests in a row of which a rank could not copy a key from its writer, until all ranks store all
-# keys, and for how many seconds.
+# Requests in a row of which a rank did not find a key that its writer has, until all ranks store
+# all keys, and for how many seconds.
 FAILURES, RETRY_SECONDS = 3, 60.0
 
 
@@ -92,13 +92,13 @@ class Writers:
 
     # Keys that only their writer has
 
-    def can_copy(self, key: OffloadKey) -> bool:
+    def is_at_writer(self, key: OffloadKey) -> bool:
         """Whether a key has one writer, and is a HIT there; other ranks may miss it."""
         if self.count == 1 or any(client.gone is not None for client in self._clients):
             return False
         return self.mirrors()(key)[0].lookup(key) is HIT
 
-    def copy_keys(self, keys: Iterable[OffloadKey], compute_seconds: float = 0.0) -> None:
+    def search_writers(self, keys: Iterable[OffloadKey], compute_seconds: float = 0.0) -> None:
         """Have each rank search its siblings for those keys that it lacks, without waiting.
 
         Arguments: see OffloadingManager.prefetch. Until a daemon has answered, keys are a RETRY.
@@ -107,8 +107,8 @@ class Writers:
         for client in self._clients:
             client.find_in_tiers(keys, compute_seconds)
 
-    def end_copy(self, *, copied: bool) -> None:
-        """A request loads keys that were copied, or a rank could not copy a key from its writer."""
-        self._failures = 0 if copied else self._failures + 1
+    def end_search(self, *, found: bool) -> None:
+        """A request loads after a search, or a rank did not find a key that its writer has."""
+        self._failures = 0 if found else self._failures + 1
         if self._failures >= FAILURES:
             self._failures, self._stores_all_until = 0, self._clock() + RETRY_SECONDS

@@ -106,6 +106,21 @@ def test_synchronous_loads_are_turned_off(vllm: Any, caplog: pytest.LogCaptureFi
     assert "sync_load_budget_bytes" in caplog.text
 
 
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_hidden_loads_are_restored(vllm: Any, error: type[Exception] | None) -> None:
+    """Also if vLLM raises an error."""
+    from kvferry.client.vllm import compat
+
+    state = SimpleNamespace(transfer_jobs={1, 2})
+    scheduler = SimpleNamespace(_current_batch_load_jobs={2: None}, _req_status={"r": state})
+    raised = nullcontext() if error is None else pytest.raises(error)
+    with raised, compat.without_new_loads(scheduler, ["r", "unknown"]):
+        assert state.transfer_jobs == {1}
+        if error is not None:
+            raise error
+    assert state.transfer_jobs == {1, 2}
+
+
 def test_states_beyond_a_requests_limit_are_not_offered(vllm: Any) -> None:
     """In some versions they are in the output itself."""
     from kvferry.client.vllm import compat

@@ -40,7 +40,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "SEARCH_TIMEOUT", TIMEOUT)
     monkeypatch.setattr(scheduler_side, "LOOKUP_TIMEOUT", TIMEOUT)
     monkeypatch.setattr(scheduler_side, "MIN_LOOKUP_TIMEOUT", TIMEOUT)
-    monkeypatch.setattr(request_state, "COPY_SECONDS", TIMEOUT)
+    monkeypatch.setattr(request_state, "SEARCH_SECONDS", TIMEOUT)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def start(running: ExitStack, folders: list[Path], **options: Any) -> list[Local
 
 
 def open_core(ranks: Any, daemons: list[LocalDaemon]) -> Any:
-    """An engine whose daemons copy from each other."""
+    """An engine whose daemons find each other's blocks."""
     core = ranks.RankedCore([daemon.directory for daemon in daemons], host_bytes=4 << 20)
     until(lambda: all(is_linked(daemon) for daemon in daemons))
     return core
@@ -183,7 +183,7 @@ def test_if_siblings_do_not_find_each_other_each_rank_stores_all_blocks(
     ranks: Any, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the third request on whose blocks a rank has not found."""
-    monkeypatch.setattr(request_state, "COPY_SECONDS", 0.0)
+    monkeypatch.setattr(request_state, "SEARCH_SECONDS", 0.0)
     with ExitStack() as running:
         folders = [short_path / "a" / "0", short_path / "b" / "1"]
         daemons = start(running, folders, siblings_enabled="true")

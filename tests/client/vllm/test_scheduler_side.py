@@ -310,16 +310,16 @@ def test_a_key_is_a_hit_if_every_rank_has_it(
     assert answers(side, A) == ["miss"]
 
 
-def test_a_key_that_only_its_writer_has_is_copied_when_a_request_looks_it_up(
+def test_a_key_that_only_its_writer_has_is_searched_when_a_request_looks_it_up(
     start_fake_daemon: Callable[..., FakeDaemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a rank cannot copy a key for three requests, all ranks store all keys. Rank 0 writes A.
+    """If a rank does not find a key for three requests, all ranks store all keys. Rank 0 writes A.
 
     A request may look it up in many steps, while it waits for another key.
     """
     one, two = start_fake_daemon(), start_fake_daemon()
     one.stores_once = two.stores_once = True
-    monkeypatch.setattr(request_state, "COPY_SECONDS", TIMEOUT)
+    monkeypatch.setattr(request_state, "SEARCH_SECONDS", TIMEOUT)
     folders = str(one.directory), str(two.directory)
     config = replace(
         engine_config_at(one.directory), world_size=2, directories=folders, replicated=True
@@ -339,7 +339,7 @@ def test_a_key_that_only_its_writer_has_is_copied_when_a_request_looks_it_up(
     two.evict(A)
     side.on_schedule_end()
     assert answers(side, A) == ["retry"]
-    monkeypatch.setattr(request_state, "COPY_SECONDS", 0.0)
+    monkeypatch.setattr(request_state, "SEARCH_SECONDS", 0.0)
     for name in ("request", "second", "third"):
         assert not side.prepare_store([A], request()).keys_to_store
         if name != "request":

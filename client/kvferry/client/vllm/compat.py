@@ -181,9 +181,11 @@ def without_new_loads(scheduler: Any, preempted: Iterable[str]) -> Iterator[None
     hidden = [(state.transfer_jobs, state.transfer_jobs & new) for state in states if state]
     for jobs, loads in hidden:
         jobs.difference_update(loads)
-    yield
-    for jobs, loads in hidden:
-        jobs.update(loads)
+    try:
+        yield
+    finally:
+        for jobs, loads in hidden:
+            jobs.update(loads)
 
 
 def layer_specs(group_spec: Any) -> tuple[Any, ...]:

@@ -11,9 +11,9 @@ from kvferry.client.tier_searches import Prefetch
 from kvferry.client.writers import Writers
 from kvferry.proto.keys import Lookup, OffloadKey
 
-# Seconds in which ranks are asked again to copy a key that its writer has: their daemons may not
-# know it yet, or be about to measure how fast they copy.
-COPY_SECONDS = 0.1
+# Seconds in which ranks search again for a key that its writer has: their daemons may not know it
+# yet, or may not have mapped the writer's memory yet.
+SEARCH_SECONDS = 0.1
 
 Keys: TypeAlias = tuple[OffloadKey, ...]
 
@@ -24,8 +24,9 @@ class RequestState:
 
     touched: time of the last touch, by the last key of the list and its length. prefetch: of its
     keys below the host pool. found_below: what it found. keys, seconds: see `request_arrived`.
-    computing: seconds that the engine takes to compute all of them, 0 if not known. copied: the
-    first keys of those that ranks were asked to copy, and when. copy_failed: in vain.
+    computing: seconds that the engine takes to compute all of them, 0 if not known. searched: the
+    first keys of the searches at writers, and when each began. search_failed: whether one of these
+    keys was not found in time.
     """
 
     since: float = 0.0
@@ -36,8 +37,8 @@ class RequestState:
     keys: Keys = ()
     seconds: float = 0.0
     computing: float = 0.0
-    copied: dict[OffloadKey, float] = field(default_factory=dict)
-    copy_failed: bool = False
+    searched: dict[OffloadKey, float] = field(default_factory=dict)
+    search_failed: bool = False
 
     def should_touch(self, keys: Sequence[OffloadKey], interval: float) -> bool:
         """False if these keys were touched within `interval`. A key identifies its prefix."""
@@ -50,18 +51,19 @@ class RequestState:
 
     def waits(self, longest: float, shortest: float) -> bool:
         """Whether the request still waits for pending keys: as long as computing its keys takes,
-        within these bounds in seconds. So waiting in vain at most doubles its time."""
+        within these bounds in seconds. Waiting in vain at most doubles its time, or costs
+        `shortest`; `longest` if the time is not known."""
         seconds = min(longest, max(shortest, self.computing)) if self.computing else longest
         return time.monotonic() - self.since <= seconds
 
-    def copy_from_writers(self, writers: Writers, key: OffloadKey) -> Lookup:
-        """Let the ranks copy this key and the next ones; a MISS if they could not."""
+    def search_writers(self, writers: Writers, key: OffloadKey) -> Lookup:
+        """Let the ranks search for this key and the next ones; a MISS if not found in time."""
         now = time.monotonic()
-        if now - self.copied.setdefault(key, now) > COPY_SECONDS:
-            if not self.copy_failed:  # vLLM may look the keys up in many steps
-                self.copy_failed = True
-                writers.end_copy(copied=False)
+        if now - self.searched.setdefault(key, now) > SEARCH_SECONDS:
+            if not self.search_failed:  # vLLM may look the keys up in many steps
+                self.search_failed = True
+                writers.end_search(found=False)
             return Lookup.MISS
         first = self.keys.index(key) if key in self.keys else len(self.keys)
-        writers.copy_keys(self.keys[first:] or (key,), self.seconds)
+        writers.search_writers(self.keys[first:] or (key,), self.seconds)
         return Lookup.RETRY

@@ -184,8 +184,8 @@ class SchedulerSide:
         keys = tuple(keys)
         self._pin(keys, req_context.req_id)
         self._request.loads += 1
-        if self._request.copied:
-            self._manager.writers.end_copy(copied=True)
+        if self._request.searched:
+            self._manager.writers.end_search(found=True)
         self._load_pending = True
         return KeysSpec(keys)
 
@@ -303,8 +303,8 @@ class SchedulerSide:
         if not self._usable or not self._may_load:
             return Lookup.MISS
         found = manager.lookup(key)
-        if found is Lookup.MISS and manager.writers.can_copy(key):
-            found = state.copy_from_writers(manager.writers, key)
+        if found is Lookup.MISS and manager.writers.is_at_writer(key):
+            found = state.search_writers(manager.writers, key)
         self._ready = manager.ready_keys
         if found in UNDECIDED and not state.waits(self._lookup_timeout, MIN_LOOKUP_TIMEOUT):
             return Lookup.MISS
