@@ -124,13 +124,16 @@ class Health:
 
     def status(self) -> HealthStatus:
         """The health as it is now."""
-        now, history = time.monotonic(), self._history
+        return self._status(time.monotonic())
+
+    def _status(self, now: float) -> HealthStatus:
+        history = self._history
         probe = history.reasons(now) if self._pool_ready.is_set() else [REGISTERING]
         late = self._late_reasons(now)
         reasons = (*probe, *late)
         return HealthStatus(
             healthy=not reasons,
-            starting=not (history.tried or late),
+            starting=not (history.tried(now) or late),
             reasons=reasons,
             probe_seconds=history.seconds,
             probe_age=_age(history.ended, now),
@@ -179,11 +182,12 @@ class Health:
 
     def _report_changes(self) -> None:
         """Report changes of health to the log and the service manager, once each."""
-        status = self.status()
+        now = time.monotonic()
+        status = self._status(now)
         if status.healthy and not self._ready:
             self._ready = True
             self._supervisor.ready()
-        if status.healthy is self._was_healthy or not (self._ready or self._history.tried):
+        if status.healthy is self._was_healthy or not (self._ready or self._history.tried(now)):
             return
         if status.healthy:
             log.info("healthy", probe_seconds=status.probe_seconds)
@@ -236,10 +240,9 @@ class ProbeHistory:
             self._error = error
         self.ended, self._began = time.monotonic(), None
 
-    @property
-    def tried(self) -> bool:
+    def tried(self, now: float) -> bool:
         """Whether a probe has ended or is late."""
-        late = self._running(time.monotonic()) > self._timeouts.deadline
+        late = self._running(now) > self._timeouts.deadline
         return late or self.ended is not None
 
     def _running(self, now: float) -> float:
