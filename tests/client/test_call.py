@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.client.call import Call
 from kvferry.client.link import ClientLink
+from kvferry.client.restoring import restore_session
 from kvferry.client.session import ClientSession
 from kvferry.client.transport.connection import NoConnection
 from kvferry.client.transport.fd_client import SocketBusy
@@ -32,7 +33,7 @@ class PausingLink(ClientLink):
     """Each pause takes one of the `left` seconds, then calls `on_receive`."""
 
     def __init__(self, left: int, directory: Path) -> None:
-        super().__init__(ClientSession("engine", "client"), lambda: directory)
+        super().__init__(ClientSession("engine", "client"), lambda: directory, restore_session)
         self.left, self.sent = left, list[ClientMessage]()
         recording = RecordingConnection(directory)
         self.connection, self.sent = recording, recording.sent

@@ -11,8 +11,9 @@ import pytest
 import zmq
 
 from kvferry.client import Code, Gone, LocalDaemon, OffloadClient, Refused
-from kvferry.client.link import ATTEMPT_TIMEOUT, FIRST_BACKOFF, MAX_BACKOFF
-from kvferry.client.session import ConnectionState
+from kvferry.client.link import FIRST_BACKOFF, MAX_BACKOFF
+from kvferry.client.restoring import ATTEMPT_TIMEOUT
+from kvferry.client.wire import ConnectionState
 from kvferry.proto import messages as wire
 from support.client_keys import FINGERPRINT
 
@@ -37,7 +38,7 @@ def test_an_attempt_without_a_reply_is_followed_by_another_one(fake_daemon: Fake
     client._link.advance(now)
     assert fake_daemon.received_of(wire.Hello)
     client.wait_connected(1.0)
-    assert client._session.state is ConnectionState.CONNECTED
+    assert client._session.wire.state is ConnectionState.CONNECTED
 
 
 def test_a_daemon_that_disconnects_during_an_attempt_is_tried_again(

@@ -39,9 +39,9 @@ def test_nothing_is_allocated_if_the_daemon_s_gpu_is_not_visible(kvferryd: Local
     """Else the client could not register other tensors."""
     with OffloadClient(kvferryd.directory) as client:
         session = client._session
-        assert session.welcome is not None
+        assert session.wire.welcome is not None
         device = DeviceInfo("cuda", "GPU-0", "a GPU of another machine")
-        session.welcome = msgspec.structs.replace(session.welcome, device=device)
+        session.wire.welcome = msgspec.structs.replace(session.wire.welcome, device=device)
         with pytest.raises(Refused) as refused:
             client.allocate_kv_caches(one_tensor(), host_bytes=512)
         assert refused.value.code in (Code.NO_DEVICE, Code.DEVICE_MISMATCH)

@@ -15,11 +15,11 @@ from support.client_session import BUSY
 
 
 def test_requests_have_unique_numbers(session: ClientSession) -> None:
-    requests = [session.wait([7, 8]) for _ in range(3)]
+    requests = [session.jobs.wait([7, 8]) for _ in range(3)]
     assert len({request.request_id for request in requests}) == 3
-    data = session.request(requests[0])
+    data = session.wire.request(requests[0])
     assert decode_client_message(data) == wire.Wait(requests[0].request_id, (7, 8))
-    assert decode_client_message(session.cancel(iter([7]))) == wire.Cancel((7,))
+    assert decode_client_message(session.jobs.cancel(iter([7]))) == wire.Cancel((7,))
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_requests_have_unique_numbers(session: ClientSession) -> None:
     ],
 )
 def test_a_reply_is_kept_for_its_request(session: ClientSession, reply: Any) -> None:
-    pending = session.pending
+    pending = session.wire.pending
     with pending.expect_reply(wire.StatusRequest(5)), pending.expect_reply(wire.StatusRequest(4)):
         assert pending.reply(5) is None
         session.receive_message(encode(reply))
@@ -43,14 +43,14 @@ def test_a_reply_is_kept_for_its_request(session: ClientSession, reply: Any) -> 
 
 
 def test_a_reply_without_a_waiting_request_is_dropped(session: ClientSession) -> None:
-    with session.pending.expect_reply(wire.StatusRequest(5)):
+    with session.wire.pending.expect_reply(wire.StatusRequest(5)):
         pass
     session.receive_message(encode(wire.Waited(5)))
     session.receive_message(encode(wire.Error(5, BUSY)))
 
 
 def test_an_error_is_raised_at_its_request(session: ClientSession) -> None:
-    pending = session.pending
+    pending = session.wire.pending
     with pending.expect_reply(wire.StatusRequest(5)), pending.expect_reply(wire.StatusRequest(4)):
         session.receive_message(encode(wire.Error(5, BUSY)))
         assert pending.reply(4) is None

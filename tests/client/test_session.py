@@ -19,14 +19,14 @@ from support.client_session import LOAD, STORE, WELCOME, finish, submit
 
 
 def test_the_first_message_is_hello() -> None:
-    assert ClientSession("engine", "client").hello() == make_hello("client", "engine")
+    assert ClientSession("engine", "client").wire.hello() == make_hello("client", "engine")
 
 
 def test_read_welcome_returns_the_welcome_once_it_arrived() -> None:
     session = ClientSession("engine", "client")
-    assert session.read_welcome() is None
+    assert session.wire.read_welcome() is None
     session.receive_message(encode(WELCOME))
-    assert session.read_welcome() == WELCOME
+    assert session.wire.read_welcome() == WELCOME
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_refused_hello_raises_the_reason(code: Code, kind: type[KVFerryError])
     session = ClientSession("engine", "client")
     session.receive_message(encode(wire.Error(None, ErrorInfo(code, "no"))))
     with pytest.raises(kind) as caught:
-        session.read_welcome()
+        session.wire.read_welcome()
     assert caught.value.code == code
 
 
@@ -49,7 +49,8 @@ KEY_EVENTS = wire.KeyEvents(1, (wire.KeyEvent(EventKind.STORED, (b"aaaa",)),))
 
 def open_namespace(session: ClientSession) -> ClientSession:
     opening = wire.OpenNamespace(1, FINGERPRINT)
-    session.namespace_opened(opening, wire.Opened(1, FINGERPRINT.name, 8, 4096, False, "lru", 1))
+    opened = wire.Opened(1, FINGERPRINT.name, 8, 4096, False, "lru", 1)
+    session.opened.daemon_opened(opening, opened)
     return session
 
 
@@ -57,11 +58,11 @@ def open_namespace(session: ClientSession) -> ClientSession:
 def test_key_events_need_a_mirror(session: ClientSession, message: Any) -> None:
     session.receive_message(encode(message))
     open_namespace(session).receive_message(encode(message))
-    assert session.follow_ups(0.0) == []
+    assert session.opened.follow_ups(0.0) == []
     session.namespace.ensure_mirror()
     session.receive_message(encode(message))
-    assert session.follow_ups(0.0) == []
-    assert session.mirror_complete() == isinstance(message, wire.Snapshot)
+    assert session.opened.follow_ups(0.0) == []
+    assert session.opened.mirror_complete() == isinstance(message, wire.Snapshot)
 
 
 def test_an_incomplete_mirror_requests_one_snapshot(session: ClientSession) -> None:
@@ -69,9 +70,9 @@ def test_an_incomplete_mirror_requests_one_snapshot(session: ClientSession) -> N
     session.receive_message(encode(wire.Snapshot(0, 0, False, (), True)))
     session.receive_message(encode(wire.KeyEvents(2, KEY_EVENTS.events)))
     session.receive_message(encode(wire.KeyEvents(4, KEY_EVENTS.events)))
-    (subscription,) = session.follow_ups(0.0)
+    (subscription,) = session.opened.follow_ups(0.0)
     assert decode_client_message(subscription) == wire.Subscribe()
-    assert session.follow_ups(0.0) == []
+    assert session.opened.follow_ups(0.0) == []
 
 
 def test_no_snapshot_is_requested_after_a_disconnect(session: ClientSession) -> None:
@@ -79,9 +80,9 @@ def test_no_snapshot_is_requested_after_a_disconnect(session: ClientSession) -> 
     session.receive_message(encode(wire.Snapshot(0, 0, False, (), True)))
     session.receive_message(encode(wire.KeyEvents(2, KEY_EVENTS.events)))
     session.connection_lost(Gone(Code.DAEMON_GONE, "killed"))
-    assert session.follow_ups(0.0) == []
+    assert session.opened.follow_ups(0.0) == []
     with pytest.raises(Gone):
-        session.mirror_complete()
+        session.opened.mirror_complete()
 
 
 def test_an_unrequested_reset_reply_changes_nothing(session: ClientSession) -> None:
@@ -112,7 +113,7 @@ def test_jobs_in_flight_are_lost_with_the_daemon(session: ClientSession, end: st
     assert not second.success
     assert isinstance(second.error, Gone)
     assert second.error.code == Code.DAEMON_GONE
-    assert not session.jobs
+    assert session.jobs.in_flight([1, 2, 3]) == []
     finish(session, 2)
     session.receive_message(ENDS[end])
     assert session.jobs.take_results() == []
@@ -120,15 +121,15 @@ def test_jobs_in_flight_are_lost_with_the_daemon(session: ClientSession, end: st
 
 @pytest.mark.parametrize("end", ENDS)
 def test_requests_to_a_lost_daemon_raise_gone(session: ClientSession, end: str) -> None:
-    pending = session.pending
+    pending = session.wire.pending
     with pending.expect_reply(wire.StatusRequest(5)):
         session.receive_message(encode(wire.Waited(5)))
         session.receive_message(ENDS[end])
         for call in (
-            lambda: session.submit(1, STORE, 0),
-            lambda: session.cancel([1]),
-            lambda: session.request(session.wait([1])),
-            lambda: session.request(wire.StatusRequest(7)),
+            lambda: session.jobs.submit(1, STORE, 0),
+            lambda: session.jobs.cancel([1]),
+            lambda: session.wire.request(session.jobs.wait([1])),
+            lambda: session.wire.request(wire.StatusRequest(7)),
         ):
             with pytest.raises(Gone) as caught:
                 call()
@@ -140,4 +141,4 @@ def test_the_first_reason_for_the_end_is_kept(session: ClientSession) -> None:
     first = Gone(Code.TIMEOUT, "no answer")
     session.connection_lost(first)
     session.connection_lost(Gone(Code.DAEMON_GONE, "later"))
-    assert session.gone is first
+    assert session.wire.gone is first

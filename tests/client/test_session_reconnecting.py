@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from kvferry.client.restoring import share_timeline
-from kvferry.client.session import ClientSession, ConnectionState
+from kvferry.client.session import ClientSession
 from kvferry.client.session_state import RegistrationState, SessionState
 from kvferry.client.timeline import Timeline
+from kvferry.client.wire import ConnectionState
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
 from kvferry.proto.codec import encode
@@ -62,44 +63,45 @@ def opened_for(attempt: SteppedAttempt) -> wire.Opened:
     return msgspec.structs.replace(OPENED, request_id=opening.request_id)
 
 
+def states_of(session: ClientSession) -> tuple[ConnectionState, bool | None]:
+    return session.wire.state, session.wire.check_connected()
+
+
 def test_the_states_of_a_session(reconnecting: ClientSession) -> None:
-    assert (reconnecting.state, reconnecting.gone, reconnecting.incarnation) == (
+    assert (reconnecting.wire.state, reconnecting.wire.gone, reconnecting.wire.incarnation) == (
         ConnectionState.CONNECTED,
         None,
         1,
     )
     reconnecting.connection_lost(KILLED)
-    assert (reconnecting.state, reconnecting.check_connected()) == (
+    assert states_of(reconnecting) == (
         ConnectionState.DISCONNECTED,
         None,
     )
-    assert "reconnecting" in str(reconnecting.gone)
-    reconnecting.socket_opened()
-    assert (reconnecting.state, reconnecting.check_connected()) == (
+    assert "reconnecting" in str(reconnecting.wire.gone)
+    reconnecting.wire.socket_opened()
+    assert states_of(reconnecting) == (
         ConnectionState.CONNECTING,
         None,
     )
     with pytest.raises(Gone, match="reconnecting"):
-        reconnecting.submit(1, STORE, 0)
+        reconnecting.jobs.submit(1, STORE, 0)
     reconnecting.connection_lost(KILLED)
     reconnect(reconnecting)
-    assert (reconnecting.state, reconnecting.check_connected(), reconnecting.incarnation) == (
-        ConnectionState.CONNECTED,
-        True,
-        2,
-    )
+    assert states_of(reconnecting) == (ConnectionState.CONNECTED, True)
+    assert reconnecting.wire.incarnation == 2
     reconnecting.connection_lost(KILLED)
     reconnecting.stop_reconnecting()
-    assert reconnecting.closed
+    assert reconnecting.wire.closed
     with pytest.raises(Gone):
-        reconnecting.check_connected()
+        reconnecting.wire.check_connected()
 
 
 def test_reconnecting_restores_namespace_mirror_and_pins_in_order(
     reconnecting: ClientSession,
 ) -> None:
     opening = wire.OpenNamespace(1, FINGERPRINT, 1 << 20, "arc", 2)
-    reconnecting.namespace_opened(opening, OPENED)
+    reconnecting.opened.daemon_opened(opening, OPENED)
     mirror = reconnecting.namespace.ensure_mirror()
     reconnecting.receive_message(encode(wire.Snapshot(3, 0, False, (b"aaaa",), True)))
     reconnecting.namespace.pin([b"aaaa", b"bbbb", b"aaaa"])
@@ -121,12 +123,12 @@ def test_reconnecting_restores_namespace_mirror_and_pins_in_order(
 def test_pending_resets_are_done_once_for_each_label_before_the_mirror_is_shown(
     reconnecting: ClientSession,
 ) -> None:
-    reconnecting.namespace_opened(wire.OpenNamespace(1, FINGERPRINT), OPENED)
+    reconnecting.opened.daemon_opened(wire.OpenNamespace(1, FINGERPRINT), OPENED)
     reconnecting.namespace.ensure_mirror()
-    reconnecting.reset("weights 2")
+    reconnecting.opened.reset("weights 2")
     reconnecting.connection_lost(KILLED)
     for label in ("weights 2", "weights 3", "weights 3"):
-        reconnecting.reset(label)
+        reconnecting.opened.reset(label)
     attempt = SteppedAttempt(reconnecting)
     attempt.receive(WELCOME)
     attempt.receive(opened_for(attempt))
@@ -150,18 +152,18 @@ def test_a_host_block_whose_store_was_lost_loads_only_after_another_store(
     reconnecting.connection_lost(KILLED)
     reconnect(reconnecting)
     with pytest.raises(Refused) as caught:
-        reconnecting.submit(2, LOAD, 0)
+        reconnecting.jobs.submit(2, LOAD, 0)
     assert (caught.value.code, caught.value.value) == (Code.STALE, "3")
     submit(reconnecting, 3, STORE)
     failed = JobResult(3, Direction.STORE, Outcome.FAILED)
     reconnecting.receive_message(encode(wire.Finished((failed,))))
     with pytest.raises(Refused):
-        reconnecting.submit(2, LOAD, 0)
+        reconnecting.jobs.submit(2, LOAD, 0)
     submit(reconnecting, 4, STORE)
     reconnecting.receive_message(
         encode(wire.Finished((JobResult(4, Direction.STORE, Outcome.DONE),)))
     )
-    reconnecting.submit(2, LOAD, 0)
+    reconnecting.jobs.submit(2, LOAD, 0)
 
 
 def test_a_lost_sub_block_loads_only_after_another_store_of_it(reconnecting: ClientSession) -> None:
@@ -174,27 +176,27 @@ def test_a_lost_sub_block_loads_only_after_another_store_of_it(reconnecting: Cli
 
     submit(reconnecting, 1, half(1))
     reconnecting.connection_lost(KILLED)
-    reconnecting.socket_opened()
+    reconnecting.wire.socket_opened()
     reconnecting.receive_message(encode(LATER))
     reconnecting.mark_connected()
     submit(reconnecting, 2, half(0))
     finish(reconnecting, 2)
-    reconnecting.submit(3, half(0)[::-1], 0)
+    reconnecting.jobs.submit(3, half(0)[::-1], 0)
     for refused in (half(1), half(7), STORE):
         with pytest.raises(Refused) as caught:
-            reconnecting.submit(3, refused[::-1], 0)
+            reconnecting.jobs.submit(3, refused[::-1], 0)
         assert (caught.value.code, caught.value.value) == (Code.STALE, "3")
     submit(reconnecting, 4, half(1))
     finish(reconnecting, 4)
     for accepted in (half(1), STORE):
-        reconnecting.submit(3, accepted[::-1], 0)
+        reconnecting.jobs.submit(3, accepted[::-1], 0)
 
 
 def test_a_lost_daemon_ends_pending_requests_once(reconnecting: ClientSession) -> None:
-    pending = reconnecting.pending
+    pending = reconnecting.wire.pending
     with pending.expect_reply(wire.StatusRequest(5)):
         reconnecting.connection_lost(KILLED)
-        reconnecting.socket_opened()
+        reconnecting.wire.socket_opened()
         with pytest.raises(Gone, match="killed"):
             pending.reply(5)
     with pending.expect_reply(wire.StatusRequest(6)):
@@ -204,29 +206,30 @@ def test_a_lost_daemon_ends_pending_requests_once(reconnecting: ClientSession) -
 def test_a_daemon_that_refuses_to_reconnect(reconnecting: ClientSession) -> None:
     full = Refused(Code.POOL_FULL, "no room", 5)
     reconnecting.connection_lost(KILLED)
-    reconnecting.socket_opened()
+    reconnecting.wire.socket_opened()
     reconnecting.reconnect_failed(full)
-    assert (reconnecting.state, reconnecting.refused) == (ConnectionState.DISCONNECTED, full)
+    assert reconnecting.wire.state is ConnectionState.DISCONNECTED
+    assert reconnecting.wire.refused is full
     with pytest.raises(Gone, match="no room") as caught:
-        reconnecting.check_connected()
+        reconnecting.wire.check_connected()
     assert caught.value.__cause__ is full
-    reconnecting.socket_opened()
+    reconnecting.wire.socket_opened()
     reconnecting.reconnect_failed(Gone(Code.SHUTTING_DOWN, "stopping"))
-    assert reconnecting.refused is full
+    assert reconnecting.wire.refused is full
     reconnect(reconnecting)
-    assert reconnecting.gone is None
+    assert reconnecting.wire.gone is None
 
 
 def test_an_unfinished_last_session_does_not_end_the_wait(reconnecting: ClientSession) -> None:
     registered = Refused(Code.ALREADY_REGISTERED, "another process has registered", "engine")
     reconnecting.connection_lost(KILLED)
-    reconnecting.socket_opened()
+    reconnecting.wire.socket_opened()
     reconnecting.reconnect_failed(registered)
-    assert reconnecting.check_connected() is None
-    assert reconnecting.gone is not None
-    assert reconnecting.gone.__cause__ is registered
+    assert reconnecting.wire.check_connected() is None
+    assert reconnecting.wire.gone is not None
+    assert reconnecting.wire.gone.__cause__ is registered
     reconnect(reconnecting)
-    assert reconnecting.check_connected()
+    assert reconnecting.wire.check_connected()
 
 
 def test_the_traceback_of_gone_does_not_grow(reconnecting: ClientSession) -> None:
@@ -234,7 +237,7 @@ def test_the_traceback_of_gone_does_not_grow(reconnecting: ClientSession) -> Non
     reconnecting.connection_lost(KILLED)
     for _ in range(100):
         with pytest.raises(Gone) as caught:
-            reconnecting.submit(1, STORE, 0)
+            reconnecting.jobs.submit(1, STORE, 0)
     assert len(traceback.extract_tb(caught.value.__traceback__)) < 10
 
 
@@ -250,7 +253,7 @@ def test_an_abandoned_session_revokes_its_timeline_and_loses_its_jobs_once(
     assert outcomes(reconnecting) == [(7, "lost")]
     reconnecting.abandon()
     assert outcomes(reconnecting) == []
-    assert (reconnecting.state, reconnecting.check_connected()) == (
+    assert states_of(reconnecting) == (
         ConnectionState.DISCONNECTED,
         None,
     )
@@ -260,7 +263,10 @@ def test_an_abandoned_session_revokes_its_timeline_and_loses_its_jobs_once(
 def test_a_session_with_a_state_to_restore_begins_disconnected() -> None:
     state = SessionState.of_namespace(FINGERPRINT)
     session = ClientSession("engine", "client", reconnects=True, restore=state)
-    assert (session.state, session.check_connected()) == (ConnectionState.DISCONNECTED, None)
+    assert states_of(session) == (
+        ConnectionState.DISCONNECTED,
+        None,
+    )
     assert session.namespace.mirror.lookup(b"aaaa") is Lookup.MISS
     with pytest.raises(Gone, match="not connected"):
         submit(session, 1)

@@ -23,7 +23,7 @@ OPENED = wire.Opened(1, "n", 8, 4096, False, "lru", 1, tiers=("disk",))
 @pytest.fixture
 def session() -> ClientSession:
     session = ClientSession("engine", "client", reconnects=True)
-    session.namespace_opened(wire.OpenNamespace(1, Fingerprint("m", 4096)), OPENED)
+    session.opened.daemon_opened(wire.OpenNamespace(1, Fingerprint("m", 4096)), OPENED)
     session.namespace.ensure_mirror()
     session.receive_message(encode(wire.Snapshot(0, 0, False, (A,), True)))
     return session
@@ -98,7 +98,7 @@ def test_a_lost_connection_ends_all_searches(session: ClientSession) -> None:
 
 def test_during_a_reset_a_searched_key_is_a_miss(session: ClientSession) -> None:
     begin(session, 7, B)
-    session.reset()
+    session.opened.reset()
     assert lookup(session, B) == [Lookup.MISS]
 
 
@@ -114,7 +114,7 @@ MANY = tuple(n.to_bytes(36) for n in range(2 * MAX_KEYS + 10))
 
 def send_next(session: ClientSession, search: TierSearch, now: float = NOW) -> wire.FindInTiers:
     """The one message that follows from those that were received."""
-    (data,) = session.follow_ups(now)
+    (data,) = session.opened.follow_ups(now)
     message = decode_client_message(data)
     assert isinstance(message, wire.FindInTiers)
     assert (search.found, message.compute_seconds) == (None, search.compute_seconds)
@@ -124,10 +124,10 @@ def send_next(session: ClientSession, search: TierSearch, now: float = NOW) -> w
 def test_many_keys_are_searched_in_parts(session: ClientSession) -> None:
     """One after the other. All keys are a RETRY until the last reply."""
     search = TierSearch(MANY, compute_seconds=0.5)
-    first = decode_client_message(session.find_in_tiers(search, NOW))
+    first = decode_client_message(session.opened.find_in_tiers(search, NOW))
     assert isinstance(first, wire.FindInTiers)
     assert (first.keys, first.compute_seconds) == (MANY[:MAX_KEYS], 0.5)
-    assert session.follow_ups(NOW) == []
+    assert session.opened.follow_ups(NOW) == []
     session.receive_message(encode(wire.TiersFound(first.request_id, MAX_KEYS)))
     second = send_next(session, search)
     assert second.keys == MANY[MAX_KEYS : 2 * MAX_KEYS]
@@ -136,7 +136,7 @@ def test_many_keys_are_searched_in_parts(session: ClientSession) -> None:
     assert third.keys == MANY[2 * MAX_KEYS :]
     assert lookup(session, MANY[0], MANY[-1]) == [Lookup.RETRY, Lookup.RETRY]
     session.receive_message(encode(wire.TiersFound(third.request_id, 3)))
-    assert (session.follow_ups(NOW), search.found) == ([], 2 * MAX_KEYS + 3)
+    assert (session.opened.follow_ups(NOW), search.found) == ([], 2 * MAX_KEYS + 3)
     assert lookup(session, MANY[0], MANY[-1]) == [Lookup.MISS, Lookup.MISS]
 
 
@@ -144,19 +144,19 @@ def test_many_keys_are_searched_in_parts(session: ClientSession) -> None:
 def test_no_part_follows_one_that_was_not_found_whole(session: ClientSession, found: int) -> None:
     """The keys behind the first that is absent are useless."""
     search = TierSearch(MANY)
-    session.find_in_tiers(search, NOW)
+    session.opened.find_in_tiers(search, NOW)
     session.receive_message(encode(wire.TiersFound(1, found)))
-    assert (session.follow_ups(NOW), search.found) == ([], found)
+    assert (session.opened.follow_ups(NOW), search.found) == ([], found)
 
 
 def test_a_search_that_ends_between_two_parts_has_found_the_first(session: ClientSession) -> None:
     ended, refused = TierSearch(MANY), TierSearch(MANY)
-    session.find_in_tiers(ended, NOW)
+    session.opened.find_in_tiers(ended, NOW)
     session.receive_message(encode(wire.TiersFound(1, MAX_KEYS)))
     session.connection_lost(Gone(Code.DAEMON_GONE, "killed"))
-    assert (session.follow_ups(NOW), ended.found) == ([], MAX_KEYS)
-    session.gone = None
-    session.find_in_tiers(refused, NOW)
+    assert (session.opened.follow_ups(NOW), ended.found) == ([], MAX_KEYS)
+    session.wire.gone = None
+    session.opened.find_in_tiers(refused, NOW)
     session.receive_message(encode(wire.TiersFound(2, MAX_KEYS)))
     error = ErrorInfo(Code.BUSY, "too many searches")
     session.receive_message(encode(wire.Error(send_next(session, refused).request_id, error)))
@@ -164,9 +164,9 @@ def test_a_search_that_ends_between_two_parts_has_found_the_first(session: Clien
 
 
 def test_each_part_has_a_deadline(session: ClientSession) -> None:
-    session.find_in_tiers(TierSearch(MANY), NOW)
+    session.opened.find_in_tiers(TierSearch(MANY), NOW)
     session.receive_message(encode(wire.TiersFound(1, MAX_KEYS)))
-    session.follow_ups(NOW + 0.9 * SEARCH_TIMEOUT)
+    session.opened.follow_ups(NOW + 0.9 * SEARCH_TIMEOUT)
     assert lookup(session, MANY[0], after=1.8 * SEARCH_TIMEOUT) == [Lookup.RETRY]
     assert lookup(session, MANY[0], after=2 * SEARCH_TIMEOUT) == [Lookup.MISS]
 

@@ -6,8 +6,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from kvferry.client.link import Attempt, ClientLink
-from kvferry.client.restoring import connect
+from kvferry.client.link import ClientLink
+from kvferry.client.restoring import AttemptCall, connect, restore_session
 from kvferry.client.session import ClientSession
 from kvferry.client.transport.connection import NoConnection
 from kvferry.proto import messages as wire
@@ -35,7 +35,7 @@ BUSY = ErrorInfo(Code.BUSY, "later", "3")
 
 
 def submit(session: ClientSession, job_id: int, spec: Any = STORE) -> None:
-    session.submitted(job_id, spec, len(session.submit(job_id, spec, 0)))
+    session.jobs.submitted(job_id, spec, len(session.jobs.submit(job_id, spec, 0)))
 
 
 def finish(session: ClientSession, *job_ids: int, **result: Any) -> None:
@@ -51,10 +51,10 @@ class SteppedAttempt:
     def __init__(self, session: ClientSession) -> None:
         self.session, self.done = session, False
         self.sent: list[Any] = []
-        link = ClientLink(session, Path)
+        link = ClientLink(session, Path, restore_session)
         link.connection = _SendingConnection(self.sent)
-        session.socket_opened()
-        self._attempt: Coroutine[float, Any, None] = connect(Attempt(link, 0.0))
+        session.wire.socket_opened()
+        self._attempt: Coroutine[float, Any, None] = connect(AttemptCall(link, 0.0))
         self._step(None)
 
     def receive(self, *messages: wire.DaemonMessage) -> None:

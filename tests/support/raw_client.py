@@ -16,8 +16,8 @@ from typing import TypeVar
 import numpy as np
 import zmq
 
-from kvferry.client.session import timed_out
 from kvferry.client.transport.fd_client import FdExchange, SocketBusy
+from kvferry.client.wire import timed_out
 from kvferry.proto.codec import decode_daemon_message, encode
 from kvferry.proto.fd_passing import FdRequest, FetchFd, SendFds
 from kvferry.proto.memory import FdAllocation, Location

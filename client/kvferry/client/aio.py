@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Unpack
 
 from kvferry.client import operations
-from kvferry.client.link import POLL_INTERVAL, ClientLink
+from kvferry.client.link import POLL_INTERVAL, ClientLink, Restore
 from kvferry.client.nonblocking import ClientOptions, DaemonDirectory, NonBlockingClient
 from kvferry.client.session import ClientSession
 from kvferry.proto.errors import KVFerryError
@@ -65,8 +65,10 @@ class AsyncOffloadClient(NonBlockingClient):
 class AsyncLink(ClientLink):
     """A link that waits in the event loop, which also polls it."""
 
-    def __init__(self, session: ClientSession, locate: Callable[[], Path]) -> None:
-        super().__init__(session, locate)
+    def __init__(
+        self, session: ClientSession, locate: Callable[[], Path], restore: Restore
+    ) -> None:
+        super().__init__(session, locate, restore)
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._tick_scheduled = False
@@ -101,9 +103,9 @@ class AsyncLink(ClientLink):
 
     def check_connection(self) -> None:
         """Check the connection; if it is lost, wake all waiting tasks."""
-        has_socket = self.session.has_socket
+        has_socket = self.session.wire.has_socket
         super().check_connection()
-        if has_socket and not self.session.has_socket:
+        if has_socket and not self.session.wire.has_socket:
             self._wake_waiters()
             self.advance(time.monotonic())
 

@@ -5,7 +5,7 @@ The methods that wait (operations.py) are coroutines, written once for all clien
 
     OffloadClient        sleeps on the sockets: the coroutine runs to its end without suspending
     AsyncOffloadClient   awaits the event loop
-    reconnecting         returns to the poll that advances it (link.py)
+    reconnecting         returns to the poll that advances it (restoring.py)
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from kvferry.client.link import ClientLink
 from kvferry.client.pending_requests import RequestMessage
-from kvferry.client.session import MAX_TIMEOUT, timed_out
 from kvferry.client.transport.fd_client import FDS_PER_PACKET, FdExchange, SocketBusy
+from kvferry.client.wire import MAX_TIMEOUT, timed_out
 from kvferry.proto.errors import Gone
 from kvferry.proto.fd_passing import FdRequest, FetchFd, SendFds
 from kvferry.proto.messages import ClientMessage
-
-if TYPE_CHECKING:
-    from kvferry.client.link import ClientLink
 
 T = TypeVar("T")
 
@@ -60,17 +58,17 @@ class Call:
         session = self.session
         try:
             self.link.poll()
-            await self.until(session.check_connected)
+            await self.until(session.wire.check_connected)
         except Gone as error:
-            if session.gone is None or error is session.gone:
+            if session.wire.gone is None or error is session.wire.gone:
                 raise
-            raise session.gone.with_traceback(None) from session.gone.__cause__
+            raise session.wire.gone.with_traceback(None) from session.wire.gone.__cause__
 
     async def ask(self, request: RequestMessage) -> Any:
         """Send a request and return its reply. Raises an error reply."""
-        with self.session.pending.expect_reply(request):
+        with self.session.wire.pending.expect_reply(request):
             self._send(request)
-            return await self.until(lambda: self.session.pending.reply(request.request_id))
+            return await self.until(lambda: self.session.wire.pending.reply(request.request_id))
 
     async def send_until(self, message: ClientMessage, ready: Callable[[], T | None]) -> T:
         """Send a message and return the first result of `ready` that is not None."""
@@ -82,12 +80,12 @@ class Call:
         handles: tuple[int, ...] = ()
         for start in range(0, len(descriptors), FDS_PER_PACKET):
             batch = descriptors[start : start + FDS_PER_PACKET]
-            handles += (await self._exchange_fds(SendFds(self.session.session_id), batch))[0]
+            handles += (await self._exchange_fds(SendFds(self.session.wire.session_id), batch))[0]
         return handles
 
     async def receive_fd(self, handle: int) -> int:
         """Receive a file descriptor from the daemon."""
-        return (await self._exchange_fds(FetchFd(self.session.session_id, handle)))[1][0]
+        return (await self._exchange_fds(FetchFd(self.session.wire.session_id, handle)))[1][0]
 
     async def _exchange_fds(
         self, request: FdRequest, descriptors: Sequence[int] = ()

@@ -1,4 +1,5 @@
-"""Jobs: checks of their arguments, those in flight, and results until they are fetched."""
+"""The jobs of a session: checks of their arguments, those in flight, and results until they are
+fetched."""
 
 from __future__ import annotations
 
@@ -10,9 +11,13 @@ from typing import SupportsIndex
 
 import msgspec
 
-from kvferry.client.namespace import ClientNamespace
+from kvferry.client.lost_stores import LostStores
+from kvferry.client.namespace import ClientNamespace, OpenedNamespace
+from kvferry.client.session_state import SessionState
+from kvferry.client.splitting import split_transfer
+from kvferry.client.wire import Wire
 from kvferry.proto.errors import Code, Gone, KVFerryError, Refused, error_of
-from kvferry.proto.messages import MAX_JOB_IDS
+from kvferry.proto.messages import MAX_JOB_IDS, Cancel, Finished, Submit, Wait
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import (
     MAX_INT,
@@ -124,6 +129,67 @@ class JobTable:
         if results:
             self._results.clear()
         return results
+
+
+class SessionJobs:
+    """Submits jobs, and refuses loads whose store was lost with a daemon. Client's thread only."""
+
+    def __init__(self, wire: Wire, restore: SessionState, opened: OpenedNamespace) -> None:
+        self._wire, self._restore, self._opened = wire, restore, opened
+        self._table, self._lost_stores = JobTable(), LostStores()
+
+    def submit(self, job_id: int, spec: TransferSpec, wait_for: int) -> list[bytes]:
+        """Encode the messages that start a job, one per part. Call `submitted` once all are sent.
+
+        Raises Refused (DUPLICATE_JOB, BUSY, STALE, SIZE_MISMATCH...) or Gone; nothing changes.
+        """
+        job_id, wait_for = checked_id("job_id", job_id), checked_id("wait_for", wait_for)
+        src, dst = checked_spec(spec, self._opened.if_open)
+        if job_id in self._table:
+            raise Refused(
+                Code.DUPLICATE_JOB, "a job with this id is in flight; use a new job id", job_id
+            )
+        factor = self._restore.block_size_factor
+        parts = split_transfer((src, dst), factor)
+        if self._wire.welcome is not None:
+            self._table.check_room(self._wire.welcome.limits, spec, len(parts))
+        self._lost_stores.check(spec, factor)
+        submits = (Submit(job_id, *part, wait_for, number) for number, part in enumerate(parts))
+        return [self._wire.request(submit) for submit in submits]
+
+    def submitted(self, job_id: int, spec: TransferSpec, parts: int) -> None:
+        """The messages of `submit` were sent: the job is in flight."""
+        self._table.add(job_id, spec, parts)
+        self._lost_stores.job_submitted(job_id, spec, self._restore.block_size_factor)
+
+    def cancel(self, job_ids: Iterable[int]) -> bytes:
+        """Encode the message that cancels jobs. Raises Refused (BAD_SPEC) or Gone."""
+        return self._wire.request(Cancel(checked_ids(job_ids)))
+
+    def wait(self, job_ids: Iterable[int]) -> Wait:
+        """The request whose reply means that these jobs have ended. Raises Refused (BAD_SPEC)."""
+        return Wait(self._wire.next_request_id(), checked_ids(job_ids))
+
+    def in_flight(self, job_ids: Iterable[int]) -> list[int]:
+        """Those of these jobs that are in flight."""
+        return [job_id for job_id in job_ids if job_id in self._table]
+
+    def take_results(self) -> list[TransferResult]:
+        """See JobTable."""
+        return self._table.take_results()
+
+    # What happens to the session
+
+    def connection_lost(self, error: Gone) -> None:
+        """All jobs in flight end as LOST."""
+        self._table.fail_all(error)
+        self._lost_stores.connection_lost()
+
+    def receive(self, message: Finished) -> None:
+        for result in message.results:
+            if (ended := self._table.add_result(result)) is not None:
+                done = ended.outcome is Outcome.DONE
+                self._lost_stores.job_completed(ended.job_id, done=done)
 
 
 def direction_of(spec: TransferSpec) -> Direction:

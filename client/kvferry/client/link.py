@@ -15,28 +15,25 @@ import os
 import random
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias
 
 import zmq
 
-from kvferry.client.call import Call
-from kvferry.client.restoring import connect
-from kvferry.client.session import MAX_TIMEOUT, ClientSession, ConnectionState
+from kvferry.client.session import ClientSession
 from kvferry.client.transport.connection import Connection, NoConnection
-from kvferry.proto.codec import encode
+from kvferry.client.wire import MAX_TIMEOUT, ConnectionState
 from kvferry.proto.errors import OTHER_BUILD, Code, Failed, Gone, KVFerryError, Refused
 from kvferry.proto.messages import ClientMessage
 
-T = TypeVar("T")
+Attempt: TypeAlias = Coroutine[float, float | None, None]
+Restore: TypeAlias = "Callable[[ClientLink, float], Attempt]"
+
 log = logging.getLogger("kvferry")
 
 # Seconds between two attempts: the first and the longest.
 FIRST_BACKOFF, MAX_BACKOFF = 0.1, 5.0
-# Seconds for which an attempt waits for one reply.
-ATTEMPT_TIMEOUT = 10.0
 # Seconds between two polls of a call that waits for a daemon.
 POLL_INTERVAL = 0.02
 
@@ -45,17 +42,21 @@ class ClientLink:
     """A session, its connection, and the attempt to connect again.
 
     locate: returns the daemon's runtime directory, or raises KVFerryError; called at each attempt.
+    restore: an attempt, which is advanced at each poll: it is sent the time of the poll, and yields
+        the seconds until the next one, MAX_TIMEOUT for the next message.
     """
 
-    def __init__(self, session: ClientSession, locate: Callable[[], Path]) -> None:
-        self.session, self.locate = session, locate
+    def __init__(
+        self, session: ClientSession, locate: Callable[[], Path], restore: Restore
+    ) -> None:
+        self.session, self.locate, self._restore = session, locate, restore
         self.connection: Connection | NoConnection = NoConnection()
         self._next_check = 0.0
-        self._attempt: Coroutine[float, float | None, None] | None = None
+        self._attempt: Attempt | None = None
         self._next_step = 0.0
         self._backoff = FIRST_BACKOFF
         # Why the session was not connected, as logged last.
-        self._logged = str(session.gone or "connected")
+        self._logged = str(session.wire.gone or "connected")
         _links.add(self)
 
     @property
@@ -66,7 +67,7 @@ class ClientLink:
     @property
     def connecting(self) -> bool:
         """Whether the daemon is disconnected, and polling connects again."""
-        return self.session.gone is not None and not self.session.closed
+        return self.session.wire.gone is not None and not self.session.wire.closed
 
     # Messages
 
@@ -76,7 +77,7 @@ class ClientLink:
 
     def request(self, message: ClientMessage) -> None:
         """Send a message. Raises Gone if not connected."""
-        self.send(self.session.request(message))
+        self.send(self.session.wire.request(message))
 
     def poll(self) -> None:
         """Receive messages, detect a disconnect, and advance an attempt."""
@@ -97,16 +98,16 @@ class ClientLink:
 
     def receive_messages(self) -> bool:
         """Receive messages. Returns whether there were any. Raises Gone if closed."""
-        if self.connection.closed and self.session.gone is not None:
-            raise self.session.gone.with_traceback(None)
+        if self.connection.closed and self.session.wire.gone is not None:
+            raise self.session.wire.gone.with_traceback(None)
         received = True
         try:
             received = self.connection.receive_messages(self.session.receive_message)
         finally:  # also after the error of one message: no other may follow
             if received:
-                for data in self.session.follow_ups(time.monotonic()):
+                for data in self.session.opened.follow_ups(time.monotonic()):
                     self.send(data)
-        if self.session.gone is not None:
+        if self.session.wire.gone is not None:
             self.advance(time.monotonic())
         return received
 
@@ -115,11 +116,11 @@ class ClientLink:
         try:
             self.connection.check_alive()
         except Gone as error:
-            if self.session.has_socket:
+            if self.session.wire.has_socket:
                 self.connection.receive_messages(self.session.receive_message)
                 self.session.connection_lost(error)
         except Refused as error:  # the attempt to connect has failed
-            self.session.access_refused(error)
+            self.session.wire.hello_answered(error)
 
     # Connecting again
 
@@ -152,9 +153,9 @@ class ClientLink:
             return
         try:
             if self._attempt is None:
-                self._attempt = self._restore_session(now)
+                self._attempt = self._restore(self, now)
                 seconds = self._attempt.send(None)  # begins it
-            elif self.session.state is ConnectionState.DISCONNECTED:
+            elif self.session.wire.state is ConnectionState.DISCONNECTED:
                 raise Gone(Code.DAEMON_GONE, "the daemon disconnected again")
             else:
                 seconds = self._attempt.send(now)
@@ -176,16 +177,11 @@ class ClientLink:
 
     def end_session(self, end: Callable[[], None]) -> None:
         """Disconnect at once, also if the daemon is stopped or hangs. end: ends the session."""
-        if self.session.closed:
+        if self.session.wire.closed:
             return
         self.restart_attempt()
         end()
         self._replace_socket()
-
-    async def _restore_session(self, now: float) -> None:
-        self.open_connection(self.locate())
-        self.session.socket_opened()
-        await connect(Attempt(self, now))
 
     def _attempt_failed(self, now: float, error: KVFerryError) -> None:
         """End the attempt, and replace its socket: that ends a session that the daemon opened."""
@@ -209,13 +205,13 @@ class ClientLink:
 
     def _log_change(self) -> None:
         session = self.session
-        text = str(session.gone or "connected")
+        text = str(session.wire.gone or "connected")
         if text != self._logged:
             self._logged = text
-            level = logging.WARNING if session.refused is None else logging.ERROR
-            if session.gone is None and session.incarnation == 1:
+            level = logging.WARNING if session.wire.refused is None else logging.ERROR
+            if session.wire.gone is None and session.wire.incarnation == 1:
                 level = logging.INFO
-            client = f"{session.client} of engine {session.engine}"
+            client = f"{session.wire.client} of engine {session.wire.engine}"
             log.log(level, "kvferry: %s: %s", client, text)
 
     # Closing
@@ -231,7 +227,7 @@ class ClientLink:
 
     def close(self) -> None:
         """Send the queued messages of a connected session, and close the socket."""
-        self.connection.close(linger=self.session.gone is None)
+        self.connection.close(linger=self.session.wire.gone is None)
         self._close_session("this client was closed")
 
     def close_in_fork(self) -> None:
@@ -243,38 +239,6 @@ class ClientLink:
 
     def _close_session(self, why: str) -> None:
         self.session.close(Gone(Code.DAEMON_GONE, why, str(self.directory)))
-
-
-@dataclass(frozen=True, slots=True)
-class _NextPoll:
-    """Returns to the poll that advances the attempt; the outcome is the time of the next poll."""
-
-    seconds: float
-
-    def __await__(self) -> Generator[float, float, float]:
-        return (yield self.seconds)
-
-
-class Attempt(Call):
-    """The call that restores the session. Each wait in it has its own deadline, because it ends at
-    a poll, and a client may poll every few seconds."""
-
-    def __init__(self, link: ClientLink, now: float) -> None:
-        super().__init__(link, ATTEMPT_TIMEOUT)
-        self._now = now
-
-    async def until(self, ready: Callable[[], T | None], seconds: float = MAX_TIMEOUT) -> T:
-        self._deadline = self._now + ATTEMPT_TIMEOUT
-        return await super().until(ready, seconds)
-
-    def _seconds_left(self) -> float:
-        return self._deadline - self._now
-
-    async def _pause(self, seconds: float) -> None:
-        self._now = await _NextPoll(seconds)
-
-    def _send(self, message: ClientMessage) -> None:
-        self.link.send(encode(message))
 
 
 _links: weakref.WeakSet[ClientLink] = weakref.WeakSet()

@@ -11,12 +11,26 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kvferry.client.mirror import MISS, RETRY, Mirror
+from kvferry.client.session_state import SessionState
 from kvferry.client.splitting import key_batches
-from kvferry.client.tier_searches import TierSearches
+from kvferry.client.tier_searches import SEARCH_TIMEOUT, TierSearch, TierSearches
+from kvferry.client.validation import check_fields
+from kvferry.client.wire import Wire
+from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import Lookup, OffloadKey
-from kvferry.proto.messages import Done, KeyEvents, Opened, OpenNamespace, Snapshot
+from kvferry.proto.messages import (
+    Done,
+    FindInTiers,
+    KeyEvents,
+    Opened,
+    OpenNamespace,
+    Reset,
+    Snapshot,
+    Subscribe,
+    TiersFound,
+)
 
 # In place of a request id: while disconnected, keys are hidden as during a reset.
 _DISCONNECTED = -1
@@ -186,3 +200,118 @@ class ClientNamespace:
     def session_restored(self) -> None:
         """Show the mirror's keys again, unless a reset is pending."""
         self.reset_ended(_DISCONNECTED)
+
+
+class OpenedNamespace:
+    """The namespace of a session, if it has opened one: its requests, and what arrives of it.
+
+    restore: has the one that reconnecting opens again.
+    """
+
+    def __init__(self, wire: Wire, restore: SessionState) -> None:
+        self._wire, self._restore = wire, restore
+        opening = restore.opening
+        # None before a namespace was opened.
+        self.if_open = ClientNamespace(opening, mirror=restore.mirror) if opening else None
+        self._snapshot_needed = False
+
+    @property
+    def namespace(self) -> ClientNamespace:
+        """Raises Refused (UNKNOWN_NAMESPACE) if none was opened."""
+        if self.if_open is None:
+            message = "this client has opened no namespace; call open_namespace first"
+            raise Refused(Code.UNKNOWN_NAMESPACE, message)
+        return self.if_open
+
+    def find(self, fingerprint: Fingerprint) -> Opened | None:
+        """The opened namespace, or None. Raises Refused (NAMESPACE_MISMATCH) for another one."""
+        if self.if_open is None:
+            return None
+        self.if_open.check_fingerprint(fingerprint)
+        return self.if_open.opened
+
+    def daemon_opened(self, opening: OpenNamespace, opened: Opened) -> None:
+        """The daemon has opened a namespace, for the first time or after reconnecting."""
+        if self.if_open is None:
+            self.if_open = ClientNamespace(opening)
+            self._restore.opening = opening
+        self.if_open.reopened(opened)
+
+    def mirror_complete(self) -> bool:
+        """Whether the mirror is complete. Raises Gone if not connected."""
+        if self._wire.gone is not None:
+            raise self._wire.gone.with_traceback(None)
+        return self.namespace.mirror.complete
+
+    def check_region(self, host_bytes: int | None) -> None:
+        """Raise Refused (BAD_LAYOUT) if a region is requested by a client with a namespace."""
+        if self.if_open is not None and host_bytes is not None:
+            message = (
+                "an engine in a namespace has no host region of its own; leave host_bytes out, and "
+                "pass cpu_bytes_to_use to open_namespace"
+            )
+            raise Refused(Code.BAD_LAYOUT, message, host_bytes)
+
+    # Requests
+
+    def reset(self, label: str = "") -> Reset:
+        """The request to remove all keys. Every key is a MISS until it is done. label: see Reset.
+
+        Raises Refused (UNKNOWN_NAMESPACE, BAD_MESSAGE).
+        """
+        check_fields(Reset, label=label)
+        message = Reset(self._wire.next_request_id(), label)
+        self.namespace.reset(message.request_id, label)
+        return message
+
+    def find_in_tiers(self, search: TierSearch, now: float) -> bytes:
+        """Encode the request for the next part of a search. now: time.monotonic() in seconds."""
+        number = self._wire.next_request_id()
+        data = self._wire.request(FindInTiers(number, search.part, search.compute_seconds))
+        search.deadline = now + SEARCH_TIMEOUT
+        self.namespace.tier_searches.begin(number, search)
+        return data
+
+    def follow_ups(self, now: float) -> list[bytes]:
+        """The messages that the received ones require, once.
+
+        These are a Subscribe if the mirror has missed an event, and the next parts of searches.
+        now: time.monotonic() in seconds.
+        """
+        if self.if_open is None:
+            return []
+        needed = self._snapshot_needed and self._wire.has_socket
+        messages = [encode(Subscribe())] if needed else []
+        self._snapshot_needed = False
+        continuing = self.if_open.tier_searches.take_continuing()
+        return messages + [self.find_in_tiers(search, now) for search in continuing]
+
+    # What happens to the session
+
+    def request_refused(self, request_id: int) -> bool:
+        """A search that is refused has ended. Returns whether the request is a reset, which may
+        have no caller."""
+        if self.if_open is None:
+            return False
+        self.if_open.tier_searches.end(request_id)
+        return self.if_open.is_resetting(request_id)
+
+    def session_restored(self) -> None:
+        if self.if_open is not None:
+            self.if_open.session_restored()
+
+    def connection_lost(self) -> None:
+        """Hide all keys until the session is restored."""
+        if self.if_open is not None:
+            self.if_open.connection_lost()
+
+    def receive(self, message: Snapshot | KeyEvents | TiersFound | Done) -> None:
+        match message:
+            case Snapshot() | KeyEvents():
+                if self.if_open is not None and self.if_open.apply_message(message):
+                    self._snapshot_needed = True
+            case TiersFound(request_id, prefix, promoted):
+                self.namespace.tier_searches.answer(request_id, prefix, promoted)
+            case Done(request_id):
+                if self.if_open is not None and self.if_open.is_resetting(request_id):
+                    self.if_open.reset_done(message)

@@ -14,11 +14,13 @@ from kvferry.client.jobs import TransferResult
 from kvferry.client.link import ClientLink
 from kvferry.client.namespace import ClientNamespace
 from kvferry.client.process_bound import ProcessBound
-from kvferry.client.session import ClientSession, ConnectionState
+from kvferry.client.restoring import restore_session
+from kvferry.client.session import ClientSession
 from kvferry.client.session_state import SessionState
 from kvferry.client.splitting import key_batches
 from kvferry.client.tier_searches import TierSearch
 from kvferry.client.validation import check_fields, checked_seconds
+from kvferry.client.wire import ConnectionState
 from kvferry.proto.errors import Gone
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.memory import HostRegion
@@ -86,7 +88,7 @@ class NonBlockingClient(ProcessBound):
         self._session = ClientSession(
             engine, client, reconnects=reconnect or state is not None, restore=state
         )
-        self._link = link_type(self._session, locate)
+        self._link = link_type(self._session, locate, restore_session)
         self._mirror_expires = 0.0
         self.timeout = timeout
 
@@ -98,18 +100,18 @@ class NonBlockingClient(ProcessBound):
     @property
     def engine(self) -> str:
         """The engine's name."""
-        return self._session.engine
+        return self._session.wire.engine
 
     @property
     def daemon(self) -> Welcome:
         """The daemon's Welcome: its version, device and limits. Call it only once connected."""
-        assert self._session.welcome is not None
-        return self._session.welcome
+        assert self._session.wire.welcome is not None
+        return self._session.wire.welcome
 
     @property
     def connected(self) -> bool:
         """Whether the session is restored, and no disconnect has been detected."""
-        return self._session.state is ConnectionState.CONNECTED
+        return self._session.wire.state is ConnectionState.CONNECTED
 
     @property
     def connecting(self) -> bool:
@@ -122,7 +124,7 @@ class NonBlockingClient(ProcessBound):
 
         If a daemon refuses to restore the session, its error is the `__cause__`.
         """
-        return self._session.gone
+        return self._session.wire.gone
 
     @property
     def incarnation(self) -> int:
@@ -132,7 +134,7 @@ class NonBlockingClient(ProcessBound):
         is false, or, for a client without a registration, if it is another daemon. Loads of blocks
         that were not stored again are refused (STALE).
         """
-        return self._session.incarnation
+        return self._session.wire.incarnation
 
     @property
     def region(self) -> HostRegion | None:
@@ -178,12 +180,12 @@ class NonBlockingClient(ProcessBound):
         (BAD_SPEC, BAD_KEY, DUPLICATE_JOB, BUSY, STALE, MESSAGE_TOO_LARGE), and Gone if not
         connected. If the daemon refuses the job, its result has the error.
         """
-        if self._session.gone is not None:
+        if self._session.wire.gone is not None:
             self._link.advance(time.monotonic())
-        parts = self._session.submit(job_id, spec, wait_for)
+        parts = self._session.jobs.submit(job_id, spec, wait_for)
         for data in parts:
             self._link.send(data)
-        self._session.submitted(job_id, spec, len(parts))
+        self._session.jobs.submitted(job_id, spec, len(parts))
 
     def get_finished(self) -> list[TransferResult]:
         """Results that have arrived: each is returned once, in order per direction.
@@ -195,7 +197,7 @@ class NonBlockingClient(ProcessBound):
 
     def cancel(self, job_ids: Collection[int]) -> None:
         """Cancel jobs. Each still has one result: cancelled, or done if it was too late."""
-        self._link.send(self._session.cancel(job_ids))
+        self._link.send(self._session.jobs.cancel(job_ids))
 
     def lookup(self, key: OffloadKey) -> Lookup:
         """Look a key up in the mirror, which is at most 0.2 ms older than the received messages.
@@ -221,10 +223,10 @@ class NonBlockingClient(ProcessBound):
         """
         session, namespace = self._session, self._session.namespace
         search = TierSearch(namespace.checked_keys(keys), compute_seconds=compute_seconds)
-        if session.gone is not None or not namespace.opened.tiers or not search.keys:
+        if session.wire.gone is not None or not namespace.opened.tiers or not search.keys:
             search.found = 0
             return search
-        self._link.send(session.find_in_tiers(search, time.monotonic()))
+        self._link.send(session.opened.find_in_tiers(search, time.monotonic()))
         return search
 
     def pin(self, keys: Iterable[OffloadKey]) -> None:
@@ -261,19 +263,19 @@ class NonBlockingClient(ProcessBound):
         key stays a MISS here, and the next call that polls raises the error. Raises Gone if the
         client does not reconnect.
         """
-        request = self._session.reset(label)
+        request = self._session.opened.reset(label)
         if not self.connecting:
             self._link.request(request)
 
     def _send_if_connected(self, messages: Iterable[ClientMessage]) -> None:
         """Send messages that have no reply, if connected."""
-        if self._session.gone is None:
+        if self._session.wire.gone is None:
             for message in messages:
                 self._link.request(message)
 
     def _refresh_mirror(self, now: float) -> None:
         self._mirror_expires = now + self._link.connection.mirror_max_age
-        if not self._session.closed:
+        if not self._session.wire.closed:
             self._link.poll_often(now)
 
     def _begin_call(self, timeout: float | None) -> Call:

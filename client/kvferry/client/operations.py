@@ -103,16 +103,16 @@ async def open_namespace(
     """
     session, call = self._session, self._begin_call(timeout)
     opening = opening_message(fingerprint, **options)
-    opened = session.opened_namespace(fingerprint)
+    opened = session.opened.find(fingerprint)
     await call.connected()
     if opened is not None:
         opened = session.namespace.opened  # it may have been reopened while waiting
     else:
-        opening = msgspec.structs.replace(opening, request_id=session.next_request_id())
+        opening = msgspec.structs.replace(opening, request_id=session.wire.next_request_id())
         opened = await call.ask(opening)
-        session.namespace_opened(opening, opened)
+        session.opened.daemon_opened(opening, opened)
     if mirror and not session.namespace.ensure_mirror().complete:
-        await call.send_until(Subscribe(), lambda: session.mirror_complete() or None)
+        await call.send_until(Subscribe(), lambda: session.opened.mirror_complete() or None)
     return opened
 
 
@@ -133,7 +133,7 @@ async def reset(
     Raises Refused (UNKNOWN_NAMESPACE, BAD_MESSAGE) or Gone.
     """
     session, call = self._session, self._begin_call(timeout)
-    request = session.reset(label)
+    request = session.opened.reset(label)
     try:
         await call.connected()
         if session.namespace.is_resetting(request.request_id):  # else reconnecting has done it
@@ -214,14 +214,14 @@ async def allocate_kv_caches(
     _check_new_registration(session, host_bytes, timeline)
     check_fields(AllocateKVCaches, layout=layout, host_bytes=host_bytes, keep=keep)
     await call.connected()
-    assert session.welcome is not None
-    device = session.welcome.device
+    assert session.wire.welcome is not None
+    device = session.wire.welcome.device
     check_device_visible(device)  # before the daemon allocates
     if timeline is not None:
         timeline.check_device(device.kind)
     with _ends_session(call, timeline, unless=(Refused, Failed)):
         handle = await share_timeline(call, timeline)
-        request = AllocateKVCaches(session.next_request_id(), layout, host_bytes, handle, keep)
+        request = AllocateKVCaches(session.wire.next_request_id(), layout, host_bytes, handle, keep)
         reply: Allocated = await _ask_registration(call, request)
     kept = reply.kept and not session.unwritten_left
     with _ends_session(call, timeline, kept=kept):
@@ -231,7 +231,8 @@ async def allocate_kv_caches(
         except Exception:
             if keep and not reply.kept:  # those of an earlier engine stay
                 with suppress(Exception):
-                    await call.ask(ReleaseKVCaches(session.next_request_id(), session.engine))
+                    number = session.wire.next_request_id()
+                    await call.ask(ReleaseKVCaches(number, session.wire.engine))
             raise
         caches = CanonicalKVCaches(layout, tuple(tensors))  # registered with the next daemon
         session.kv_caches_registered(RegistrationState(caches, host_bytes, timeline), reply.region)
@@ -256,10 +257,10 @@ async def release_kv_caches(
     namespace is in use.
     """
     session, call = self._session, self._begin_call(timeout)
-    engine = session.engine if engine is None else engine
+    engine = session.wire.engine if engine is None else engine
     check_fields(ReleaseKVCaches, engine=engine)
     await call.connected()
-    request = ReleaseKVCaches(session.next_request_id(), engine, host_memory)
+    request = ReleaseKVCaches(session.wire.next_request_id(), engine, host_memory)
     nbytes: int = (await call.ask(request)).nbytes
     return nbytes
 
@@ -273,14 +274,14 @@ async def wait(
     for, too. Raises Gone (TIMEOUT) with this client's ids that are still in flight.
     """
     session, call = self._session, self._begin_call(timeout)
-    request = session.wait(job_ids)
-    left = session.in_flight(request.job_ids)
+    request = session.jobs.wait(job_ids)
+    left = session.jobs.in_flight(request.job_ids)
     others = tuple({*request.job_ids}.difference(left))
-    if session.gone is not None:  # all jobs have ended, as LOST
+    if session.wire.gone is not None:  # all jobs have ended, as LOST
         return
 
     def have_ended() -> bool | None:
-        while left and left[-1] not in session.jobs:
+        while left and not session.jobs.in_flight(left[-1:]):
             left.pop()
         return not left or None
 
@@ -292,14 +293,15 @@ async def wait(
             await call.ask(msgspec.structs.replace(request, job_ids=others))
     except Gone as error:
         if error.code != Code.DAEMON_GONE:
-            raise Gone(error.code, error.message, session.in_flight(job_ids)) from error
+            raise Gone(error.code, error.message, session.jobs.in_flight(job_ids)) from error
 
 
 async def status(self: NonBlockingClient, /, timeout: float | None = None) -> DaemonStatus:
     """The status of the daemon."""
     call = self._begin_call(timeout)
     await call.connected()
-    report: DaemonStatus = (await call.ask(StatusRequest(self._session.next_request_id()))).status
+    request = StatusRequest(self._session.wire.next_request_id())
+    report: DaemonStatus = (await call.ask(request)).status
     return report
 
 
@@ -310,7 +312,7 @@ async def namespaces(
     call = self._begin_call(timeout)
     await call.connected()
     report: tuple[NamespaceStatus, ...] = (
-        await call.ask(NamespacesRequest(self._session.next_request_id()))
+        await call.ask(NamespacesRequest(self._session.wire.next_request_id()))
     ).namespaces
     return report
 
@@ -322,9 +324,9 @@ async def close(self: NonBlockingClient, /, timeout: float = 1.0) -> None:
         return
     link.stop_reconnecting()
     try:
-        if session.gone is None and link.can_wait:
+        if session.wire.gone is None and link.can_wait:
             goodbye = Goodbye("client closes")
-            await self._begin_call(timeout).send_until(goodbye, lambda: session.gone)
+            await self._begin_call(timeout).send_until(goodbye, lambda: session.wire.gone)
     except KVFerryError:  # the daemon may be gone
         pass
     finally:
@@ -336,7 +338,7 @@ def _check_new_registration(
 ) -> None:
     """Raise Refused (BAD_LAYOUT, BAD_MESSAGE, ALREADY_REGISTERED) if this client cannot register
     KV caches."""
-    session.check_region(host_bytes)
+    session.opened.check_region(host_bytes)
     if timeline is not None and not isinstance(timeline, Timeline):
         message = "timeline must be a Timeline or None; create one with Timeline.create"
         raise Refused(Code.BAD_MESSAGE, message, timeline)
@@ -345,7 +347,7 @@ def _check_new_registration(
             "this client has already registered KV caches; register all of an engine in one call, "
             "and those of another engine with another client"
         )
-        raise Refused(Code.ALREADY_REGISTERED, message, session.engine)
+        raise Refused(Code.ALREADY_REGISTERED, message, session.wire.engine)
 
 
 @contextmanager
@@ -383,7 +385,7 @@ async def _ask_registration(call: Call, request: RegisterKVCaches | AllocateKVCa
                 await call.sleep(RETRY_INTERVAL)
             except Gone:
                 raise refused from None
-        request = msgspec.structs.replace(request, request_id=call.session.next_request_id())
+        request = msgspec.structs.replace(request, request_id=call.session.wire.next_request_id())
 
 
 async def _receive_descriptors(call: Call, allocated: Allocated) -> list[int]:

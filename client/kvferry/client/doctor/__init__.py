@@ -17,7 +17,7 @@ from kvferry.client.doctor import daemon, environment
 from kvferry.client.doctor.check import Check, CheckContext, Finding, Verdict
 from kvferry.client.doctor.tiers import siblings, tiers
 from kvferry.client.endpoint import find_daemons, runtime_directories
-from kvferry.client.session import MAX_TIMEOUT
+from kvferry.client.wire import MAX_TIMEOUT
 from kvferry.proto.errors import KVFerryError
 
 CHECKS: tuple[Check, ...] = (

@@ -75,7 +75,7 @@ class PeerClient(NonBlockingClient):
         self, contents: NamespaceContents, first: int | None = None
     ) -> MemoryLent:
         """See BorrowMemory. Raises an error reply, or Gone."""
-        call, number = self._begin_call(None), self._session.next_request_id()
+        call, number = self._begin_call(None), self._session.wire.next_request_id()
         await call.connected()
         names = contents.namespace, contents.composition
         reply: MemoryLent = await call.ask(BorrowMemory(number, *names, first))
@@ -91,7 +91,7 @@ class PeerClient(NonBlockingClient):
     async def wait_changed(self, seconds: float) -> None:
         """Wait until the connection may be lost, at most `seconds`. Raises Gone if it is."""
         await self._link.pause(seconds)
-        self._session.check_connected()
+        self._session.wire.check_connected()
 
     def disconnect(self) -> None:
         """End the session at once. The client must not be used again."""

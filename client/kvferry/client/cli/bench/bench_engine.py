@@ -35,7 +35,7 @@ from kvferry.client import (
     TransferResult,
     TransferSpec,
 )
-from kvferry.client.session import timed_out
+from kvferry.client.wire import timed_out
 from kvferry.proto.specs import MAX_BLOCK_IDS
 
 HOST_BLOCK = 2 << 20

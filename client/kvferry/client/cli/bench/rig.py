@@ -19,8 +19,8 @@ from kvferry.client.cli.bench.plan import Plan
 from kvferry.client.cli.bench.raw import RawCopy
 from kvferry.client.cli.status import locate_daemon
 from kvferry.client.cli.units import size
-from kvferry.client.session import timed_out
 from kvferry.client.tensors import shared_empty
+from kvferry.client.wire import timed_out
 from kvferry.cuda.driver import driver
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.status import DeviceInfo
