@@ -11,7 +11,6 @@ opened and closed all the time; "silent", connections to the descriptor socket t
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import random
@@ -27,6 +26,7 @@ import msgspec
 import zmq
 
 from kvferry.client import Fingerprint, OffloadClient, Timeline, shared_empty
+from kvferry.daemon.core.composition import Composition
 from kvferry.proto.codec import encode
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.keys import MAX_KEY_BYTES
@@ -170,9 +170,7 @@ def connect_silently(directory: Path, seconds: float) -> int:
 def send_as_sibling(directory: Path, seconds: float) -> int:
     keys = tuple(os.urandom(MAX_KEY_BYTES) for _ in range(MAX_USES))
     fingerprint, sent = Fingerprint("model", PAGE, key_bytes=MAX_KEY_BYTES), 0
-    pages, nbytes = ((PAGE,),), 2 * MAX_USES * PAGE
-    parts = repr((pages, 1, MAX_KEY_BYTES)).encode()
-    composition = int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest()) >> 1
+    composition, nbytes = Composition(((PAGE,),), 1).number, 2 * MAX_USES * PAGE
     with OffloadClient(directory, engine=f"rude {os.getpid()}", timeout=TIMEOUT) as client:
         name = client.open_namespace(fingerprint, cpu_bytes_to_use=nbytes).name
         client.allocate_kv_caches(KVLayout((TensorLayout(MAX_USES, PAGE, PAGE),), (REFS[:1],)))
