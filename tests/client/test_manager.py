@@ -202,6 +202,20 @@ def test_lookups_are_counted_and_sent_once(
     assert fake_daemon.received[3:] == [wire.Touch((), 0, 1)]
 
 
+def test_generated_tokens_and_what_loads_saved_are_reported_once(
+    fake_daemon: FakeDaemon, manager: OffloadingManager
+) -> None:
+    """Of a prompt of two keys the engine has generated a third one."""
+    manager.count_saved(512, 0.25)
+    manager.count_saved(512, 0.5)
+    manager.touch([A, B, C], new=1)
+    manager.flush()
+    assert fake_daemon.received == [wire.Touch((A, B, C), 0, 0, 1, 1024, 0.75)]
+    manager.touch([A, B, C])
+    manager.flush()
+    assert fake_daemon.received[1:] == [wire.Touch((A, B, C))]
+
+
 def test_many_touches_are_sent_at_once(fake_daemon: FakeDaemon, manager: OffloadingManager) -> None:
     keys = [n.to_bytes(4) for n in range(MAX_TOUCHED + 10)]
     manager.touch(keys[:MAX_TOUCHED])

@@ -140,6 +140,12 @@ NAMESPACE = proto_status.NamespaceStatus(
     stores_skipped=9,
     evictions=10,
     shortfall="in use",
+    saved_tokens=11,
+    saved_seconds=0.25,
+    hit_rate_half=0.125,
+    hit_rate=0.5,
+    hit_rate_double=None,
+    hit_rate_quadruple=1.0,
 )
 KEY_EVENTS = wire.KeyEvents(
     7,
@@ -183,7 +189,7 @@ MESSAGES: dict[str, Any] = {
     "client/subscribe": wire.Subscribe(),
     "client/pin": wire.Pin((KEY, OTHER)),
     "client/unpin": wire.Unpin((KEY,)),
-    "client/touch": wire.Touch((KEY,), 3, 4),
+    "client/touch": wire.Touch((KEY,), 3, 4, 1, 512, 0.25),
     "client/reset": wire.Reset(9, "weights 2"),
     "client/find_in_tiers": wire.FindInTiers(10, (KEY, OTHER), 0.0125),
     "client/borrow_memory": BorrowMemory(11, "0123456789abcdef", (1 << 63) - 1),

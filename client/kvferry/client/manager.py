@@ -35,7 +35,13 @@ import msgspec
 from kvferry.client.blocking import OffloadClient
 from kvferry.client.manager_outputs import PrepareStoreOutput, ResidencyUsage
 from kvferry.client.mirror import HIT, HIT_PENDING, MISS, RETRY, Mirror
-from kvferry.client.nonblocking import ClientOptions, DaemonDirectory, NonBlockingClient
+from kvferry.client.nonblocking import (
+    NOTHING_SAVED,
+    ClientOptions,
+    DaemonDirectory,
+    NonBlockingClient,
+    Saved,
+)
 from kvferry.client.pending_keys import PendingKeys
 from kvferry.client.residency_events import OffloadingEvent, ResidencyEvents
 from kvferry.client.session_state import NamespaceOptions, SessionState
@@ -81,8 +87,9 @@ class OffloadingManager:
         mirrors = [namespace.mirror for namespace in self._namespaces]
         self._events = ResidencyEvents(mirrors) if events else None
         self._offered: set[OffloadKey] = set()
-        # Least recent first.
-        self._touched: dict[OffloadKey, None] = {}
+        # Least recent first. Whether no lookup was for the key.
+        self._touched: dict[OffloadKey, bool] = {}
+        self._saved = NOTHING_SAVED
         self.hits = self.misses = 0
         # `hits` and `misses` that were sent to the daemons.
         self._reported = 0, 0
@@ -284,31 +291,42 @@ class OffloadingManager:
         wanted = zip(self._clients, self.writers.divide(keys[absent:]), strict=True)
         return Prefetch(tuple(each.find_in_tiers(own, compute_seconds) for each, own in wanted))
 
-    def touch(self, keys: Iterable[OffloadKey]) -> None:
-        """Mark keys as used; the first becomes the most recent. Sent by `flush`, or if many."""
+    def touch(self, keys: Iterable[OffloadKey], new: int = 0) -> None:
+        """Mark keys as used; the first becomes the most recent. Sent by `flush`, or if many.
+
+        new: the last ones that no lookup was for, because they are of tokens that the engine has
+        generated. The daemon counts the hits of pools of other sizes without them.
+        """
         keys = self._checked(keys)
-        fresh, touched = dict.fromkeys(reversed(keys)), self._touched
+        old = len(keys) - new
+        fresh = {key: at >= old for at, key in reversed([*enumerate(keys)])}
+        touched = self._touched
         for key in touched.keys() & fresh.keys():
             del touched[key]
         if len(touched) + len(fresh) > MAX_TOUCHED:
             self.flush()
         touched.update(fresh)
 
+    def count_saved(self, tokens: int, seconds: float) -> None:
+        """Tokens are loaded. seconds: in which the engine computes so many; 0 if not known."""
+        self._saved = Saved(self._saved.tokens + tokens, self._saved.seconds + seconds)
+
     def flush(self) -> None:
-        """Send the touched keys, and the numbers of hits and misses, to the daemons.
+        """Send the touched keys, the numbers of hits and misses, and what loads saved.
 
         prepare_store and take_events do it too; prepare_load does not, because a request waits for
         it. Call it once per step of the engine.
         """
         counts = self.hits, self.misses
         hits, misses = counts[0] - self._reported[0], counts[1] - self._reported[1]
-        if self._touched or hits or misses:
-            keys = tuple(reversed(self._touched))
-            self._touched.clear()
+        if self._touched or hits or misses or self._saved.tokens:
+            touched, self._touched = self._touched, {}
+            saved, self._saved = self._saved, NOTHING_SAVED
             self._reported = counts
             # The daemon of a key's writer has its block.
-            for client, own in zip(self._clients, self.writers.divide(keys), strict=True):
-                client.touch(own, hits, misses)
+            keys = self.writers.divide(tuple(reversed(touched)))
+            for client, own in zip(self._clients, keys, strict=True):
+                client.touch(own, hits, misses, sum(map(touched.__getitem__, own)), saved)
 
     def take_events(self) -> list[OffloadingEvent]:
         """The keys that became a HIT, and those that ceased to be one, since the last call.

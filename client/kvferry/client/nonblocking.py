@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypedDict
 
 from kvferry.client.call import Call
 from kvferry.client.endpoint import locate_daemon
@@ -30,6 +30,16 @@ from kvferry.proto.specs import TransferSpec
 if TYPE_CHECKING:
     from kvferry.client.arrays import KVTensors
     from kvferry.client.tensors.canonical import CanonicalKVCaches
+
+
+class Saved(NamedTuple):
+    """Tokens whose KV was loaded, and the seconds in which the engine computes so many."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+NOTHING_SAVED = Saved()
 
 KVCaches: TypeAlias = "CanonicalKVCaches | KVTensors"
 DaemonDirectory: TypeAlias = Path | str | Callable[[], Path] | None
@@ -248,13 +258,21 @@ class NonBlockingClient(ProcessBound):
         self._send_if_connected(map(Unpin, key_batches(keys)))
         namespace.unpin(keys)
 
-    def touch(self, keys: Iterable[OffloadKey], hits: int = 0, misses: int = 0) -> None:
+    def touch(
+        self,
+        keys: Iterable[OffloadKey],
+        hits: int = 0,
+        misses: int = 0,
+        new: int = 0,
+        saved: Saved = NOTHING_SAVED,
+    ) -> None:
         """Mark keys as recently used: the first becomes the most recent.
 
-        hits, misses: lookups since the last call, for the daemon's statistics.
+        For the daemon's statistics, since the last call: hits, misses: of lookups. new: keys that
+        no lookup was for. saved: what loads saved the engine.
         """
         *tail, head = reversed(key_batches(self._session.namespace.checked_keys(keys)))
-        self._send_if_connected((*map(Touch, tail), Touch(head, hits, misses)))
+        self._send_if_connected((*map(Touch, tail), Touch(head, hits, misses, new, *saved)))
 
     def reset_async(self, label: str = "") -> None:
         """As `reset`, without waiting: every key is a MISS here at once.

@@ -193,11 +193,19 @@ class Unpin(Message):
 
 
 class Touch(Message):
-    """Mark keys as used; the first becomes the most recent. hits, misses: since the last Touch."""
+    """Mark keys as used; the first becomes the most recent.
+
+    Since the last Touch: hits, misses: of lookups. new: keys that no lookup was for. saved_tokens,
+    saved_seconds: tokens whose KV was loaded, and the time in which the engine computes so many, by
+    its own measurement.
+    """
 
     keys: Keys
     hits: Count = 0
     misses: Count = 0
+    new: Count = 0
+    saved_tokens: Count = 0
+    saved_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
 
 
 class Reset(Message):

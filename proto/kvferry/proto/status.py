@@ -19,6 +19,10 @@ from kvferry.proto.status_numbers import MetricLabel, counter, gauge
 ALERTED = str(Code.BUSY), str(Code.CORRUPT_BLOCK)
 
 
+# The hits that a namespace would have with another number of blocks.
+HIT_RATE = partial(gauge, metric="expected_hit_ratio", text="")
+
+
 class DeviceInfo(Part):
     """The device of a daemon.
 
@@ -135,6 +139,18 @@ class NamespaceStatus(Part):
     ] = 0
     evictions: Annotated[int, counter("Blocks that were evicted.", text="{} evicted", top=True)] = 0
     shortfall: str = ""
+    saved_tokens: Annotated[
+        int, counter("Tokens whose KV engines loaded.", text="{} tokens loaded")
+    ] = 0
+    saved_seconds: Annotated[
+        float,
+        counter("Time in which engines compute so many tokens.", text="{} of computing saved"),
+    ] = 0.0
+    # Shares of the keys looked up that pools of other sizes have; None: not known yet.
+    hit_rate_half: Annotated[float | None, HIT_RATE("With half the blocks.", pool="0.5")] = None
+    hit_rate: Annotated[float | None, HIT_RATE("With as many.", pool="1")] = None
+    hit_rate_double: Annotated[float | None, HIT_RATE("With twice as many.", pool="2")] = None
+    hit_rate_quadruple: Annotated[float | None, HIT_RATE("With four times.", pool="4")] = None
 
     @property
     def host_bytes(self) -> int:

@@ -78,6 +78,27 @@ NAMESPACE = NamespaceStatus(
 )
 
 
+def test_status_shows_the_hits_of_other_sizes(daemon: LocalDaemon, capsys: Captured) -> None:
+    report, _ = fetch_status(daemon.directory)
+    known = msgspec.structs.replace(
+        NAMESPACE,
+        saved_tokens=4096,
+        saved_seconds=90.0,
+        hit_rate_half=0.29,
+        hit_rate=0.41,
+        hit_rate_double=0.52,
+        hit_rate_quadruple=0.58,
+    )
+    print_status(report, (NAMESPACE, known), Console(width=300, highlight=False))
+    shown = capsys.readouterr().out
+    assert "4,096 tokens loaded, 1 min 30 s of computing saved" in shown
+    rates = (
+        "41% of prompts found with these blocks, 29% with half, 52% with twice, 58% with four "
+        "times as many"
+    )
+    assert shown.count("of prompts found") == shown.count(rates) == 1
+
+
 def test_status_shows_namespaces(daemon: LocalDaemon, capsys: Captured) -> None:
     report, namespaces = fetch_status(daemon.directory)
     assert namespaces == ()

@@ -321,6 +321,41 @@ def test_the_kv_of_the_last_token_is_in_no_block(
     assert in_the_end(engine, request) == 4 * vllm.TOKENS
 
 
+def test_what_loads_save_is_reported(
+    vllm: Any, start: Start, start_kvferryd: StartKvferryd
+) -> None:
+    engine = start(start_kvferryd())
+    engine.compute(vllm.prompt(1, 8), range(1, 9))
+    request, tokens = matches(vllm, engine, 1, 8)
+    engine.scheduler._prefill_rate._rates.append(1000.0)
+    engine.load(request, range(20, 28), tokens)
+    assert engine.received_all(request)
+    engine.step()
+    client = engine.scheduler.connector_scheduler.manager._manager._clients[0]
+    with OffloadClient(client.directory, engine="reader") as reader:
+        (status,) = reader.namespaces()
+    assert (status.saved_tokens, status.saved_seconds) == (tokens, tokens / 1000)
+
+
+def test_blocks_of_generated_tokens_are_used_but_not_looked_up(
+    vllm: Any, start: Start, start_kvferryd: StartKvferryd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three chunks of a request the prompt has one and a half."""
+    from kvferry.client.vllm import compat
+
+    if compat.TOUCHES_KEYS:
+        pytest.skip("this vLLM touches the keys of prompts only")
+    engine = start(start_kvferryd())
+    monkeypatch.setattr(vllm.FakeRequest, "num_prompt_tokens", 6 * vllm.TOKENS)
+    request = vllm.prompt(1, 12)
+    engine.scheduler.on_new_request(request)
+    engine.step(new=[(request, range(1, 13))])
+    request.num_computed_tokens = request.num_tokens
+    engine.scheduler.request_finished(request, list(range(1, 13)))
+    touched = engine.scheduler.connector_scheduler.manager._manager._touched
+    assert [*touched.values()] == [True, True, False]  # the first chunk is the most recent
+
+
 def test_under_multi_connector_its_statistics_are_read(
     vllm: Any, start: Start, start_kvferryd: StartKvferryd
 ) -> None:

@@ -226,5 +226,18 @@ def _namespace_lines(space: NamespaceStatus, width: int) -> Iterator[Text]:
     lookups = space.hits + space.misses
     hits = [f"{space.hits / lookups:.0%} hits"] if lookups else []
     yield from rows("", [blocks, *hits, *numbers(space)], width)
+    if space.hit_rate is not None:
+        yield from rows("", _hit_rates(space), width)
     if space.shortfall:
         yield from rows("", [f"less than asked for: {printable(space.shortfall)}"], width, "yellow")
+
+
+def _hit_rates(space: NamespaceStatus) -> list[str]:
+    """The share of prompts that as many, fewer and more blocks would find."""
+    rates = {
+        "of prompts found with these blocks": space.hit_rate,
+        "with half": space.hit_rate_half,
+        "with twice": space.hit_rate_double,
+        "with four times as many": space.hit_rate_quadruple,
+    }
+    return [f"{rate:.0%} {text}" for text, rate in rates.items() if rate is not None]

@@ -152,6 +152,10 @@ class KVFerryConnector(OffloadingConnector):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._block_owners.allocate_for_load(blocks)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            scheduler: Any = self.connector_scheduler
+            seconds = self._prefill_rate.seconds(num_external_tokens)
+            scheduler.manager.count_saved(num_external_tokens, seconds)
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         if compat.STORES_LAST_TOKEN:
@@ -379,7 +383,8 @@ def touch_keys(scheduler: Any, request_id: str) -> None:
         tokens = group.tokens_per_chunk
         ends += [(n * tokens, key) for n, key in enumerate(state.offload_keys[first:], first + 1)]
     ends.sort()
-    scheduler.manager.touch([key for _, key in ends], status.req_context)
+    new = sum(end > status.req.num_prompt_tokens for end, _ in ends)
+    scheduler.manager.touch([key for _, key in ends], status.req_context, new)
 
 
 def limit_store_to_computed_tokens(scheduler: Any, request: Any) -> None:

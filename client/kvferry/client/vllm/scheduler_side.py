@@ -194,15 +194,20 @@ class SchedulerSide:
             self._ended.append(pinned)
 
     @catch_errors
-    def touch(self, keys: Sequence[OffloadKey], req_context: Any) -> None:
-        """Before 0.31 vLLM touches all keys of a waiting request in every step."""
+    def touch(self, keys: Sequence[OffloadKey], req_context: Any, new: int = 0) -> None:
+        """Before 0.31 vLLM touches all keys of a waiting request in every step. new: see
+        OffloadingManager.touch."""
         state = self._requests.get(req_context.req_id)
         if (
             self._usable
             and keys
             and (state is None or state.should_touch(keys, self._touch_interval))
         ):
-            self._manager.touch(keys)
+            self._manager.touch(keys, new)
+
+    def count_saved(self, tokens: int, seconds: float) -> None:
+        """See OffloadingManager."""
+        self._manager.count_saved(tokens, seconds)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> StoreOutput:
         """Empty if nothing can be stored, not None: then vLLM would offer all keys again."""

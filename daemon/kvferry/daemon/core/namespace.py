@@ -20,6 +20,7 @@ from kvferry.daemon.core.cache.deferred_free import DeferredFree
 from kvferry.daemon.core.cache.jobs import Pins, Reservation
 from kvferry.daemon.core.composition import Composition
 from kvferry.daemon.core.layout import BlockLayout, GroupExtent, Int64s, ResolvedBlocks
+from kvferry.daemon.core.namespace_use import NamespaceUse
 from kvferry.daemon.core.ports import Ports
 from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.core.region import Region
@@ -96,6 +97,7 @@ class Namespace:
         min_uses = [tier.min_uses for tier in ports.tiers]
         self.cache = Cache(region.num_blocks, policy, threshold, min_uses, region.table)
         self.cache.events.on_event = partial(changed, self)
+        self.use = NamespaceUse(region.num_blocks)
         self.borrowed = BorrowedKeys(ports.siblings, self.cache)
         # Of its host blocks; None before any registration.
         self._composition: Composition | None = None
@@ -232,6 +234,7 @@ class Namespace:
         self.is_behind = False
         self.borrowed.clear()
         deferred = self.cache.reset(epoch)
+        self.use.forget_keys()
         self._update_contents()
         return deferred
 
@@ -288,6 +291,7 @@ class Namespace:
             pinned=usage.pinned,
             shortfall=self.shortfall if self.has_users else "",
             **self.cache.counts,
+            **self.use.fields(),
         )
 
     def _pin_keys(

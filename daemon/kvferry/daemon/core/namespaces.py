@@ -236,10 +236,10 @@ class Namespaces:
                 self._session_pins[session].pin_keys(keys)
             case Unpin(keys):
                 self._session_pins[session].unpin_keys(keys)
-            case Touch(keys, hits, misses):
-                namespace.check_keys(keys)
-                namespace.cache.touch(keys)
-                namespace.cache.count_lookups(hits, misses)
+            case Touch():
+                namespace.check_keys(message.keys)
+                namespace.cache.touch(message.keys)
+                namespace.use.count(message)
         return []
 
     def require_namespace(self, session: str, message: ClientMessage) -> Namespace:

@@ -236,12 +236,6 @@ def test_reset_clears_the_counts_of_offers(policy: str) -> None:
     assert reserve(cache, "a").keys == ()
 
 
-def test_lookups_of_mirrors_are_counted(cache: Cache) -> None:
-    for _ in range(2):
-        cache.count_lookups(hits=10, misses=100)
-    assert (cache.counts["hits"], cache.counts["misses"]) == (20, 200)
-
-
 def test_usage_counts_the_blocks_of_each_state(policy: str) -> None:
     cache = Cache(9, policy)
     reserve(cache, "vw")

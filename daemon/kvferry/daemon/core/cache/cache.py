@@ -109,11 +109,6 @@ class Cache:
         """The lookup of each key, which is not counted; None if it has no block."""
         return self.table.lookups(self._blocks.index.find_numbers(keys))
 
-    def count_lookups(self, hits: int, misses: int) -> None:
-        """Count lookups that a client's mirror answered."""
-        self.counts["hits"] += hits
-        self.counts["misses"] += misses
-
     # Stores
 
     def prepare_store(
