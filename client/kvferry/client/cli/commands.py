@@ -66,6 +66,11 @@ def main(
     """Options before the command."""
 
 
+def _check_size(text: str) -> str:
+    _parse_size(text)
+    return text
+
+
 def _check_sizes(text: str | None) -> str | None:
     if text is not None:
         _parse_sizes(text)
@@ -215,6 +220,57 @@ def top(
 
     if not run_top(directory, interval, once=once):
         raise typer.Exit(1)
+
+
+@app.command("size")
+def size_command(
+    trace: Annotated[
+        Path,
+        typer.Option(
+            help="JSON lines in the format of Mooncake's traces, also compressed (.gz).",
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+        ),
+    ],
+    model_bytes_per_token: Annotated[
+        str,
+        typer.Option(
+            help="Bytes of the KV cache per token, of all layers, as 128KiB; with several ranks, "
+            "those of one, and the memory is that of one daemon.",
+            callback=_check_size,
+            metavar="SIZE",
+        ),
+    ],
+    block_tokens: Annotated[
+        int, typer.Option(help="Tokens of a block of the trace.", min=1, metavar="NUMBER")
+    ] = 512,
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="Host memory, as 64GiB,256GiB (default: doubled from 1GiB while it brings more).",
+            callback=_check_sizes,
+            metavar="LIST",
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Show what more host memory would find of a trace.
+
+    For the namespaces of a running daemon, `kvferry status` shows the same for half, twice and four
+    times their blocks.
+    """
+    from kvferry.client.cli.sizing import measure_sizes, print_sizes, read_trace
+
+    recorded = read_trace(trace, Console(stderr=True))
+    block_bytes = _parse_size(model_bytes_per_token) * block_tokens
+    chosen = () if sizes is None else _parse_sizes(sizes)
+    results = measure_sizes(recorded, block_bytes, block_tokens, chosen)
+    if json:
+        print(json_text(results))
+    else:
+        print_sizes(recorded, results, Console(highlight=False))
 
 
 @app.command(cls=DirectoryCommand)
