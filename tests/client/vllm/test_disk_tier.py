@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.client import LocalDaemon, OffloadClient, session
+from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.client import namespace as client_namespace
 from kvferry.proto.status import TierStatus
 from kvferry.testing.engine import until
 from support.patient_daemon import PatientDaemon
@@ -52,7 +53,7 @@ def test_prompts_are_found_on_disk(
     from kvferry.client.vllm import compat
 
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    monkeypatch.setattr(session, "SEARCH_TIMEOUT", TIMEOUT)
+    monkeypatch.setattr(client_namespace, "SEARCH_TIMEOUT", TIMEOUT)
     daemon = start(tmp_path, tiers_disk_write="write_through")
     first = core.EngineCore(daemon.directory, groups)
     first.run(*PROMPTS)

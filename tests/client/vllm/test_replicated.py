@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.client import LocalDaemon, OffloadClient, session
+from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.client import namespace as client_namespace
 from kvferry.client.vllm import request_state, scheduler_side
 from kvferry.proto.status import NamespaceStatus
 from kvferry.testing.engine import until
@@ -37,7 +38,7 @@ def ranks() -> Any:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    monkeypatch.setattr(session, "SEARCH_TIMEOUT", TIMEOUT)
+    monkeypatch.setattr(client_namespace, "SEARCH_TIMEOUT", TIMEOUT)
     monkeypatch.setattr(scheduler_side, "LOOKUP_TIMEOUT", TIMEOUT)
     monkeypatch.setattr(scheduler_side, "MIN_LOOKUP_TIMEOUT", TIMEOUT)
     monkeypatch.setattr(request_state, "SEARCH_SECONDS", TIMEOUT)
