@@ -85,8 +85,8 @@ def test_a_worker_needs_no_mirror(fake_daemon: FakeDaemon, client: OffloadClient
 def test_opening_a_namespace_again_changes_nothing(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
-    opened = client_in_namespace.open_namespace(FINGERPRINT, eviction_policy="arc")
-    assert opened.policy == "lru"
+    opened = client_in_namespace.open_namespace(FINGERPRINT, eviction_policy="s3fifo")
+    assert opened.policy == "arc"
     assert fake_daemon.received == []
 
 

@@ -11,7 +11,7 @@ from kvferry.client.arrays import device_kind
 from kvferry.client.validation import check_fields
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.memory import HostRegion
-from kvferry.proto.messages import OpenNamespace
+from kvferry.proto.messages import DEFAULT_POLICY, OpenNamespace
 from kvferry.proto.opening import check_opening, policy_name
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class NamespaceOptions(TypedDict, total=False):
 def opening_message(
     fingerprint: Fingerprint,
     cpu_bytes_to_use: int | None = None,
-    eviction_policy: str = "lru",
+    eviction_policy: str = DEFAULT_POLICY,
     store_threshold: int = 1,
 ) -> OpenNamespace:
     """The request that opens a namespace, without its number.

@@ -18,6 +18,7 @@ from typing import Any
 from kvferry.client.endpoint import resolve_directory
 from kvferry.client.session_state import NamespaceOptions
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.messages import DEFAULT_POLICY
 from kvferry.proto.opening import policy_name
 from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.specs import MAX_COUNT
@@ -67,7 +68,7 @@ def namespace_options(extra: Options, ranks: int) -> NamespaceOptions:
     """Named as for vLLM's CPUOffloadingSpec; cpu_bytes_to_use is the sum of all ranks, too."""
     quota = extra.get(QUOTA)
     try:
-        policy = policy_name(extra.get(POLICY, "lru"))
+        policy = policy_name(extra.get(POLICY, DEFAULT_POLICY))
     except Refused as error:
         raise _named(POLICY, error) from None
     return {
