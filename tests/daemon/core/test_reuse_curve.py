@@ -6,13 +6,22 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from statistics import median
+from typing import Any
 
 import pytest
 
 from kvferry.daemon.core import reuse_curve
 from kvferry.daemon.core.namespace_use import NamespaceUse
 from kvferry.daemon.core.reuse_curve import SAMPLED_KEYS, SIZES, ReuseCurve
-from kvferry.proto.messages import Touch
+from kvferry.proto.codec import encode
+from kvferry.proto.fingerprint import Fingerprint
+from kvferry.proto.messages import NamespacesReport, Touch
+from kvferry.proto.specs import MAX_COUNT, MAX_INT
+from kvferry.proto.status import NamespaceStatus
+
+
+def namespace_status(**fields: Any) -> NamespaceStatus:
+    return NamespaceStatus("name", Fingerprint("model", 64), "lru", (), *(1,) * 8, **fields)
 
 
 def key(number: int) -> bytes:
@@ -119,6 +128,16 @@ def test_nothing_is_known_at_first_and_after_a_reset_nothing_is_used_again() -> 
         33,
         1.5,
     ]
+
+
+def test_numbers_of_a_hostile_engine_stay_encodable() -> None:
+    use, most = NamespaceUse(100), MAX_COUNT - 1
+    report = Touch((key(1),), most, most, most, most, 1e9)
+    for _ in range(1 << 16):
+        use.count(report)
+    fields = use.fields()
+    assert {fields[name] for name in ("hits", "misses", "saved_tokens")} == {MAX_INT}
+    encode(NamespacesReport(1, (namespace_status(**fields),)))
 
 
 def test_keys_without_a_lookup_do_not_count_as_asked() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvferry.daemon.core.reuse_curve import ReuseCurve
 from kvferry.proto.messages import Touch
+from kvferry.proto.specs import MAX_INT
 
 
 class NamespaceUse:
@@ -20,10 +21,10 @@ class NamespaceUse:
         self._saved_seconds = 0.0
 
     def count(self, report: Touch) -> None:
-        """An engine has used keys."""
-        self._hits += report.hits
-        self._misses += report.misses
-        self._saved_tokens += report.saved_tokens
+        """An engine has used keys. Its numbers are not checked, so sums stay encodable."""
+        self._hits = min(MAX_INT, self._hits + report.hits)
+        self._misses = min(MAX_INT, self._misses + report.misses)
+        self._saved_tokens = min(MAX_INT, self._saved_tokens + report.saved_tokens)
         self._saved_seconds += report.saved_seconds
         self._curve.use(report.keys[::-1], report.new)
 
