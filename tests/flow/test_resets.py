@@ -14,51 +14,32 @@ import pytest
 from kvferry.client import Lookup
 from kvferry.testing.engine import until
 from support.restarting_daemons import RestartingDaemons
+from support.sibling_daemons import SiblingDaemons
 from support.tiered_engine import TieredEngine, keys
 from support.time_limits import TIMEOUT
 
 from .block_tables import await_committed
 
-POOL_BYTES = 1 << 20
 STORED, LATER = range(8), range(100, 108)
 
 
-class TwoDaemons:
+class TwoDaemons(SiblingDaemons):
     """Two siblings with kept pools, and an engine of each."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
-        folders = [folder / name for name in ("one", "two")]
-        for each in folders:
-            each.mkdir()
-        options = {
-            "state_dir": folder / "state",
-            "siblings_enabled": "true",
-            "siblings_directories": ":".join(map(str, folders)),
-        }
-        self.daemons = [
-            stack.enter_context(
-                RestartingDaemons("cpu", each, kept=True, pool_bytes=POOL_BYTES, **options)
-            )
-            for each in folders
-        ]
-        self.engines = [TieredEngine(daemon, stack) for daemon in self.daemons]
+        super().__init__(2, folder, stack, kept=(0, 1))
 
     def signal(self, number: int, which: signal.Signals) -> None:
         os.kill(self.daemons[number].pid, which)
 
-    def restart(self, number: int) -> None:
-        """Start a daemon that was killed, and wait until its engine is connected."""
-        self.daemons[number].start()
-        self.engines[number].client.wait_connected(TIMEOUT)
-        self.engines[number].open_raw()
-
-    def kill(self, number: int) -> None:
-        self.daemons[number].kill()
-        self.engines[number].raw.session = ""  # nobody replies to its Goodbye
+    def kept_daemon(self, number: int) -> RestartingDaemons:
+        daemon = self.daemons[number]
+        assert isinstance(daemon, RestartingDaemons)
+        return daemon
 
     def wait_committed(self, number: int, blocks: int) -> None:
         """Wait until a daemon has so many blocks with a checksum, which outlive it."""
-        manager = self.daemons[number].manager
+        manager = self.kept_daemon(number).manager
         assert manager is not None
         await_committed(manager, blocks)
 
@@ -118,7 +99,7 @@ def test_a_reset_while_the_sibling_is_down(two: TwoDaemons) -> None:
 
 def test_a_reset_before_the_sibling_restarts_without_its_pool(two: TwoDaemons) -> None:
     two.kill(0)
-    two.daemons[0].lose_pool()
+    two.kept_daemon(0).lose_pool()
     two.engines[1].client.reset(timeout=TIMEOUT)
     two.restart(0)
     two.check_empty(0)
