@@ -81,7 +81,9 @@ class SiblingDaemons:
             until(partial(self._is_linked, number, others))
 
     def _is_linked(self, number: int, others: list[bool]) -> bool:
-        return [status.is_on for status in self.statuses(number)] == others
+        """Also "on" without memory: a sibling may not have the namespace yet."""
+        statuses = self.statuses(number)
+        return [each.is_on and each.mapped_bytes > 0 for each in statuses] == others
 
 
 def find_keys(engine: TieredEngine, numbers: Sequence[int]) -> None:

@@ -72,7 +72,8 @@ def open_core(ranks: Any, daemons: list[LocalDaemon]) -> Any:
 
 def is_linked(daemon: LocalDaemon) -> bool:
     with OffloadClient(daemon.directory, engine="observer") as client:
-        return [sibling.is_on for sibling in client.status().siblings] == [True]
+        siblings = client.status().siblings
+        return [each.is_on and each.mapped_bytes > 0 for each in siblings] == [True]
 
 
 def namespace_of(daemon: LocalDaemon) -> NamespaceStatus:
