@@ -37,7 +37,7 @@ ROUNDS = 11
 TOKENS, FACTOR = 16, 4
 OWN_CALLS = {
     "manager": (
-        "request_arrived begin_lookups lookup prepare_store touch is_resetting on_schedule_end"
+        "request_arrived begin_lookups lookup prepare_store touch_keys is_resetting on_schedule_end"
     ),
     "_block_owners": "allocate_for_load begin_step drop_foreign_blocks",
 }

@@ -41,6 +41,8 @@ MODEL_CONFIG = {
     "vocab_size": 50272,
 }
 
+# Methods of kvferry's manager that vLLM's managers lack.
+MANAGER_METHODS = "request_arrived", "begin_lookups", "is_resetting", "touch_keys", "count_saved"
 # Errors that deviations.toml names.
 ERRORS = {"AssertionError": AssertionError, "Refused": Refused}
 
@@ -70,7 +72,7 @@ def replace_classes() -> None:
     from vllm_upstream.daemon_worker import ConnectorOverDaemon, WorkerOfTests, give_daemon
 
     # Some tests give the connector one of vLLM's managers, which lacks what kvferry's has besides.
-    for name in ("request_arrived", "begin_lookups", "is_resetting"):
+    for name in MANAGER_METHODS:
         setattr(OffloadingManager, name, lambda *_, **__: None)
     OffloadingManager.adapters = Adapters()
     UnspecifiedPlatform.device_type = "cpu"

@@ -384,7 +384,7 @@ def touch_keys(scheduler: Any, request_id: str) -> None:
         ends += [(n * tokens, key) for n, key in enumerate(state.offload_keys[first:], first + 1)]
     ends.sort()
     new = sum(end > status.req.num_prompt_tokens for end, _ in ends)
-    scheduler.manager.touch([key for _, key in ends], status.req_context, new)
+    scheduler.manager.touch_keys([key for _, key in ends], status.req_context, new)
 
 
 def limit_store_to_computed_tokens(scheduler: Any, request: Any) -> None:

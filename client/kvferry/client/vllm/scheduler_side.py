@@ -193,10 +193,13 @@ class SchedulerSide:
         if (pinned := self._loads.pop(req_context.req_id, None)) is not None:
             self._ended.append(pinned)
 
+    def touch(self, keys: Sequence[OffloadKey], req_context: Any) -> None:
+        """Before 0.31 vLLM touches all keys of a waiting request in every step."""
+        self.touch_keys(keys, req_context)
+
     @catch_errors
-    def touch(self, keys: Sequence[OffloadKey], req_context: Any, new: int = 0) -> None:
-        """Before 0.31 vLLM touches all keys of a waiting request in every step. new: see
-        OffloadingManager.touch."""
+    def touch_keys(self, keys: Sequence[OffloadKey], req_context: Any, new: int = 0) -> None:
+        """new: see OffloadingManager.touch."""
         state = self._requests.get(req_context.req_id)
         if (
             self._usable
@@ -205,6 +208,7 @@ class SchedulerSide:
         ):
             self._manager.touch(keys, new)
 
+    @catch_errors
     def count_saved(self, tokens: int, seconds: float) -> None:
         """See OffloadingManager."""
         self._manager.count_saved(tokens, seconds)
