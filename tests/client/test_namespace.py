@@ -86,7 +86,7 @@ def test_opening_a_namespace_again_changes_nothing(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
     opened = client_in_namespace.open_namespace(FINGERPRINT, eviction_policy="s3fifo")
-    assert opened.policy == "arc"
+    assert opened.policy == "lru"
     assert fake_daemon.received == []
 
 

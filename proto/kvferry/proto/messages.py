@@ -64,9 +64,8 @@ from kvferry.proto.status import DaemonStatus, DeviceInfo, Limits, NamespaceStat
 
 Token: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64)]
 MAX_JOB_IDS = 65536
-# In a trace of conversations it finds up to three hundredths more of all blocks than LRU
-# (tests/bench/replay_trace.py).
-DEFAULT_POLICY = "arc"
+# Of a namespace without another one.
+DEFAULT_POLICY = "lru"
 JobIds: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_JOB_IDS)]
 
 

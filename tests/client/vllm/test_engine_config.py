@@ -80,7 +80,7 @@ def test_windows_and_groups_keep_vllms_chunk() -> None:
 def test_options_are_spelled_as_vllms() -> None:
     assert place().options == {
         "cpu_bytes_to_use": None,
-        "eviction_policy": "arc",
+        "eviction_policy": "lru",
         "store_threshold": 1,
     }
     extra = {"cpu_bytes_to_use": "10000000", "eviction_policy": "arc", "store_threshold": 0}
