@@ -4,8 +4,9 @@
 
 The trace has the format of Mooncake's (see `kvferry size`). Each prompt looks its blocks up until
 one is missing, touches all of them and stores those that are missing, as an engine does whose GPU
-keeps nothing. Found: the share of all blocks of prompts. Expected: what `kvferry status` shows at
-the end for half, as many, twice and four times the blocks. Each block has 64 bytes.
+keeps nothing. With --touch-last it stores first, as vLLM's connector mostly does. Found: the share
+of all blocks of prompts. Expected: what `kvferry status` shows at the end for half, as many, twice
+and four times the blocks. Each block has 64 bytes.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def read_prompts(path: Path, count: int) -> Iterator[list[OffloadKey]]:
 class Replay:
     """An engine without a cache of its own."""
 
-    def __init__(self, client: OffloadClient) -> None:
+    def __init__(self, client: OffloadClient, *, touch_last: bool) -> None:
         self.client, self.manager = client, OffloadingManager(client)
+        self.touch_last = touch_last
         self.asked = self.found = self.jobs = 0
 
     def run_prompt(self, keys: list[OffloadKey]) -> None:
@@ -57,8 +59,8 @@ class Replay:
             if self.manager.lookup(key) is not Lookup.HIT:
                 break
             self.found += 1
-        self.manager.touch(keys)
-        self.manager.flush()
+        if not self.touch_last:
+            self._touch(keys)
         output = self.manager.prepare_store(keys)
         new = () if output is None else tuple(output.keys_to_store)
         for at in range(0, len(new), FILL):
@@ -69,9 +71,15 @@ class Replay:
             self.jobs += 1
         self.client.get_finished()
         self.manager.complete_store(new)
+        if self.touch_last:
+            self._touch(keys)
+
+    def _touch(self, keys: list[OffloadKey]) -> None:
+        self.manager.touch(keys)
+        self.manager.flush()
 
 
-def replay(prompts: list[list[OffloadKey]], blocks: int, policy: str) -> None:
+def replay(prompts: list[list[OffloadKey]], blocks: int, policy: str, *, touch_last: bool) -> None:
     pool = max(LEAST_POOL, 2 * blocks * PAGE)
     with (
         LocalDaemon(pool_bytes=pool) as daemon,
@@ -79,7 +87,7 @@ def replay(prompts: list[list[OffloadKey]], blocks: int, policy: str) -> None:
     ):
         client.open_namespace(FINGERPRINT, cpu_bytes_to_use=blocks * PAGE, eviction_policy=policy)
         client.allocate_kv_caches(LAYOUT)
-        engine = Replay(client)
+        engine = Replay(client, touch_last=touch_last)
         for keys in prompts:
             engine.run_prompt(keys)
         (status,) = client.namespaces()
@@ -101,12 +109,13 @@ def main() -> None:
     parser.add_argument("--blocks", default="1250,2500,5000,10000,20000")
     parser.add_argument("--prompts", type=int, default=6000)
     parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--touch-last", action="store_true")
     options = parser.parse_args()
     prompts = list(read_prompts(options.trace, options.prompts))
     print(f"{'blocks':>8} {'policy':<7} {'found':>7}   expected: x 0.5   x 1     x 2     x 4")
     for blocks in map(int, options.blocks.split(",")):
         for policy in options.policies.split(","):
-            replay(prompts, blocks, policy)
+            replay(prompts, blocks, policy, touch_last=options.touch_last)
 
 
 if __name__ == "__main__":
