@@ -33,6 +33,8 @@ from support.traffic_processes import TrafficProcesses
 from support.traffic_statistics import TrafficOptions, merge_statistics
 
 pytestmark = [
+    # Of the long form; each wait has a limit of its own.
+    pytest.mark.timeout(7200),
     pytest.mark.skipif(not is_installed(), reason=f"Mooncake: {INSTALL}"),
     pytest.mark.skipif(bool(missing()), reason=missing()),
 ]
