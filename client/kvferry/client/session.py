@@ -1,7 +1,7 @@
 """A client's session: the wire, the namespace that is open, and the jobs.
 
-No socket and no clock. A session can outlive its daemon: what is in its SessionState is restored at
-the next one (restoring.py). Called in the client's thread only.
+It has no socket and no clock. A session can outlive its daemon: the next daemon restores what its
+SessionState contains (restoring.py). Called in the client's thread only.
 """
 
 from __future__ import annotations

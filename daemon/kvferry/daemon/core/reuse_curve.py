@@ -73,7 +73,7 @@ class ReuseCurve:
             )
 
     def forget_keys(self) -> None:
-        """No pool has any key now. What was counted stays."""
+        """Forget all keys, because a reset has removed them. The counters keep their values."""
         self._last_use.clear()
         self._times = self._times[:0]
 
