@@ -308,7 +308,8 @@ class OffloadingManager:
         touched.update(fresh)
 
     def count_saved(self, tokens: int, seconds: float) -> None:
-        """Tokens are loaded. seconds: in which the engine computes so many; 0 if not known."""
+        """The load of some tokens begins. seconds: in which the engine computes so many; 0 if not
+        known. A load that fails is counted, too."""
         self._saved = Saved(self._saved.tokens + tokens, self._saved.seconds + seconds)
 
     def flush(self) -> None:

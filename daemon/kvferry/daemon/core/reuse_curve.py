@@ -1,9 +1,10 @@
 """The hits that a pool of another size would have: reuse distances of a sample of the keys.
 
-A cache of n blocks with LRU has a key that is used again if at most n other keys were used since.
-Keys are sampled by their hash, so each is in the sample always or never, and a distance in the
-sample divided by its share is one among all keys (SHARDS; Waldspurger et al., FAST 2015). The
-sample has the last SAMPLED_KEYS keys, whether the pool has their blocks or not. Event loop only.
+An LRU cache of n blocks has a key that is used again if fewer than n other keys were used since.
+Keys are sampled by their hash, so a key is always in the sample or never. A distance in the sample,
+divided by the share of the sample, estimates the distance among all keys (SHARDS; Waldspurger et
+al., FAST 2015). The sample has the last SAMPLED_KEYS keys, whether the pool has their blocks or
+not. Event loop only.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class ReuseCurve:
         if self._asked < max(LEAST_ASKED, LEAST_PART * self._capacity):
             return {}
         hits = self._again.cumsum() / self._share
-        # Few keys are used very often. Whether they are in the sample shows in its size: what it
-        # has too few or too many are uses of such keys, which all pools have.
+        # A few keys are used very often, and the sample may contain them or not. Then it has too
+        # many or too few uses. The difference is uses of such keys, and each pool has these.
         hits += self._uses - self._sampled / self._share
         rates = np.clip(hits / self._asked, 0.0, 1.0)
         return {name: float(rates[int(size * STEPS) - 1]) for name, size in SIZES.items()}
