@@ -1,10 +1,14 @@
 """What replicas of one model gain from siblings: two daemons, and an engine beside each.
 
-    python tests/gpu/sibling_figures.py [ttft,reads,chat,mla] [--devices 0,1] [--reps 7]
+    python tests/gpu/sibling_figures.py [figure,...] [--devices 0,1] [--reps 7]
 
 ttft    time to first token of 16,384 tokens, Llama-3.1-8B's shape. The first engine computes and
         stores a prompt. The second one is asked for it: that loads blocks of the sibling. Then its
         GPU's cache is emptied, it stores another prompt, and loads that: blocks of its own daemon
+fresh   tokens that the second engine finds of 16,384 whose first token the first engine has just
+        returned, and its time to first token, by the pause between both; the first engine is idle
+restart the first load from an engine's own pool after both daemons were restarted, by the pause
+        between both
 reads   time to first token of prompts in the first daemon's pool: alone, and while the second
         engine loads from that pool without a pause; and plain copies to the first GPU, alone and
         beside plain copies to the second
@@ -44,6 +48,10 @@ TOKENS = 16384
 # With as many layers as large models have.
 MANY_LAYERS = DEEPSEEK | {"num_hidden_layers": 48}
 CONVERSATIONS, ROUNDS, STEP, GENERATED = 16, 4, 2048, 32
+# Seconds between the first engine's answer and the second engine's request, in `fresh`.
+PAUSES = 0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 1.0
+# Seconds between the restart of the daemons and the request, in `restart`.
+AFTER_RESTART = 0.0, 1.0, 3.0
 # Loads of each kind in `reads`: enough for a 99th percentile.
 READS = 200
 # Of each prompt in `mla`, by each engine.
@@ -93,6 +101,16 @@ def measure_replicas(names: set[str], devices: list[int], host_gib: int, reps: i
             rows = [measure_ttft(engines, daemons[1], n) for n in range(-2, reps)][2:]
             record["ttft"] = rows
             summary("ttft", rows, "cold_ms", "sibling_ms", "own_ms", "ratio")
+        if "fresh" in names:
+            rows = [measure_fresh(engines, n, pause) for n in range(-1, reps) for pause in PAUSES]
+            record["fresh"] = rows[len(PAUSES) :]
+            summary("fresh", record["fresh"], "found", "second_ms")
+        if "restart" in names:
+            pauses = AFTER_RESTART * max(1, reps // 2)
+            record["restart"] = [
+                measure_restart(engines, daemons, number, pause)
+                for number, pause in enumerate(pauses)
+            ]
         if "chat" in names:
             record["chat"] = []
             gib = CONVERSATIONS * kv_bytes(LARGE, ROUNDS * STEP) / 2**30
@@ -220,6 +238,37 @@ def measure_ttft(engines: Sequence[VLLM], daemon: GpuDaemon, number: int) -> Rec
     }
     print_figures("ttft", round=number, **row)
     return {"connector": "kvferry", **row}
+
+
+def measure_fresh(engines: Sequence[VLLM], number: int, pause: float) -> Record:
+    first, second = engines
+    seed = 5000 + len(PAUSES) * number + PAUSES.index(pause)
+    prompt = make_prompts(1, seed, TOKENS)
+    seconds, _ = first.timed(prompt)
+    time.sleep(pause)
+    again, cached = second.timed(prompt)
+    row: Record = {"found": cached / TOKENS, "first_ms": 1e3 * seconds, "second_ms": 1e3 * again}
+    print_figures(f"fresh, after {1e3 * pause:.0f} ms", round=number, **row)
+    return {"connector": f"after {1e3 * pause:.0f} ms", **row}
+
+
+def measure_restart(
+    engines: Sequence[VLLM], daemons: Sequence[GpuDaemon], number: int, pause: float
+) -> Record:
+    prompt = make_prompts(1, 7000 + number, TOKENS)
+    computed, _ = engines[0].timed(prompt)
+    for engine in engines:
+        engine.settle()
+        engine.forget()
+    restart_as_siblings(*daemons)
+    time.sleep(pause)
+    first, cached = engines[0].timed(prompt)
+    row: Record = {"found": cached / TOKENS, "computed_ms": 1e3 * computed, "first_ms": 1e3 * first}
+    engines[0].settle()
+    engines[0].forget()
+    row["next_ms"] = 1e3 * engines[0].timed(prompt)[0]
+    print_figures(f"restart, after {pause:.0f} s", **row)
+    return row
 
 
 def measure_reads(engines: Sequence[VLLM], devices: Sequence[int]) -> Record:
