@@ -13,6 +13,7 @@ from support.plain_policies import PLAIN
 
 KEYS = st.sampled_from([bytes([letter]) for letter in b"abcdefghij"])
 FREQUENT = ["offer", "store", "store", "store", "store", "store", "touch", "touch", "pin", "unpin"]
+FREQUENT += ["make_spare"]
 PARTS = st.dictionaries(KEYS, st.sampled_from([(0, 2), (0, 3), (1, 4)]), max_size=3)
 Step: TypeAlias = tuple[str, list[bytes], int, bool, dict[bytes, tuple[int, int]]]
 RARE = ["end_store", "end_store", "end_again", "lookup", "drain", "reset", "restart", "discard"]
@@ -42,7 +43,7 @@ def run_step(
 ) -> None:
     """Run a step of the model and the cache. index: of a job in flight, or of a ready key."""
     match name:
-        case "touch" | "lookup" | "discard" | "verify":
+        case "touch" | "lookup" | "discard" | "verify" | "make_spare":
             getattr(model, name)(keys)
         case "offer":
             model.offer(keys, parts, keep=list(parts))

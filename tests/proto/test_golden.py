@@ -190,6 +190,8 @@ MESSAGES: dict[str, Any] = {
     "client/pin": wire.Pin((KEY, OTHER)),
     "client/unpin": wire.Unpin((KEY,)),
     "client/touch": wire.Touch((KEY,), 3, 4, 1, 512, 0.25),
+    "client/touch-near-eviction": wire.Touch((KEY, OTHER), by_prompt=False),
+    "client/spare": wire.Spare((KEY, OTHER)),
     "client/reset": wire.Reset(9, "weights 2"),
     "client/find_in_tiers": wire.FindInTiers(10, (KEY, OTHER), 0.0125),
     "client/borrow_memory": BorrowMemory(11, "0123456789abcdef", (1 << 63) - 1),

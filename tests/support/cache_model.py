@@ -58,6 +58,8 @@ class CacheModelState:
         table = table or BlockTable(self.capacity, KEY_BYTES)
         self.cache = Cache(self.capacity, self.policy_name, self.threshold, (1, 1), table)
         self.policy = PLAIN[self.policy_name](self.capacity)
+        # Evicted before the others, the first one in front.
+        self.spare: list[bytes] = []
         self.state: dict[bytes, str] = {}
         # In the order in which they were stored.
         self.block_of: dict[bytes, int] = {}
@@ -88,6 +90,8 @@ class CacheModelState:
     def forget(self, key: bytes) -> None:
         """Make a key absent."""
         del self.state[key], self.block_of[key]
+        if key in self.spare:
+            self.spare.remove(key)
         self.parts.pop(key, None)
         self.unverified.discard(key)
         for keys in self.in_tier:
@@ -146,7 +150,7 @@ class CacheModel(CacheModelState):
         for key in replaced:
             self.policy.forget(key)
             self.forget(key)
-        expected = self.policy.admit(wanted, free, lambda key: key in movable) if wanted else []
+        expected = self.admit(wanted, free, movable) if wanted else []
         assert list(answer.evicted) == expected
         assert len(set(answer.blocks)) == len(wanted)
         assert set(answer.blocks) <= set(range(self.capacity))
@@ -157,6 +161,13 @@ class CacheModel(CacheModelState):
         self.state.update(dict.fromkeys(wanted, PENDING))
         self.block_of.update(zip(answer.keys, answer.blocks, strict=True))
         self.jobs.append(ModelCacheJob(answer, self.epoch))
+
+    def admit(self, keys: list[bytes], free: int, movable: set[bytes]) -> list[bytes]:
+        """The victims for these keys, the spare ones first."""
+        spare = [key for key in self.spare if key in movable][: max(0, len(keys) - free)]
+        for key in spare:
+            self.policy.forget(key)
+        return spare + self.policy.admit(keys, free + len(spare), lambda key: key in movable)
 
     def ending(self, kind: type, which: int) -> Any:
         """Remove a job of this kind from those in flight; None if there is none."""
@@ -193,7 +204,7 @@ class CacheModel(CacheModelState):
         assert blocks.size == len(fitting)
         if not fitting:
             return
-        evicted = self.policy.admit(fitting, free, lambda key: key in movable)
+        evicted = self.admit(fitting, free, movable)
         assert not set(blocks.tolist()) & (used - {self.block_of[key] for key in evicted})
         for key in evicted:
             self.forget(key)
@@ -308,6 +319,12 @@ class CacheModel(CacheModelState):
     def touch(self, keys: list[bytes]) -> None:
         self.cache.touch(keys)
         self.policy.touch(keys, self.keys_that_are(PENDING))
+        self.spare = [key for key in self.spare if key not in keys]
+
+    def make_spare(self, keys: list[bytes]) -> None:
+        self.cache.spare(keys)
+        known = [key for key in dict.fromkeys(keys) if key in self.state]
+        self.spare = [key for key in self.spare if key not in known] + known[::-1]
 
     def reset(self) -> None:
         self.epoch += 1
@@ -315,7 +332,7 @@ class CacheModel(CacheModelState):
         self.policy = PLAIN[self.policy_name](self.capacity)
         self.state, self.block_of = {}, {}
         self.in_tier = [set(), set()]
-        self.parts, self.unverified = {}, set()
+        self.parts, self.unverified, self.spare = {}, set(), []
         self.offers.clear()
 
     def restart(self) -> None:

@@ -27,6 +27,9 @@ class SiblingStandIn:
         self.contents: NamespaceContents | None = None
         self.used: list[tuple[OffloadKey, ...]] = []
 
+    def have(self, contents: NamespaceContents) -> bool:
+        return bool(self.held)
+
     def find(self, contents: NamespaceContents, keys: Sequence[OffloadKey]) -> Int64s:
         self.contents = contents
         rows = np.full((4, len(keys)), -1, np.int64)

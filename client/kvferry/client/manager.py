@@ -89,6 +89,8 @@ class OffloadingManager:
         self._offered: set[OffloadKey] = set()
         # Least recent first. Whether no lookup was for the key.
         self._touched: dict[OffloadKey, bool] = {}
+        # Keys to be evicted first, the first one of all in front.
+        self._spare: dict[OffloadKey, None] = {}
         self._saved = NOTHING_SAVED
         self.hits = self.misses = 0
         # `hits` and `misses` that were sent to the daemons.
@@ -199,6 +201,12 @@ class OffloadingManager:
         """
         return tuple([namespace.mirror.ready_keys for namespace in self._namespaces])
 
+    @property
+    def is_stored(self) -> Callable[[OffloadKey], bool]:
+        """Whether a key is a HIT at all daemons that store it. Use it before the next call."""
+        mirrors_of = self.writers.mirrors()
+        return lambda key: all(key in mirror.ready_keys for mirror in mirrors_of(key))
+
     def count_hits(self, hits: int) -> None:
         """Count lookups that the caller has answered from `ready_keys`."""
         self.hits += hits
@@ -307,6 +315,26 @@ class OffloadingManager:
             self.flush()
         touched.update(fresh)
 
+    def spare(self, keys: Iterable[OffloadKey]) -> None:
+        """Let the blocks of these keys be evicted first: see OffloadClient.spare. Sent by `flush`,
+        after the touched keys."""
+        self._spare.update(dict.fromkeys(reversed(self._checked(keys))))
+        if len(self._spare) > MAX_TOUCHED:
+            self.flush()
+
+    def keep(self, keys: Iterable[OffloadKey]) -> None:
+        """The engine's GPU is about to overwrite the blocks of these keys: mark them as used,
+        without counting it. Sent at once, the first ends up as the most recent."""
+        wanted = self.writers.divide(self._checked(keys))
+        for client, own in zip(self._clients, wanted, strict=True):
+            client.touch(own, by_prompt=False)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others wait for what this engine stores, as of the last `prefetch`: a sibling has
+        the namespace open, or a tier is shared with other hosts."""
+        return any(namespace.is_shared for namespace in self._namespaces)
+
     def count_saved(self, tokens: int, seconds: float) -> None:
         """The load of some tokens begins. seconds: in which the engine computes so many; 0 if not
         known. A load that fails is counted, too."""
@@ -328,6 +356,12 @@ class OffloadingManager:
             keys = self.writers.divide(tuple(reversed(touched)))
             for client, own in zip(self._clients, keys, strict=True):
                 client.touch(own, hits, misses, sum(map(touched.__getitem__, own)), saved)
+        if self._spare:
+            spare, self._spare = self._spare, {}
+            for client, own in zip(
+                self._clients, self.writers.divide(tuple(reversed(spare))), strict=True
+            ):
+                client.spare(own)
 
     def take_events(self) -> list[OffloadingEvent]:
         """The keys that became a HIT, and those that ceased to be one, since the last call.
@@ -345,6 +379,7 @@ class OffloadingManager:
         self._offered.clear()
         self._pending.since.clear()
         self._touched.clear()
+        self._spare.clear()
         for client in self._clients:
             if client.gone is None or client.connecting:
                 client.reset_async(label)

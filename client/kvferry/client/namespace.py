@@ -58,6 +58,8 @@ class ClientNamespace:
         # The shared tiers that it has not reached.
         self.unpublished: tuple[str, ...] = ()
         self.tier_searches = TierSearches()
+        # See TiersFound.
+        self.is_shared = False
 
     @property
     def mirror(self) -> Mirror:
@@ -310,7 +312,8 @@ class OpenedNamespace:
             case Snapshot() | KeyEvents():
                 if self.if_open is not None and self.if_open.apply_message(message):
                     self._snapshot_needed = True
-            case TiersFound(request_id, prefix, promoted):
+            case TiersFound(request_id, prefix, promoted, is_shared):
+                self.namespace.is_shared = is_shared
                 self.namespace.tier_searches.answer(request_id, prefix, promoted)
             case Done(request_id):
                 if self.if_open is not None and self.if_open.is_resetting(request_id):

@@ -24,7 +24,7 @@ from kvferry.client.wire import ConnectionState
 from kvferry.proto.errors import Gone
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.memory import HostRegion
-from kvferry.proto.messages import ClientMessage, Hello, Pin, Touch, Unpin, Welcome
+from kvferry.proto.messages import ClientMessage, Hello, Pin, Spare, Touch, Unpin, Welcome
 from kvferry.proto.specs import TransferSpec
 
 if TYPE_CHECKING:
@@ -265,14 +265,27 @@ class NonBlockingClient(ProcessBound):
         misses: int = 0,
         new: int = 0,
         saved: Saved = NOTHING_SAVED,
+        *,
+        by_prompt: bool = True,
     ) -> None:
         """Mark keys as recently used: the first becomes the most recent.
 
         For the daemon's statistics, since the last call: hits, misses: of lookups. new: keys that
-        no lookup was for. saved: what loads saved the engine.
+        no lookup was for. saved: what loads saved the engine. by_prompt: whether a prompt has used
+        these keys.
         """
         *tail, head = reversed(key_batches(self._session.namespace.checked_keys(keys)))
-        self._send_if_connected((*map(Touch, tail), Touch(head, hits, misses, new, *saved)))
+        others = [Touch(batch, by_prompt=by_prompt) for batch in tail]
+        self._send_if_connected((*others, Touch(head, hits, misses, new, *saved, by_prompt)))
+
+    def spare(self, keys: Iterable[OffloadKey]) -> None:
+        """Let the blocks of these keys be evicted first, the last one before the others, until they
+        are touched: the engine's GPU has them, or nobody will use them.
+
+        Ignored while another engine has the namespace open, and forgotten when one opens it.
+        """
+        batches = key_batches(self._session.namespace.checked_keys(keys))
+        self._send_if_connected(map(Spare, reversed(batches)))
 
     def reset_async(self, label: str = "") -> None:
         """As `reset`, without waiting: every key is a MISS here at once.

@@ -17,7 +17,7 @@
                                 <-             Waited, after the Finished of all those jobs
       OpenNamespace             ->
                                 <-             Opened | Error
-      Pin, Unpin, Touch         ->               (no reply)
+      Pin, Unpin, Touch, Spare  ->               (no reply)
       Reset                     ->
                                 <-             Done | Error
       FindInTiers               ->
@@ -197,9 +197,10 @@ class Unpin(Message):
 class Touch(Message):
     """Mark keys as used; the first becomes the most recent.
 
-    Since the last Touch: hits, misses: of lookups. new: keys that no lookup was for. saved_tokens,
-    saved_seconds: tokens whose KV was loaded, and the time in which the engine computes so many, by
-    its own measurement.
+    by_prompt: whether a prompt has used them, which the statistics count; else their blocks in the
+    engine's GPU are about to be overwritten. Since the last Touch: hits, misses: of lookups. new:
+    keys that no lookup was for. saved_tokens, saved_seconds: tokens whose KV was loaded, and the
+    time in which the engine computes so many, by its own measurement.
     """
 
     keys: Keys
@@ -208,6 +209,14 @@ class Touch(Message):
     new: Count = 0
     saved_tokens: Count = 0
     saved_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    by_prompt: bool = True
+
+
+class Spare(Message):
+    """Evict the blocks of these keys first, until they are touched: the engine's GPU has them, or
+    nobody will use them. Ignored while another engine is in the namespace."""
+
+    keys: Keys
 
 
 class Reset(Message):
@@ -366,12 +375,14 @@ class TiersFound(Message):
 
     promoted: how many of them this request began to promote. They are pending until they are
     loadable; a key whose promotion fails or is late becomes absent. All of this is in KeyEvents;
-    those of the promoted keys are sent before this message.
+    those of the promoted keys are sent before this message. is_shared: whether others wait for what
+    the engine stores: a sibling has the namespace, too, or a tier is shared with other hosts.
     """
 
     request_id: Id
     prefix: Count
     promoted: Count = 0
+    is_shared: bool = False
 
 
 class StatusReport(Message):
@@ -404,6 +415,7 @@ ClientMessage: TypeAlias = (
     | Pin
     | Unpin
     | Touch
+    | Spare
     | Reset
     | FindInTiers
     | LendingMessage

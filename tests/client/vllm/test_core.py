@@ -146,10 +146,11 @@ def test_nothing_is_stored_from_a_block_that_another_request_holds(
 def test_a_prompt_that_the_gpu_served_is_evicted_last(
     core: Any, start_kvferryd: StartKvferryd
 ) -> None:
-    """Host memory has room for 16 chunks, and a prompt has three."""
+    """If chunks are stored at once. Host memory has room for 16, and a prompt has three."""
     daemon = start_kvferryd()
     host_bytes = 16 * 4 * core.PAGE
-    engine = core.EngineCore(daemon.directory, ("full",), host_bytes=host_bytes)
+    extra = core.kvferry_options(daemon.directory, host_bytes) | {"kvferry_store": "at_once"}
+    engine = core.EngineCore(daemon.directory, ("full",), kv_connector_extra_config=extra)
     first, second, *others = [prompt(number) for number in range(10, 16)]
     for one in (first, second, first, *others):
         engine.run(one)

@@ -19,6 +19,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config as offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as vllm_scheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
@@ -29,6 +30,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_offload import base
 
 from kvferry.client.vllm import NEWEST, OLDEST, SUPPORTED
+from kvferry.client.vllm.eviction_stores import EvictionJob
 from kvferry.proto.errors import Code, Refused
 
 log = logging.getLogger("kvferry")
@@ -126,6 +128,12 @@ def worker_arguments(spec: Any, vllm_config: Any, kv_cache_config: Any) -> tuple
 def transfer_results(received: set[str], failed: set[str]) -> Any:
     """The result of get_transfer_results, which is called from 0.30 on."""
     return _transfer_results(finished_recving=received, failed_recving=failed)
+
+
+def store_job(store: EvictionJob) -> Any:
+    """vLLM's job for a store that belongs to no request. Its chunks are whole."""
+    source = base.GPULoadStoreSpec(store.blocks, store.sizes, [0] * len(store.sizes))
+    return TransferJob("", source, store.target)
 
 
 def written_blocks(scheduler_output: Any) -> set[int]:

@@ -26,6 +26,8 @@ from kvferry.client.vllm.adapters import watch_loads
 from kvferry.client.vllm.block_owners import BlockOwners
 from kvferry.client.vllm.draft_groups import DraftGroups
 from kvferry.client.vllm.engine_config import provide_config
+from kvferry.client.vllm.engine_end import EngineEnd
+from kvferry.client.vllm.eviction_stores import EvictionStores
 from kvferry.client.vllm.held_blocks import HeldBlocks
 from kvferry.client.vllm.kv_memory import KVMemory, exports
 from kvferry.client.vllm.load_conditions import (
@@ -72,6 +74,7 @@ class KVFerryConnector(OffloadingConnector):
         if role is KVConnectorRole.SCHEDULER:
             self._draft_groups = DraftGroups(self.connector_scheduler)
         self._held: HeldBlocks | None = None
+        self._evictions: EvictionStores | None = None
         self._fault_tolerant: FaultTolerantWorker | None = None
         if role is KVConnectorRole.WORKER:
             worker: Any = getattr(self, "connector_worker")  # noqa: B009 - its type is unknown here
@@ -99,20 +102,29 @@ class KVFerryConnector(OffloadingConnector):
     # In the scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        scheduler: Any = self.connector_scheduler
         if self._writes_blocks_early:
-            scheduler: Any = self.connector_scheduler
             self._held = HeldBlocks(gpu_block_pool, scheduler.config.num_workers)
+        elif scheduler.manager.may_store_late:
+            self._evictions = EvictionStores(scheduler, gpu_block_pool)
+            scheduler.manager.eviction_stores = self._evictions
+            self._end = EngineEnd()
 
     def has_pending_block_frees(self) -> bool:
         """Asked by newer versions before they preempt a request."""
         return self._held is not None and self._held.will_free_blocks()
 
     def has_pending_push_work(self) -> bool:
-        return bool(self._held) or super().has_pending_push_work()
+        evicting = self._evictions is not None and self._end.allows_steps(bool(self._evictions))
+        return bool(self._held) or evicting or super().has_pending_push_work()
 
     def update_connector_output(self, connector_output: Any) -> None:
-        super().update_connector_output(connector_output)
         meta = connector_output.kv_connector_worker_meta
+        if self._evictions is not None and meta is not None:
+            scheduler: Any = self.connector_scheduler
+            for keys in self._evictions.take_completed(meta.completed_jobs):
+                scheduler.manager.complete_store(keys, None)
+        super().update_connector_output(connector_output)
         if self._held is not None and meta is not None:
             self._held.report(meta.completed_jobs)
 
@@ -156,14 +168,14 @@ class KVFerryConnector(OffloadingConnector):
             scheduler: Any = self.connector_scheduler
             seconds = self._prefill_rate.seconds(num_external_tokens)
             scheduler.manager.count_saved(num_external_tokens, seconds)
+            scheduler.manager.note_load(request.request_id, num_external_tokens)
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         if compat.STORES_LAST_TOKEN:
             limit_store_to_computed_tokens(self.connector_scheduler, request)
         finished = super().request_finished(request, block_ids)
         self._prefill_rate.end(request.request_id, time.monotonic())
-        if not compat.TOUCHES_KEYS:
-            touch_keys(self.connector_scheduler, request.request_id)
+        finish_keys(self.connector_scheduler, request.request_id)
         return finished
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
@@ -189,6 +201,10 @@ class KVFerryConnector(OffloadingConnector):
         if self._held is not None:
             self._held.hold(metadata.store_jobs)
             metadata.jobs_to_flush = self._held.jobs_to_wait_for(metadata.jobs_to_flush or set())
+        if self._evictions is not None:
+            self._evictions.count_allocated(output.num_scheduled_tokens)
+            for job_id, store in scheduler.manager.store_evicted(ends=self._end.take()):
+                metadata.store_jobs[job_id] = compat.store_job(store)
         observe_prefills(self._prefill_rate, scheduler, scheduler_output)
         metadata.has_no_forward_pass = scheduler_output.total_num_scheduled_tokens == 0
         written = metadata.load_jobs and compat.written_blocks(scheduler_output)
@@ -198,6 +214,13 @@ class KVFerryConnector(OffloadingConnector):
             if written and not written.isdisjoint(job.dst_spec.block_ids.tolist())
         }
         return metadata
+
+    def reset_cache(self) -> bool | None:
+        result: bool | None = super().reset_cache()
+        if self._evictions is not None:  # vLLM does not know these jobs
+            scheduler: Any = self.connector_scheduler
+            scheduler._current_batch_jobs_to_flush.update(self._evictions.jobs)  # noqa: SLF001
+        return result
 
     # In the worker
 
@@ -367,8 +390,9 @@ def observe_prefills(rate: PrefillRate, scheduler: Any, scheduler_output: Any) -
             rate.begin(status.req, new.num_computed_tokens, now)
 
 
-def touch_keys(scheduler: Any, request_id: str) -> None:
-    """Mark a request's keys as used, in prefix order, also those in the GPU's prefix cache.
+def finish_keys(scheduler: Any, request_id: str) -> None:
+    """A request has ended. Mark its keys as used, in prefix order, also those that the GPU's prefix
+    cache had; vLLM before 0.31 does so itself. The GPU has them all now.
 
     Of a sliding window, only the keys that a request with this prefix loads.
     """
@@ -384,7 +408,10 @@ def touch_keys(scheduler: Any, request_id: str) -> None:
         ends += [(n * tokens, key) for n, key in enumerate(state.offload_keys[first:], first + 1)]
     ends.sort()
     new = sum(end > status.req.num_prompt_tokens for end, _ in ends)
-    scheduler.manager.touch_keys([key for _, key in ends], status.req_context, new)
+    keys = [key for _, key in ends]
+    if not compat.TOUCHES_KEYS:
+        scheduler.manager.touch_keys(keys, status.req_context, new)
+    scheduler.manager.spare_keys(keys)
 
 
 def limit_store_to_computed_tokens(scheduler: Any, request: Any) -> None:

@@ -37,8 +37,10 @@ from kvferry.client.vllm.options import (
     MAX_BLOCKS_PER_CHUNK,
     QUOTA,
     Options,
+    StoreMode,
     namespace_options,
     read_directories,
+    read_store_mode,
     sets_chunk,
 )
 from kvferry.client.vllm.packed_groups import PackedGroups
@@ -112,6 +114,8 @@ class EngineConfig:
     # vLLM's kv_role: a kv_producer only stores, a kv_consumer only loads.
     stores: bool = True
     loads: bool = True
+    # When it stores.
+    store_mode: StoreMode = StoreMode.AUTO
     # Whether all ranks hold the same bytes.
     replicated: bool = False
     # Tokens of a chunk, for each group.
@@ -162,6 +166,7 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any, blocks: BlockSize
         packed=packed_groups(vllm_config, kv_cache_config),
         stores=transfer.kv_role != "kv_consumer",
         loads=transfer.kv_role != "kv_producer",
+        store_mode=_store_mode(vllm_config),
         replicated=is_replicated(vllm_config, kv_cache_config),
         chunk_tokens=tuple(tokens * blocks.factor for tokens in blocks.tokens),
     )
@@ -192,6 +197,15 @@ def _check_chunk(extra: Options, blocks: BlockSizes, max_model_len: int) -> None
             f"{max_model_len}, the max_model_len, and at most {MAX_BLOCKS_PER_CHUNK} blocks"
         )
         raise Refused(Code.BAD_CONFIG, message, tokens)
+
+
+def _store_mode(vllm_config: Any) -> StoreMode:
+    """A producer's blocks are wanted by others at once; without a prefix cache the GPU keeps no
+    blocks that could be stored later."""
+    transfer = vllm_config.kv_transfer_config
+    mode = read_store_mode(transfer.kv_connector_extra_config)
+    keeps = vllm_config.cache_config.enable_prefix_caching
+    return mode if keeps and transfer.kv_role != "kv_producer" else StoreMode.AT_ONCE
 
 
 def _check_quota(extra: Options, quota: int | None, fingerprint: Fingerprint, ranks: int) -> None:

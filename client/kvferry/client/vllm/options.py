@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from difflib import get_close_matches
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from kvferry.proto.specs import MAX_COUNT
 
 # The keys that kvferry defines.
 DIRECTORIES, SALT, EXPORTED_KV = "kvferry_dirs", "kvferry_salt", "kvferry_exported_kv"
-KVFERRY_KEYS = DIRECTORIES, SALT, EXPORTED_KV
+STORE_MODE = "kvferry_store"
+KVFERRY_KEYS = DIRECTORIES, SALT, EXPORTED_KV, STORE_MODE
 # Keys of vLLM that kvferry reads, too.
 QUOTA, POLICY, THRESHOLD = "cpu_bytes_to_use", "eviction_policy", "store_threshold"
 TOKENS_PER_CHUNK, BLOCKS_PER_CHUNK = "block_size", "blocks_per_chunk"
@@ -39,6 +41,15 @@ MISSPELLED = 0.85
 MAX_BLOCKS_PER_CHUNK, MAX_NAME = 4096, 256
 
 Options = Mapping[str, Any]
+
+
+class StoreMode(Enum):
+    """When a chunk is stored: once it is computed, or when the GPU is about to lose it. AUTO: at
+    once while host memory has room or others wait for the chunks, else at eviction."""
+
+    AUTO = "auto"
+    AT_ONCE = "at_once"
+    AT_EVICTION = "at_eviction"
 
 
 def check_options(extra: Options, ranks: int = 1) -> None:
@@ -61,6 +72,7 @@ def check_options(extra: Options, ranks: int = 1) -> None:
     _check_salt(extra.get(SALT))
     _check_chunk(extra)
     read_directories(extra, ranks)
+    read_store_mode(extra)
     namespace_options(extra, ranks)
 
 
@@ -100,6 +112,15 @@ def read_directories(extra: Options, ranks: int) -> tuple[str, ...]:
         advice = f"write {ranks} directories, one per rank"
         raise _refuse(DIRECTORIES, given, f"too short for {ranks} ranks", advice)
     return tuple(directories)
+
+
+def read_store_mode(extra: Options) -> StoreMode:
+    given = extra.get(STORE_MODE, StoreMode.AUTO.value)
+    try:
+        return StoreMode(given)
+    except ValueError:
+        names = " or ".join(repr(mode.value) for mode in StoreMode)
+        raise _refuse(STORE_MODE, given, "not known", f"use {names}") from None
 
 
 def sets_chunk(extra: Options) -> bool:

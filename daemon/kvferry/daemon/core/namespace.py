@@ -98,6 +98,7 @@ class Namespace:
         self.cache = Cache(region.num_blocks, policy, threshold, min_uses, region.table)
         self.cache.events.on_event = partial(changed, self)
         self.use = NamespaceUse(region.num_blocks)
+        self._ports = ports
         self.borrowed = BorrowedKeys(ports.siblings, self.cache)
         # Of its host blocks; None before any registration.
         self._composition: Composition | None = None
@@ -124,6 +125,28 @@ class Namespace:
         if self._composition is None:
             return None
         return str(StoreName(self.name, self._composition.digest, self.epoch))
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        return tuple(sorted(set(self.sessions.values())))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others wait for what its engines store."""
+        siblings, tiers = self._ports.siblings, self._ports.tiers
+        at_sibling = self.contents is not None and siblings.have(self.contents)
+        return at_sibling or any(tier.is_shared for tier in tiers)
+
+    def change_sessions(self, session: str, engine: str | None) -> None:
+        """A session of an engine enters, or leaves (None). Spare blocks are those that the GPU of
+        the only engine has."""
+        before = self.engines
+        if engine is None:
+            del self.sessions[session]
+        else:
+            self.sessions[session] = engine
+        if self.engines != before:
+            self.cache.forget_spare()
 
     def configure(self, policy: str, threshold: int) -> None:
         """Change the eviction policy and the store threshold; keys stay."""
@@ -280,7 +303,7 @@ class Namespace:
             name=self.name,
             fingerprint=self.fingerprint,
             policy=self.policy,
-            engines=tuple(sorted(set(self.sessions.values()))),
+            engines=self.engines,
             blocks=usage.capacity,
             block_bytes=self.fingerprint.host_block_bytes,
             free=usage.free,

@@ -26,7 +26,8 @@ class NamespaceUse:
         self._misses = min(MAX_INT, self._misses + report.misses)
         self._saved_tokens = min(MAX_INT, self._saved_tokens + report.saved_tokens)
         self._saved_seconds += report.saved_seconds
-        self._curve.use(report.keys[::-1], report.new)
+        if report.by_prompt:
+            self._curve.use(report.keys[::-1], report.new)
 
     def forget_keys(self) -> None:
         """No key has a block now."""

@@ -40,6 +40,7 @@ from kvferry.proto.messages import (
     Opened,
     OpenNamespace,
     Pin,
+    Spare,
     Subscribe,
     Touch,
     Unpin,
@@ -92,7 +93,7 @@ class Namespaces:
 
     @property
     def messages(self) -> MessageTable:
-        return dict.fromkeys((Subscribe, Pin, Unpin, Touch), self.handle_message)
+        return dict.fromkeys((Subscribe, Pin, Unpin, Touch, Spare), self.handle_message)
 
     def has(self, namespace: Namespace) -> bool:
         """Whether a namespace still has its region."""
@@ -161,7 +162,7 @@ class Namespaces:
             namespace.configure(policy, message.store_threshold)
             self._regions.record_updated(namespace.record)
         namespace.shortfall = self._shortfall(namespace, message.quota_bytes, in_use is not None)
-        namespace.sessions[session] = engine
+        namespace.change_sessions(session, engine)
         self._by_session[session] = namespace
         self._session_pins.setdefault(session, SessionPins(namespace.cache))
         reply = Opened(
@@ -222,7 +223,7 @@ class Namespaces:
         self.mark_deserted_if_unused(namespace)
 
     def handle_message(
-        self, session: str, message: Subscribe | Pin | Unpin | Touch, _now: float
+        self, session: str, message: Subscribe | Pin | Unpin | Touch | Spare, _now: float
     ) -> list[Action]:
         """Handle a message about the keys of the session's namespace. Raises Refused."""
         namespace = self.require_namespace(session, message)
@@ -240,6 +241,10 @@ class Namespaces:
                 namespace.check_keys(message.keys)
                 namespace.cache.touch(message.keys)
                 namespace.use.count(message)
+            case Spare(keys):
+                namespace.check_keys(keys)
+                if len(namespace.engines) == 1:
+                    namespace.cache.spare(keys)
         return []
 
     def require_namespace(self, session: str, message: ClientMessage) -> Namespace:
@@ -304,7 +309,7 @@ class Namespaces:
             return []
         pins = self._session_pins.pop(session)
         actions: list[Action] = [FreeDeferred(pins)] if pins.free_some() else []
-        del namespace.sessions[session]
+        namespace.change_sessions(session, None)
         namespace.subscribers.discard(session)
         self.mark_deserted_if_unused(namespace)
         return actions

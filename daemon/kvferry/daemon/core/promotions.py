@@ -171,7 +171,8 @@ class Promotions:
         blocks = namespace.cache.tier_access.prepare_promotion(found, message.keys)
         found = found[: blocks.size]
         prefix = namespace.count_prefix(message.keys)
-        reply = TiersFound(message.request_id, prefix, 0 if skips else len(found))
+        promoted = 0 if skips else len(found)
+        reply = TiersFound(message.request_id, prefix, promoted, namespace.is_shared)
         return [
             *self._namespaces.take_key_events(),
             *self._start_fetches(namespace, found, blocks, [tier_of[k] for k in found], seconds),
@@ -206,8 +207,9 @@ class Promotions:
 
 
 def _resident_reply(namespace: Namespace, session: str, message: FindInTiers) -> SendMessage:
+    prefix = namespace.count_prefix(message.keys)
     return SendMessage(
-        session, TiersFound(message.request_id, namespace.count_prefix(message.keys))
+        session, TiersFound(message.request_id, prefix, is_shared=namespace.is_shared)
     )
 
 

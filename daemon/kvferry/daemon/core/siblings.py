@@ -41,6 +41,9 @@ class Siblings(Protocol):
     def stores_once(self) -> bool:
         """Whether a store leaves out what a sibling has."""
 
+    def have(self, contents: NamespaceContents) -> bool:
+        """Whether any sibling has this namespace, with blocks that can be exchanged."""
+
     def find(self, contents: NamespaceContents, keys: Sequence[OffloadKey]) -> Int64s:
         """The rows of the keys' blocks. The window is -1 if no sibling has the key."""
 
@@ -63,6 +66,9 @@ class NoSiblings:
     """Satisfies Siblings: there are none."""
 
     is_enabled = stores_once = False
+
+    def have(self, contents: NamespaceContents) -> bool:
+        return False
 
     def find(self, contents: NamespaceContents, keys: Sequence[OffloadKey]) -> Int64s:
         return np.full((4, len(keys)), -1, np.int64)

@@ -191,6 +191,10 @@ class MappedWindows:
 
     # Siblings
 
+    def have(self, contents: NamespaceContents) -> bool:
+        windows = self._open.get(contents.namespace, {}).values()
+        return any(window.composition == contents.composition for window in windows)
+
     def find(self, contents: NamespaceContents, keys: Sequence[OffloadKey]) -> Int64s:
         rows = np.full((4, len(keys)), -1, np.int64)
         windows = self._open.get(contents.namespace)

@@ -225,10 +225,17 @@ class Cache:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark keys as used; the first ends up most recent. Absent ones are ignored."""
         found = self._blocks.index.find_numbers(dict.fromkeys(keys))
-        blocks = _array([block for block in reversed(found) if block >= 0])
-        pending = self.table.among(blocks, PENDING)
-        self._blocks.policy.touch_blocks(blocks, pending)
-        self._blocks.marks.count_uses(blocks[~pending])
+        self._blocks.touch_blocks(_array([block for block in reversed(found) if block >= 0]))
+
+    def spare(self, keys: Sequence[bytes]) -> None:
+        """Evict these keys first, the last one before the others, until they are touched. Absent
+        ones are ignored."""
+        found = self._blocks.index.find_numbers(dict.fromkeys(keys))
+        self._blocks.spare.append(_array([block for block in reversed(found) if block >= 0]))
+
+    def forget_spare(self) -> None:
+        """No key is evicted before the others any more."""
+        self._blocks.spare.remove(self._blocks.spare.numbers())
 
     def mark_verified(self, blocks: Int64s) -> None:
         """Mark the keys in these blocks as verified. Those that are not unverified are ignored."""

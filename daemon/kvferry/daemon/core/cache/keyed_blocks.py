@@ -4,6 +4,7 @@
     KeyIndex      which block a key has
     FreeBlocks    which free block is used next
     Policy        which idle block is evicted next
+    spare         those that are evicted before
     TierMarks     which block is in which tiers, and how often it was used
     UseOrder      which block was stored first: the head of a prompt before its tail
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress
+from itertools import compress, islice
 
 import numpy as np
 
@@ -37,6 +38,7 @@ from kvferry.daemon.core.cache.cache_events import CacheEvents
 from kvferry.daemon.core.cache.free_blocks import FreeBlocks
 from kvferry.daemon.core.cache.key_index import KeyIndex
 from kvferry.daemon.core.cache.policies import POLICIES
+from kvferry.daemon.core.cache.policy import idle_blocks
 from kvferry.daemon.core.cache.tier_marks import TierMarks
 from kvferry.daemon.core.cache.use_order import UseOrder
 from kvferry.proto.errors import Code, Refused
@@ -75,7 +77,9 @@ class KeyedBlocks:
         them.
         """
         table = self.table
-        victims = np.array(self.policy.choose_victims(keys, table.free, table.idle_among), np.int64)
+        spare = self._take_spare(len(keys) - table.free)
+        chosen = self.policy.choose_victims(keys, table.free + spare.size, table.idle_among)
+        victims = np.concatenate((spare, np.array(chosen, np.int64)))
         self._count_unwritten(victims)
         evicted = self._remove_keys(victims, "evicted")
         blocks = self._free.pop_blocks(len(keys))
@@ -88,6 +92,13 @@ class KeyedBlocks:
         self.counts["evictions"] += len(evicted)
         self.events.add(EventKind.PENDING, keys)
         return blocks, evicted
+
+    def touch_blocks(self, blocks: Int64s) -> None:
+        """Distinct blocks with keys are used, the last one most recently."""
+        pending = self.table.among(blocks, PENDING)
+        self.policy.touch_blocks(blocks, pending)
+        self.marks.count_uses(blocks[~pending])
+        self._forget_spare(blocks)
 
     def release_blocks(self, blocks: Int64s) -> None:
         """A job that held these blocks has ended."""
@@ -199,6 +210,8 @@ class KeyedBlocks:
         assert sorted(self.policy.blocks().tolist()) == occupied, "the policy has other blocks"
         assert sorted(self.store_order.numbers().tolist()) == occupied, "the order has other blocks"
         assert self._free.blocks().tolist() == free, "other blocks are free"
+        self.spare.check_integrity()
+        assert {*self.spare.numbers().tolist()} <= {*occupied}, "a block without a key is spare"
 
     def _is_replaced(self, block: int, part: Part | None) -> bool:
         if self.table.state(block) in UNCHECKED:
@@ -215,11 +228,23 @@ class KeyedBlocks:
         self.index = KeyIndex(size)
         self.marks = TierMarks(size, self._min_uses)
         self.store_order = UseOrder(size)
+        self.spare = UseOrder(size)
         self._replace_policy(size, _NO_BLOCKS)
 
     def _replace_policy(self, size: int, blocks: Int64s) -> None:
         self.policy = self._make_policy(size, self.index, blocks)
         self.marks.changes += 1
+
+    def _take_spare(self, count: int) -> Int64s:
+        """At most so many spare blocks that are idle: they are evicted now."""
+        idle = idle_blocks(self.spare, self.table.idle_among) if len(self.spare) else ()
+        taken = np.array([*islice(idle, max(0, count))], np.int64)
+        self.policy.remove_blocks(taken)
+        return taken
+
+    def _forget_spare(self, blocks: Int64s) -> None:
+        if len(self.spare):
+            self.spare.remove(blocks[self.spare.contains(blocks)])
 
     def _count_unwritten(self, blocks: Int64s) -> None:
         if blocks.size and self.unwritten:
@@ -235,5 +260,6 @@ class KeyedBlocks:
             found = blocks[self.table.among(blocks, *states)]
             self.events.add(kind, self.index.keys_of(found.tolist()))
         self.store_order.remove(blocks)
+        self._forget_spare(blocks)
         self._free.push_blocks(self.table.drop(blocks, cause))
         return self.index.remove_numbers(blocks.tolist())
