@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from support.answers import TOP
+from support.service_manager import ServiceManager
 from support.time_limits import TIMEOUT
 from support.vllm_models import SMALL
 from support.vllm_served import Prompts
@@ -174,16 +175,19 @@ def make_prompts(count: int, seed: int, tokens: int, shared: int = 0) -> Prompts
 
 
 class GpuDaemon:
-    """A kvferryd for one GPU, with a runtime directory of its own. tree: as for VLLM."""
+    """A kvferryd for one GPU, with a runtime directory of its own, that keeps its pool as under
+    systemd. tree: as for VLLM."""
 
     def __init__(self, device: int = 0, pool: str = "8GiB", tree: str = "", **options: Any) -> None:
-        self._device, self._pool, self._tree, self._options = device, pool, tree, options
+        self._device, self._pool, self._options = device, pool, options
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="kvferry-"))
+        environment = python_path(tree, "KVFERRYD_PYTHONPATH")
+        self._manager = ServiceManager((), self.runtime_dir / "notify", environ=environment)
         self.start()
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._manager.process.pid
 
     @property
     def directory(self) -> str:
@@ -197,29 +201,30 @@ class GpuDaemon:
             command += [f"--{name.replace('_', '-')}", str(value)]
         for stale in self.runtime_dir.glob("*/kvferry.sock"):
             stale.unlink()
-        environment = os.environ | python_path(self._tree, "KVFERRYD_PYTHONPATH")
-        self._process = subprocess.Popen(command, env=environment)
-        deadline = time.monotonic() + timeout
-        while not list(self.runtime_dir.glob("*/kvferry.sock")):
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise EngineEnded("the daemon did not start")
-            time.sleep(0.05)
+        self._manager.command = command
+        self._manager.start(timeout)
 
     def restart(self, **options: Any) -> None:
-        """Kill the daemon, and start it with other options."""
+        """Kill the daemon, and start it with other options. The pool is kept."""
         self.kill()
         self._options = options
         self.start()
 
+    def resize(self, pool: str) -> None:
+        """Kill the daemon, and start it with a pool of another size, which is empty."""
+        self.kill()
+        self._manager.lose_fds()
+        self._pool = pool
+        self.start()
+
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self._manager.kill()
 
     def __enter__(self) -> GpuDaemon:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kill()
+        self._manager.close()
 
 
 def restart_as_siblings(*daemons: GpuDaemon) -> None:

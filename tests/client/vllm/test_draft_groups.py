@@ -45,7 +45,9 @@ def test_requests_that_miss_the_draft_alone_are_counted_and_warned_of_once(
         monkeypatch.setattr(
             side,
             "_offer_keys",
-            lambda keys, *rest: offer([key for key in keys if key[-4:] != end], *rest),
+            lambda keys, *rest, **named: offer(
+                [key for key in keys if key[-4:] != end], *rest, **named
+            ),
         )
     engine.run(PROMPT)
     engine.settle()

@@ -6,7 +6,11 @@ import mmap
 import signal
 from pathlib import Path
 
+import pytest
+
 from kvferry.client import Code
+from kvferry.client import namespace as client_namespace
+from kvferry.client.vllm import request_state
 from kvferry.client.vllm.scheduler_side import (
     KeysSpec,
     SchedulerSide,
@@ -15,6 +19,7 @@ from kvferry.client.vllm.worker_side import WorkerSide
 from kvferry.testing.plugin import StartKvferryd
 from support.pool_files import pool_files
 from support.scheduler_helpers import A, B, C, answers, open_side, until
+from support.time_limits import TIMEOUT
 from support.vllm_stand_ins import finished, gpu_blocks, kv_caches, open_worker, request
 
 
@@ -109,3 +114,34 @@ def test_a_block_that_the_scrub_found_corrupt_is_a_miss_and_can_be_stored_again(
     assert (tensor[3] == 7).all()
     side.shutdown()
     worker.shutdown()
+
+
+def test_the_first_lookup_waits_for_the_answer_to_the_search(
+    start_kvferryd: StartKvferryd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So vLLM schedules a new prompt in the next step, although siblings are asked."""
+    monkeypatch.setattr(request_state, "ANSWER_SECONDS", TIMEOUT)
+    side = open_side(start_kvferryd(siblings_enabled="true"))
+    side.request_arrived("request", [A, B], 0.0)
+    assert answers(side, A) == ["miss"]
+    side.shutdown()
+
+
+def test_a_lookup_waits_shortly_and_once_for_a_stopped_daemon(
+    start_kvferryd: StartKvferryd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_namespace, "SEARCH_TIMEOUT", TIMEOUT)
+    daemon = start_kvferryd(siblings_enabled="true")
+    side = open_side(daemon)
+    daemon.process.send_signal(signal.SIGSTOP)
+    side.request_arrived("request", [A, B], 0.0)
+    polls = []
+    poll = side._manager.poll
+    monkeypatch.setattr(side._manager, "poll", lambda: polls.append(poll()))
+    assert answers(side, A) == ["retry"]
+    assert polls
+    polls.clear()
+    assert answers(side, A) == ["retry"]
+    assert not polls
+    daemon.kill()
+    side.shutdown()

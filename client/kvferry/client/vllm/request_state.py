@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -14,6 +14,12 @@ from kvferry.proto.keys import Lookup, OffloadKey
 # Seconds in which ranks search again for a key that its writer has: their daemons may not know it
 # yet, or may not have mapped the writer's memory yet.
 SEARCH_SECONDS = 0.1
+
+# Seconds in which a request's lookups wait for the answer to its search, at most once. An answer
+# takes 0.3 ms; a request that is looked up again waits for a step, 250 ms if others are prefilled.
+ANSWER_SECONDS = 0.002
+# Between two polls.
+POLL_SECONDS = 50e-6
 
 Keys: TypeAlias = tuple[OffloadKey, ...]
 
@@ -26,7 +32,7 @@ class RequestState:
     keys below the host pool. found_below: what it found. keys, seconds: see `request_arrived`.
     computing: seconds that the engine takes to compute all of them, 0 if not known. searched: the
     first keys of the searches at writers, and when each began. search_failed: whether one of these
-    keys was not found in time.
+    keys was not found in time. has_waited: see `wait_search`.
     """
 
     since: float = 0.0
@@ -39,6 +45,7 @@ class RequestState:
     computing: float = 0.0
     searched: dict[OffloadKey, float] = field(default_factory=dict)
     search_failed: bool = False
+    has_waited: bool = False
 
     def should_touch(self, keys: Sequence[OffloadKey], interval: float) -> bool:
         """False if these keys were touched within `interval`. A key identifies its prefix."""
@@ -55,6 +62,18 @@ class RequestState:
         `shortest`; `longest` if the time is not known."""
         seconds = min(longest, max(shortest, self.computing)) if self.computing else longest
         return time.monotonic() - self.since <= seconds
+
+    def wait_search(self, poll: Callable[[], None]) -> bool:
+        """Wait for the answer to the request's search, for at most ANSWER_SECONDS and once. Returns
+        whether it came. poll: receives messages."""
+        if self.has_waited or self.prefetch.done:
+            return False
+        self.has_waited = True
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not self.prefetch.done and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            poll()
+        return self.prefetch.done
 
     def search_writers(self, writers: Writers, key: OffloadKey) -> Lookup:
         """Let the ranks search for this key and the next ones; a MISS if not found in time."""

@@ -1,4 +1,4 @@
-"""The scheduler's side: the methods of vLLM's OffloadingManager. None waits or raises.
+"""The scheduler's side: the methods of vLLM's OffloadingManager. None raises.
 
 Called in the scheduler's thread. It does not import vLLM: spec.py derives vLLM's class from it.
 
@@ -6,7 +6,8 @@ While a daemon is disconnected, every lookup is a miss, nothing is stored, and p
 pins and resets are then restored (kvferry.client.link).
 
 A request waits for its lookups. So a lookup only reads the mirrors' sets; the first lookup of a
-step receives messages. Touches and unpins, for which nobody waits, are sent at the end of the step.
+step receives messages. For the answer to its search a request waits shortly, and once: else it
+would wait for a step of the others. Touches and unpins, for which nobody waits, are sent at the end of the step.
 """
 
 from __future__ import annotations
@@ -358,6 +359,8 @@ class SchedulerSide:
         if not self._usable or not self._may_load:
             return Lookup.MISS
         found = manager.lookup(key)
+        if found is Lookup.RETRY and state.wait_search(manager.poll):
+            found = manager.lookup(key)
         if found is Lookup.MISS and manager.writers.is_at_writer(key):
             found = state.search_writers(manager.writers, key)
         self._ready = manager.ready_keys
