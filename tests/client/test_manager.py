@@ -179,6 +179,19 @@ def test_touches_are_sent_together_most_recent_first(
     assert len(fake_daemon.received) == 1
 
 
+def test_spare_keys_are_sent_after_the_touched_ones_and_kept_keys_at_once(
+    fake_daemon: FakeDaemon, manager: OffloadingManager
+) -> None:
+    manager.spare([A, B])
+    manager.touch([A, B])
+    manager.keep([C, D])
+    assert fake_daemon.received == [wire.Touch((C, D), by_prompt=False)]
+    manager.flush()
+    assert fake_daemon.received[1:] == [wire.Touch((A, B)), wire.Spare((A, B))]
+    manager.flush()
+    assert len(fake_daemon.received) == 3
+
+
 def test_lookups_are_counted_and_sent_once(
     fake_daemon: FakeDaemon, manager: OffloadingManager
 ) -> None:

@@ -135,7 +135,7 @@ def test_a_lookup_waits_shortly_and_once_for_a_stopped_daemon(
     side = open_side(daemon)
     daemon.process.send_signal(signal.SIGSTOP)
     side.request_arrived("request", [A, B], 0.0)
-    polls = []
+    polls = list[None]()
     poll = side._manager.poll
     monkeypatch.setattr(side._manager, "poll", lambda: polls.append(poll()))
     assert answers(side, A) == ["retry"]

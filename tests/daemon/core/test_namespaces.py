@@ -377,3 +377,33 @@ def test_namespace_status_has_all_counters() -> None:
         ),
         proto_status.NamespaceStatus(OTHER.name, OTHER, "lru", (), 2, PAGE, 2, *(0,) * 10),
     )
+
+
+def test_spare_keys_are_evicted_first_while_one_engine_is_in_the_namespace() -> None:
+    """Sessions "a" and "b" are of engines of their names. The namespace has four blocks."""
+    fixture = NamespacesFixture("a")
+    fixture.stored("a", b"abcd")
+    fixture.send("a", wire.Spare(each(b"a")))
+    fixture.stored("a", b"x")
+    assert fixture.loadable("a") == b"bcd"
+    fixture.send("a", wire.Spare(each(b"b")))
+    fixture.open_sessions("b")
+    fixture.open_namespace("b")  # forgets it
+    fixture.send("a", wire.Spare(each(b"c")))  # is ignored
+    fixture.stored("a", b"y")
+    assert fixture.loadable("a") == b"bc"
+    fixture.close_sessions("a")
+    fixture.send("b", wire.Spare(each(b"b")))
+    fixture.stored("b", b"z")
+    assert fixture.loadable("b") == b"c"
+
+
+def test_a_touch_that_is_no_use_by_a_prompt_is_not_in_the_statistics() -> None:
+    fixture = NamespacesFixture("a")
+    fixture.stored("a", b"ab")
+    for _ in range(3):
+        fixture.send("a", wire.Touch(each(b"ab"), by_prompt=False))
+    assert fixture.usage("hit_rate") == (None,)
+    for _ in range(3):
+        fixture.send("a", wire.Touch(each(b"ab")))
+    assert fixture.usage("hit_rate") != (None,)

@@ -7,7 +7,8 @@ pins and resets are then restored (kvferry.client.link).
 
 A request waits for its lookups. So a lookup only reads the mirrors' sets; the first lookup of a
 step receives messages. For the answer to its search a request waits shortly, and once: else it
-would wait for a step of the others. Touches and unpins, for which nobody waits, are sent at the end of the step.
+would wait for a step of the others. Touches and unpins, for which nobody waits, are sent at the end
+of the step.
 """
 
 from __future__ import annotations

@@ -81,3 +81,22 @@ def test_a_pinned_key_keeps_its_place(cache: Cache) -> None:
     assert store(cache, "x") == "a"
     cache.complete_load(pins)
     assert store(cache, "yz") == "dc"
+
+
+def test_spare_keys_are_evicted_before_the_others_tail_first(cache: Cache) -> None:
+    cache.spare(keys("ab"))
+    assert [store(cache, letter) for letter in "xyz"] == list("bad")
+
+
+def test_a_touched_key_is_not_spare(cache: Cache) -> None:
+    cache.spare(keys("ab"))
+    cache.touch(keys("b"))
+    assert [store(cache, letter) for letter in "xyz"] == list("adc")
+
+
+def test_a_pinned_spare_key_is_kept_and_stays_spare(cache: Cache) -> None:
+    cache.spare(keys("a"))
+    pins = cache.prepare_load(keys("a"))
+    assert store(cache, "x") == "d"
+    cache.complete_load(pins)
+    assert store(cache, "y") == "a"
