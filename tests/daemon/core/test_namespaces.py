@@ -393,17 +393,7 @@ def test_spare_keys_are_evicted_first_while_one_engine_is_in_the_namespace() -> 
     fixture.stored("a", b"y")
     assert fixture.loadable("a") == b"bc"
     fixture.close_sessions("a")
+    fixture.register("b")
     fixture.send("b", wire.Spare(each(b"b")))
     fixture.stored("b", b"z")
     assert fixture.loadable("b") == b"c"
-
-
-def test_a_touch_that_is_no_use_by_a_prompt_is_not_in_the_statistics() -> None:
-    fixture = NamespacesFixture("a")
-    fixture.stored("a", b"ab")
-    for _ in range(3):
-        fixture.send("a", wire.Touch(each(b"ab"), by_prompt=False))
-    assert fixture.usage("hit_rate") == (None,)
-    for _ in range(3):
-        fixture.send("a", wire.Touch(each(b"ab")))
-    assert fixture.usage("hit_rate") != (None,)

@@ -148,3 +148,11 @@ def test_keys_without_a_lookup_do_not_count_as_asked() -> None:
         use.count(Touch(both, new=1))
         use.count(Touch(both))
     assert use.fields()["hit_rate"] == pytest.approx(2 / 3)
+
+
+def test_keys_that_no_prompt_has_used_do_not_count() -> None:
+    use = NamespaceUse(100)
+    for number in range(300):
+        use.count(Touch((key(number),)))
+        use.count(Touch((key(number),), by_prompt=False))
+    assert use.fields()["hit_rate"] == 0.0
