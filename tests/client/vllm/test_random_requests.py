@@ -88,9 +88,17 @@ def has_model(core: Any, case: ModelCase) -> bool:
     return all(has.get(group, True) for group in case.groups)
 
 
-def start(core: Any, daemon: Any, case: ModelCase, **options: Any) -> Any:
+def start(
+    core: Any,
+    daemon: Any,
+    case: ModelCase,
+    mode: str = "at_once",
+    nbytes: int = HOST_BYTES,
+    **options: Any,
+) -> Any:
     """With one block per chunk: of larger ones, prompts with drafting layers would load none."""
-    extra = core.kvferry_options(daemon.directory, HOST_BYTES) | {"blocks_per_chunk": 1}
+    extra = core.kvferry_options(daemon.directory, nbytes) | {"blocks_per_chunk": 1}
+    extra["kvferry_store"] = mode
     return create_engine(
         daemon.directory, case.groups, case.drafts, kv_connector_extra_config=extra, **options
     )
@@ -108,6 +116,7 @@ def run(requests: RandomRequests, steps: int) -> None:
 
 
 @pytest.mark.timeout(3600)  # the long form
+@pytest.mark.parametrize("mode", ["at_once", "auto", "at_eviction"])
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("case", MODELS, ids=str)
 def test_nothing_wrong_is_read(
@@ -116,10 +125,16 @@ def test_nothing_wrong_is_read(
     pytestconfig: pytest.Config,
     case: ModelCase,
     overlaps: bool,
+    mode: str,
 ) -> None:
+    """With `auto`, host memory is full most of the time."""
     if not has_model(core, case):
         pytest.skip("this vLLM has no such model, or kvferry refuses it")
-    engine = start(core, start_kvferryd(), case, overlaps=overlaps)
+    nbytes = 2 * core.PAGE * gpu_blocks(case.groups, case.drafts) if mode == "auto" else HOST_BYTES
+    engine = start(core, start_kvferryd(), case, mode, nbytes, overlaps=overlaps)
+    if mode != "at_once" and engine.scheduler.connector._evictions is None:
+        engine.close()
+        pytest.skip("this model always stores at once")
     requests = RandomRequests(engine, random.Random(pytestconfig.option.seed))
     wanted = wanted_chunks(core, pytestconfig)
     while not requests.resets or (engine.loaded < wanted and not engine.wrong):
