@@ -2,8 +2,8 @@
 
     python tests/gpu/vllm_scenarios.py [scenario...] [--json FILE]
 
-restart, share, same-outputs, daemon-killed, resets, aborted, multi, hybrid, containers, exported,
-sleep, tampered, siblings: on one GPU, in this order if none is named. Two scenarios run only if
+restart, ended, share, same-outputs, daemon-killed, resets, aborted, multi, hybrid, containers,
+exported, sleep, tampered, siblings: on one GPU, in this order if none is named. Two run only if
 they are named: mooncake, which needs its wheel, and tensor-parallel, which needs two GPUs.
 Prints a line per finding. Exits with status 1 if one is wrong.
 """
@@ -23,6 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from kvferry.client import OffloadClient
 from kvferry.proto.version import installed_version
 from kvferry.testing.mooncake_store import MooncakeStore
 from support.answers import TIE, answer_distance
@@ -83,6 +84,29 @@ def restart(daemon: GpuDaemon) -> None:
     cached = hits(after)
     check("an engine killed and started again hits", min(cached) >= TOKENS - 64, cached=cached)
     check_same("and has the same outputs", before, after)
+
+
+def ended(daemon: GpuDaemon) -> None:
+    """An engine that stores at eviction, and ends before anything is evicted."""
+    prompts = make_prompts(16, 21, TOKENS)
+    extra = {"kvferry_store": "at_eviction"}
+    with start_engine(daemon, extra=extra) as first:
+        before = first.generate(prompts)
+        first.settle()
+        check("nothing is stored before its eviction", stored(daemon) == 0, stored=stored(daemon))
+        began = time.monotonic()
+    seconds = round(time.monotonic() - began, 1)
+    with start_engine(daemon, extra=extra) as second:
+        after = second.generate(prompts)
+    cached = hits(after)
+    check("the next engine finds what the GPU had", min(cached) >= TOKENS - 64, seconds=seconds)
+    check_same("and has the same outputs", before, after)
+
+
+def stored(daemon: GpuDaemon) -> int:
+    """Blocks in the daemon's namespaces."""
+    with OffloadClient(daemon.directory, engine="observer") as client:
+        return sum(namespace.ready for namespace in client.namespaces())
 
 
 def share(daemon: GpuDaemon) -> None:
@@ -471,6 +495,7 @@ def device_memory_used() -> int:
 # Scenarios with one daemon.
 SHARED: dict[str, Callable[[GpuDaemon], None]] = {
     "restart": restart,
+    "ended": ended,
     "share": share,
     "same-outputs": same_outputs,
     "daemon-killed": daemon_killed,
