@@ -1,11 +1,11 @@
 """Figures of `vllm serve` whose users exceed the GPU's cache, or load all that they ask for.
 
-    python tests/gpu/vllm_turns.py turns [--connectors vllm,lazy,at_once,auto] [--json FILE]
+    python tests/gpu/vllm_turns.py turns [--connectors vllm,at_once,auto] [--json FILE]
     python tests/gpu/vllm_turns.py loads [--connectors auto] [--json FILE]
 
-turns   4 clients continue 32 conversations, chosen at random, of up to 8 rounds of 1,024 tokens; a
-        new one follows each that has ended. The conversations have 18 GiB of KV, the GPU's cache
-        has 8 GiB, and host memory as much, and then, with kvferry, twice as much
+turns   4 clients continue 64 conversations, chosen at random, of up to 8 rounds of 1,024 tokens; a
+        new one follows each that has ended. The conversations have 36 GiB of KV, the GPU's cache
+        has 16 GiB, and host memory as much, and then, with kvferry, twice as much
 loads   prompts of 1,024 to 8,192 tokens by 32 and 64 clients at once, 256 tokens generated:
         computed, and then all of their KV loaded from host memory
 
@@ -33,8 +33,8 @@ from support.vllm_models import LARGE
 from support.vllm_process import CONNECTORS, GpuDaemon, make_prompts
 from support.vllm_server import ServedAnswer, VLLMServer
 
-CLIENTS, CONVERSATIONS, ROUNDS, STEP, GENERATED = 4, 32, 8, 1024, 32
-GPU_GIB = 8
+CLIENTS, CONVERSATIONS, ROUNDS, STEP, GENERATED = 4, 64, 8, 1024, 32
+GPU_GIB = 16
 # Requests before those that are measured.
 WARM_UP = 96
 LENGTHS, CLIENT_COUNTS, LOADS_GENERATED = (1024, 4096, 8192), (32, 64), 256
@@ -65,7 +65,7 @@ def main() -> None:
 
     with ExitStack() as running:
         if chosen.what == "turns":
-            names = (chosen.connectors or "vllm,lazy,at_once,auto").split(",")
+            names = (chosen.connectors or "vllm,at_once,auto").split(",")
             servers = {name: Server(running, name, GPU_GIB) for name in names}
             for server in servers.values():
                 server.http.wait()
