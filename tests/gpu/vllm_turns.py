@@ -66,7 +66,7 @@ def main() -> None:
     with ExitStack() as running:
         if chosen.what == "turns":
             names = (chosen.connectors or "vllm,at_once,auto").split(",")
-            servers = {name: Server(running, name, GPU_GIB) for name in names}
+            servers = {name: ServedEngine(running, name, GPU_GIB) for name in names}
             for server in servers.values():
                 server.http.wait()
             print_figures("started", servers=len(servers))
@@ -78,7 +78,7 @@ def main() -> None:
         else:
             for name in (chosen.connectors or "auto").split(","):
                 with ExitStack() as alone:
-                    server = Server(alone, name, LOADS_GIB)
+                    server = ServedEngine(alone, name, LOADS_GIB)
                     server.http.wait()
                     print_figures("started", server=name)
                     for number in range(-1, chosen.reps):
@@ -89,7 +89,7 @@ def main() -> None:
                                         report(f"loads {name} {kind}", **row)
 
 
-class Server:
+class ServedEngine:
     """`vllm serve` with a connector, and with kvferry the daemon beside it. gib: of the GPU's cache
     and of host memory."""
 
@@ -181,7 +181,7 @@ def measure_turns(server: VLLMServer, seed: int, requests: int) -> Record:
 
 
 def measure_loads(
-    server: Server, number: int, tokens: int, clients: int
+    server: ServedEngine, number: int, tokens: int, clients: int
 ) -> list[tuple[str, Record]]:
     seed = 9000 + 1000 * (number + 1) + tokens // 64 + clients
     prompts = make_prompts(clients, seed, tokens)
