@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from kvferry.client.vllm.engine_config import (
     provided_config,
     read_engine_config,
 )
+from kvferry.client.vllm.options import StoreMode
 from support.vllm_stand_ins import engine_config_at, vllm_config
 
 TWO_MIB = 2 << 20
@@ -234,3 +236,34 @@ def test_the_package_says_which_vllm_it_wants(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_place_of_another_rank_is_the_same_engine() -> None:
     assert engine_config_at("/one").for_rank(1).engine == engine_config_at("/one").engine
+
+
+# When it stores
+
+
+def store_mode(change: Callable[[Any], object] = lambda config: None, **extra: Any) -> StoreMode:
+    config = vllm_config("engine", extra)
+    change(config)
+    config.model_config.get_num_layers = lambda rank: 1
+    return read_engine_config(config, caches(), BLOCKS).store_mode
+
+
+def test_it_stores_when_the_user_says() -> None:
+    assert store_mode() is StoreMode.AUTO
+    assert store_mode(kvferry_store="at_eviction") is StoreMode.AT_EVICTION
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: setattr(config.kv_transfer_config, "kv_role", "kv_producer"),
+        lambda config: setattr(config.cache_config, "enable_prefix_caching", False),
+        lambda config: setattr(
+            config, "kv_events_config", SimpleNamespace(enable_kv_cache_events=True)
+        ),
+    ],
+)
+def test_it_stores_at_once_if_others_need_the_blocks_or_the_gpu_keeps_none(
+    change: Callable[[Any], object],
+) -> None:
+    assert store_mode(change, kvferry_store="at_eviction") is StoreMode.AT_ONCE

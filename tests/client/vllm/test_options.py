@@ -57,6 +57,7 @@ WRONG: dict[str, tuple[str, tuple[Any, ...]]] = {
         "kvferry_dirs",
         (5, True, {}, "", " ", [""], [5], [None], ["/one", 5], NAN, "/a\0b", "/a" * 80),
     ),
+    "kvferry_store": ("kvferry_store = .* not known; use 'auto'", ("now", True, 1, [], {}, NAN)),
     "kvferry_salt": ("kvferry_salt = ", (True, [], {}, ["a"], NAN, INFINITE, "x" * 257)),
     "kvferry_dir": ("use kvferry_dirs", ("/run/kvferry/cpu",)),
 }
@@ -97,6 +98,8 @@ def test_a_misspelled_key_is_refused(key: str, meant: str) -> None:
         {"cpu_bytes_to_use": 6.87e10, "store_threshold": "2", "eviction_policy": "S3FIFO"},
         {"cpu_bytes_to_use": None, "store_threshold": None, "offload_prompt_only": 0},
         {"kvferry_dirs": None, "kvferry_salt": None, "kvferry_exported_kv": None},
+        {"kvferry_store": None},
+        {"kvferry_store": "at_eviction"},
         {"kvferry_dirs": [], "kvferry_salt": 5},
         {"kvferry_dirs": ["/a folder"], "kvferry_salt": 20.5},
     ],

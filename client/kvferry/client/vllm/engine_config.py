@@ -200,12 +200,15 @@ def _check_chunk(extra: Options, blocks: BlockSizes, max_model_len: int) -> None
 
 
 def _store_mode(vllm_config: Any) -> StoreMode:
-    """A producer's blocks are wanted by others at once; without a prefix cache the GPU keeps no
-    blocks that could be stored later."""
-    transfer = vllm_config.kv_transfer_config
-    mode = read_store_mode(transfer.kv_connector_extra_config)
+    """A producer's blocks are wanted by others at once. Without a prefix cache the GPU keeps no
+    blocks that could be stored later. vLLM's own KV events of a block name its request, which may
+    have ended by then."""
+    transfer, events = vllm_config.kv_transfer_config, vllm_config.kv_events_config
     keeps = vllm_config.cache_config.enable_prefix_caching
-    return mode if keeps and transfer.kv_role != "kv_producer" else StoreMode.AT_ONCE
+    publishes = events is not None and events.enable_kv_cache_events
+    if publishes or not keeps or transfer.kv_role == "kv_producer":
+        return StoreMode.AT_ONCE
+    return read_store_mode(transfer.kv_connector_extra_config)
 
 
 def _check_quota(extra: Options, quota: int | None, fingerprint: Fingerprint, ranks: int) -> None:

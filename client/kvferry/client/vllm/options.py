@@ -115,9 +115,9 @@ def read_directories(extra: Options, ranks: int) -> tuple[str, ...]:
 
 
 def read_store_mode(extra: Options) -> StoreMode:
-    given = extra.get(STORE_MODE, StoreMode.AUTO.value)
+    given = extra.get(STORE_MODE)
     try:
-        return StoreMode(given)
+        return StoreMode.AUTO if given is None else StoreMode(given)
     except ValueError:
         names = " or ".join(repr(mode.value) for mode in StoreMode)
         raise _refuse(STORE_MODE, given, "not known", f"use {names}") from None

@@ -240,7 +240,7 @@ class SchedulerSide:
             return StoreOutput([], KeysSpec(()), [])
         last = req_context.req_id in self._ended_requests
         epochs = self._epochs_of(req_context.req_id)
-        keys = self._without_late_stores(req_context.req_id, keys, epochs)
+        keys = self._without_late_stores(req_context.req_id, keys, epochs) or ()
         return self._offer_keys(keys, epochs, last) or StoreOutput([], KeysSpec(()), [])
 
     @catch_errors
@@ -369,6 +369,7 @@ class SchedulerSide:
             return Lookup.MISS
         return found
 
+    @catch_errors
     def _without_late_stores(
         self, request: str, keys: Collection[OffloadKey], epochs: tuple[int, ...]
     ) -> Collection[OffloadKey]:
