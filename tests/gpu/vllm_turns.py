@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 
 from support.vllm_measure import Record, measure_link, print_figures
@@ -81,12 +82,11 @@ def main() -> None:
                     server = ServedEngine(alone, name, LOADS_GIB)
                     server.http.wait()
                     print_figures("started", server=name)
-                    for number in range(-1, chosen.reps):
-                        for tokens in LENGTHS:
-                            for clients in CLIENT_COUNTS:
-                                for kind, row in measure_loads(server, number, tokens, clients):
-                                    if number >= 0:
-                                        report(f"loads {name} {kind}", **row)
+                    measure_loads(server, -1, LENGTHS[0], CLIENT_COUNTS[0])  # warms up
+                    cells = product(range(chosen.reps), LENGTHS, CLIENT_COUNTS)
+                    for number, tokens, clients in cells:
+                        for kind, row in measure_loads(server, number, tokens, clients):
+                            report(f"loads {name} {kind}", **row)
 
 
 class ServedEngine:
