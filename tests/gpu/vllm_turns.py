@@ -1,7 +1,7 @@
 """Figures of `vllm serve` whose users exceed the GPU's cache, or load all that they ask for.
 
     python tests/gpu/vllm_turns.py turns [--connectors vllm,at_once,auto] [--json FILE]
-    python tests/gpu/vllm_turns.py loads [--connectors auto] [--json FILE]
+    python tests/gpu/vllm_turns.py loads [--connectors at_once] [--json FILE]
 
 turns   4 clients continue 64 conversations, chosen at random, of up to 8 rounds of 1,024 tokens; a
         new one follows each that has ended. The conversations have 36 GiB of KV, the GPU's cache
@@ -77,7 +77,7 @@ def main() -> None:
                         row = measure_turns(server.http, number, chosen.requests)
                         report(f"turns {name}", host_gib=times * GPU_GIB, **row)
         else:
-            for name in (chosen.connectors or "auto").split(","):
+            for name in (chosen.connectors or "at_once").split(","):
                 with ExitStack() as alone:
                     server = ServedEngine(alone, name, LOADS_GIB)
                     server.http.wait()
