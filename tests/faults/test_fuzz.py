@@ -19,8 +19,8 @@ from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fd_passing import FetchFd, SendFds
 from kvferry.proto.fingerprint import Fingerprint
-from kvferry.proto.memory import FdAllocation, Location
 from kvferry.proto.hints import Release, Retain
+from kvferry.proto.memory import FdAllocation, Location
 from kvferry.proto.messages import (
     AllocateKVCaches,
     Cancel,
