@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.client import OffloadClient
+from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.client import namespace as client_namespace
 from kvferry.client.vllm.hinted_prefixes import HINT_COUNTERS
 from kvferry.client.vllm.request_hints import PREFETCH, RELEASE, RETAIN
@@ -144,10 +144,11 @@ def test_a_hostile_client_harms_only_itself(core: Any, start_kvferryd: StartKvfe
     hinted.serve(0, **{RELEASE: {}})
     for number in range(50, 50 + HOST):
         hinted.serve(number, **{RETAIN: {"seconds": 1e300}})
-    for payload in (None, [], {"seconds": math.nan}, {"seconds": "\ud800"}, {"seconds": 2**63}):
+    nonsense: tuple[Any, ...] = None, [], {"seconds": math.nan}, {"seconds": "\ud800"}
+    for payload in (*nonsense, {"seconds": 2**63}):
         hinted.serve(1, **{RETAIN: payload, RELEASE: payload, "kvferry.x@1": payload})
     share = HOST * PROMPT // 16
-    accepted, clipped, missing, refused, unknown = hinted.settled()
+    _, clipped, missing, refused, unknown = hinted.settled()
     assert hinted.status().retained == PROMPT + share
     assert clipped >= (HOST - 3) * PROMPT - share
     assert missing <= 1  # vLLM 0.26 computes the last block of a hit again
@@ -206,7 +207,8 @@ def test_without_a_daemon_hints_are_missing(core: Any, start_kvferryd: StartKvfe
     hinted = Hinted(core, daemon.directory)
     daemon.stop()
     engine = hinted.engine
-    for parameters in (KEEP, {RELEASE: {}}):
+    release: dict[str, Any] = {RELEASE: {}}
+    for parameters in (KEEP, release):
         name = engine.add(prompt(0), 1, **parameters)
         engine.run_until(lambda name=name: name in engine.finished)
     engine.run_until(lambda: not engine.scheduler.connector._hinted)
@@ -225,7 +227,7 @@ def test_a_prefetch_reads_a_prompt_from_disk(
         "tiers_disk_write": "write_through",
     }
 
-    def tier(daemon: PatientDaemon) -> TierStatus:
+    def tier(daemon: LocalDaemon) -> TierStatus:
         with OffloadClient(daemon.directory, engine="observer") as client:
             return client.status().tiers[0]
 

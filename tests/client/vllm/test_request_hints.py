@@ -68,6 +68,10 @@ def test_a_long_time_is_shortened() -> None:
         assert read_hints(request({RETAIN: {"seconds": seconds}})).seconds == 3600.0
 
 
+NO_SECONDS: tuple[Any, ...] = 0, -1, True, "60", None, math.nan, math.inf, []
+NO_TOKENS: tuple[Any, ...] = 0, -1, True, 1.5, 1 << 40, "9"
+
+
 @pytest.mark.parametrize(
     "hint",
     [
@@ -75,8 +79,8 @@ def test_a_long_time_is_shortened() -> None:
         {RETAIN: 60},
         {RETAIN: []},
         {RETAIN: {}},
-        *({RETAIN: {"seconds": bad}} for bad in (0, -1, True, "60", None, math.nan, math.inf, [])),
-        *({RETAIN: {"seconds": 1, "tokens": bad}} for bad in (0, -1, True, 1.5, 1 << 40, "9")),
+        *({RETAIN: {"seconds": bad}} for bad in NO_SECONDS),
+        *({RETAIN: {"seconds": 1, "tokens": bad}} for bad in NO_TOKENS),
         {RETAIN: {"seconds": 1, "priority": 9}},
         {RETAIN: {"seconds": 1, 5: 9}},
         {RELEASE: {"seconds": 1}},
@@ -90,16 +94,17 @@ def test_wrong_payloads_are_refused(hint: dict[str, Any]) -> None:
 
 def test_unknown_hints_are_ignored() -> None:
     names = "kvferry.retain", "kvferry.retain@2", "kvferry.pin@1", "kvferry.", "KVFERRY.retain@1", 7
-    assert read_hints(request(dict.fromkeys(names, {}))) == RequestHints(unknown=4)
+    assert read_hints(request({name: {} for name in names})) == RequestHints(unknown=4)
     strange = request(None, (7, 1, {}), ("kvferry.release", None, {}), (None, None, None))
     assert read_hints(strange) == RequestHints(unknown=1)
-    for actions in (None, 7, "kvferry", {}):
+    wrong: tuple[Any, ...] = None, 7, "kvferry", {}
+    for actions in wrong:
         hints = SimpleNamespace(kv_transfer_params={}, kv_hints=SimpleNamespace(actions=actions))
         assert read_hints(hints) == RequestHints()
 
 
 def test_a_bounded_number_is_read() -> None:
-    many = {f"kvferry.{number}": {} for number in range(1000)}
+    many: dict[str, Any] = {f"kvferry.{number}": {} for number in range(1000)}
     assert read_hints(request(many)).unknown == MAX_READ
 
 

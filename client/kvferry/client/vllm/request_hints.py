@@ -86,10 +86,11 @@ def _apply(hints: RequestHints, name: str, payload: object) -> bool:
         hints.releases |= name == RELEASE and not payload
         hints.prefetches |= name == PREFETCH and not payload
         return not payload
-    seconds, tokens = payload.get("seconds"), payload.get("tokens")
+    seconds: Any = payload.get("seconds")
+    tokens: Any = payload.get("tokens")
     if not payload.keys() <= {"seconds", "tokens"} or type(seconds) not in (int, float):
         return False
-    if not (seconds > 0 and (isinstance(seconds, int) or math.isfinite(seconds))):
+    if not 0 < seconds < math.inf:  # NaN is not, either
         return False
     if tokens is not None and (type(tokens) is not int or not 0 < tokens < MAX_TOKENS):
         return False

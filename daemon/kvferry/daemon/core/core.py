@@ -24,12 +24,12 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.core.dispatch import MessageTable, ReportTable
 from kvferry.daemon.core.engine_owners import EngineOwners
 from kvferry.daemon.core.grants import Grants, RegionRequest
-from kvferry.daemon.core.hints import Hints
 from kvferry.daemon.core.identity import DaemonIdentity
 from kvferry.daemon.core.layout import split_spec
 from kvferry.daemon.core.lending import Lending
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.ports import Ports
+from kvferry.daemon.core.prefix_hints import PrefixHints
 from kvferry.daemon.core.promotions import Promotions
 from kvferry.daemon.core.records import KeptTensorsRecord, RecoveredRegion
 from kvferry.daemon.core.refused_engines import RefusedEngines
@@ -93,7 +93,7 @@ class Core:
         self._regions = Regions(pool.nbytes, pool.own_bytes, pool.max_regions)
         self._namespaces = Namespaces(self._regions, ports)
         self.resets = Resets(self._namespaces, ports.epochs, ports.tiers)
-        self._hints = Hints(self._namespaces)
+        self._hints = PrefixHints(self._namespaces)
         self._promotions = Promotions(self._namespaces, ports.tiers)
         self.lending = Lending(self._namespaces, is_enabled=ports.siblings.is_enabled)
         self.writes = Writes(self._namespaces, ports.tiers)

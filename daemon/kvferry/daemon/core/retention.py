@@ -140,7 +140,7 @@ class RetainedBlocks:
 
     def free_some(self) -> bool:
         """Release some blocks of entries that have ended. Return whether any are left."""
-        blocks = []
+        blocks = list[int]()
         while self._ending and len(blocks) < SOME:
             if self._ending[-1]:
                 blocks.append(self._end(self._ending[-1].popitem()[1]))
@@ -151,7 +151,7 @@ class RetainedBlocks:
 
     def expire(self, now: float) -> None:
         """End the entries whose time is over, SOME at a time: call it again at `deadline`."""
-        blocks = []
+        blocks = list[int]()
         while self._heap and self._heap[0] <= now and len(blocks) < SOME:
             entries = self._due.get(self._heap[0])
             if not entries:
@@ -185,7 +185,7 @@ class RetainedBlocks:
     def _has_room(self, owner: Owner, block: int, entries: int) -> bool:
         """Whether an owner with so many entries may have another one, of this block."""
         engine = owner.engine
-        own = self._engine_blocks.get(engine, {})
+        own = self._engine_blocks.get(engine, ())
         return (
             (not owner.label or entries < self._of_label)
             and self._engine_entries[engine] < ENTRIES_OF_A_BLOCK * self._of_engine

@@ -19,7 +19,7 @@ from kvferry.proto.hints import Release, ReleaseRetained, Retain, Retained
 from kvferry.proto.messages import Released
 
 
-class Hints:
+class PrefixHints:
     """The hints of all namespaces."""
 
     def __init__(self, namespaces: Namespaces) -> None:
