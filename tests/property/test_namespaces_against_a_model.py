@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 )
 
 from kvferry.daemon.core.actions import BlocksVerified
+from kvferry.daemon.core.retention import LOOK_EVERY
 from kvferry.proto import messages as wire
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import Direction
@@ -240,7 +241,7 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
         self.release(session, self.draw_keys(namespace), self.draw_from(["", "x", "y"]))
 
     def wait(self) -> None:
-        self.pass_time(self.draw_from([0.25, 3.0, 30.0]))
+        self.pass_time(self.draw_from([LOOK_EVERY, 3.0, 30.0]))
 
     def reset_drawn_namespace(self) -> None:
         """Prefers namespaces with transfers in flight."""
@@ -276,8 +277,9 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
             assert (usage.free, usage.orphaned) == (namespace.free, len(namespace.orphaned))
             assert usage.pinned == len(namespace.pinned)
             retained = self.core._namespaces._by_name[namespace.name].retained
-            retained.check_integrity()
-            assert len(retained) == len(namespace.retained_by(*namespace.sessions.values()))
+            assert len(retained.blocks()) == len(
+                namespace.retained_by(*namespace.sessions.values())
+            )
             size, start = namespace.fingerprint.host_block_bytes, namespace.start
             ready = {key: (b.offset - start) // size for key, b in namespace.ready.items()}
             assert dict(entries_of(cache)) == ready

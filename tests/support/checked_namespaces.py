@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from math import ceil
 from typing import Any
 
 from kvferry.daemon.core.actions import (
@@ -181,7 +180,7 @@ class CheckedNamespaces(CheckedSessions):
         namespace, number = self._namespace_of(session), next(self.numbers)
         request = Retain(number, tuple(keys), seconds, label)
         (action,) = self.send(session, request)
-        due, engine = ceil(self.now + seconds), self.sessions[session]
+        due, engine = self.now + seconds, self.sessions[session]
         entries = namespace.retained.setdefault((session, label), {})
         blocks = namespace.capacity
         kept = missing = clipped = 0
@@ -197,17 +196,12 @@ class CheckedNamespaces(CheckedSessions):
                 and (not label or len(entries) < max(1, blocks // 16))
                 and (key in own or len(own) < max(1, blocks // 4))
                 and (key in everyone or len(everyone) < max(1, blocks // 2))
-                and self._entries_of(namespace, engine) < 4 * max(1, blocks // 4)
             ):
                 entries[key] = max(due, entries.get(key, 0))
                 kept += 1
             else:
                 clipped += 1
         assert action == SendMessage(session, Retained(number, kept, missing, clipped))
-
-    def _entries_of(self, namespace: NamespaceModel, engine: str) -> int:
-        retained = namespace.retained.items()
-        return sum(len(keys) for who, keys in retained if self.sessions[who[0]] == engine)
 
     def release(self, session: str, keys: Sequence[bytes], label: str) -> None:
         assert self.send(session, Release(tuple(keys), label)) == []

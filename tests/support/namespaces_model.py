@@ -103,7 +103,7 @@ class NamespaceModel:
     # for a key that was absent.
     pins: dict[str, dict[bytes, list[tuple[int, KeyBlock] | None]]] = field(default_factory=dict)
     # For each session and label, the deadline of each retained key.
-    retained: dict[tuple[str, str], dict[bytes, int]] = field(default_factory=dict)
+    retained: dict[tuple[str, str], dict[bytes, float]] = field(default_factory=dict)
     subscribers: dict[str, MirrorModel] = field(default_factory=dict)
     # A mirror of all events that were published.
     published: MirrorModel = field(init=False)

@@ -308,7 +308,7 @@ class OpenedNamespace:
         if self.if_open is None:
             return False
         self.if_open.tier_searches.end(request_id)
-        self.if_open.retentions.refuse(request_id)
+        self.if_open.retentions.answer(request_id, 0, 0, 0)
         return self.if_open.is_resetting(request_id)
 
     def session_restored(self) -> None:
@@ -322,8 +322,8 @@ class OpenedNamespace:
 
     def receive(self, message: Snapshot | KeyEvents | TiersFound | Retained | Done) -> None:
         match message:
-            case Retained():
-                self.namespace.retentions.answer(message)
+            case Retained(request_id, kept, missing, clipped):
+                self.namespace.retentions.answer(request_id, kept, missing, clipped)
             case Snapshot() | KeyEvents():
                 if self.if_open is not None and self.if_open.apply_message(message):
                     self._snapshot_needed = True

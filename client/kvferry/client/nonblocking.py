@@ -290,16 +290,14 @@ class NonBlockingClient(ProcessBound):
         self._send_if_connected(map(Spare, reversed(batches)))
 
     def retain(self, keys: Iterable[OffloadKey], seconds: float, label: str = "") -> Retention:
-        """Keep the blocks of loadable keys from eviction for a time, without waiting for the reply.
+        """Keep the blocks of loadable keys from eviction for a time, within a share of all blocks.
 
-        keys: in prefix order. At most a quarter of the namespace's blocks are retained for an
-        engine; the last keys exceed that first. seconds: above 0 and at most 3600; retained again,
-        keys stay until the later end. It may end a second late. label: for whom, at most 256
-        characters. At most a sixteenth of the blocks are retained for a label that is not empty.
-
-        It also ends with `release`, with a reset, and with the session: reconnecting does not
-        retain again. The result is filled while the client is polled; all keys are missing if it is
-        not connected. Raises Refused (BAD_KEY, BAD_SPEC, BAD_MESSAGE, UNKNOWN_NAMESPACE).
+        keys: in prefix order; the last ones exceed a share first. seconds: above 0, at most 3600;
+        it may end a second late. Retained again, keys stay until the later end. label: for whom, at
+        most 256 characters; one that is not empty has a share that is smaller than the engine's.
+        It also ends with `release`, a reset, and the session: reconnecting does not retain again.
+        The result is filled while the client is polled; all keys are missing if it is not
+        connected. Raises Refused (BAD_KEY, BAD_SPEC, BAD_MESSAGE, UNKNOWN_NAMESPACE).
         """
         session, retention = self._session, Retention()
         distinct = tuple(dict.fromkeys(session.namespace.checked_keys(keys)))
@@ -313,12 +311,11 @@ class NonBlockingClient(ProcessBound):
         return retention
 
     def release(self, keys: Iterable[OffloadKey], label: str = "") -> None:
-        """Nobody will use these keys: end what this client has retained of them with this label,
-        and let their blocks be evicted first, the last one before the others, until they are
-        touched.
+        """Nobody will use these keys: end what this client retains of them with this label, and let
+        their blocks be evicted first until they are touched, as `spare` does.
 
-        They are not evicted first while another engine has the namespace open. Has no effect while
-        the client is not connected. Raises Refused (BAD_KEY, BAD_MESSAGE, UNKNOWN_NAMESPACE).
+        Has no effect while the client is not connected. Raises Refused (BAD_KEY, BAD_MESSAGE,
+        UNKNOWN_NAMESPACE).
         """
         batches = key_batches(self._session.namespace.checked_keys(keys))
         check_fields(Release, label=label)

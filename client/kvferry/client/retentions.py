@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.proto.hints import Retained
-
 
 @dataclass(eq=False, slots=True)
 class Retention:
@@ -40,26 +38,16 @@ class Retentions:
         retention.unanswered += keys
         self._unanswered[request_id] = retention, keys
 
-    def answer(self, reply: Retained) -> None:
-        if (retention := self._end(reply.request_id)[0]) is not None:
-            retention.kept += reply.kept
-            retention.missing += reply.missing
-            retention.clipped += reply.clipped
-
-    def refuse(self, request_id: int) -> None:
-        retention, keys = self._end(request_id)
-        if retention is not None:
-            retention.refused += keys
+    def answer(self, request_id: int, kept: int, missing: int, clipped: int) -> None:
+        """The daemon has answered a request, or refused it: then the keys are in no number."""
+        retention, keys = self._unanswered.pop(request_id, (Retention(), 0))
+        retention.unanswered -= keys
+        retention.kept += kept
+        retention.missing += missing
+        retention.clipped += clipped
+        retention.refused += max(0, keys - kept - missing - clipped)
 
     def end_all(self) -> None:
         """The connection is lost: nothing is retained."""
-        for request_id in tuple(self._unanswered):
-            retention, keys = self._end(request_id)
-            if retention is not None:
-                retention.missing += keys
-
-    def _end(self, request_id: int) -> tuple[Retention | None, int]:
-        retention, keys = self._unanswered.pop(request_id, (None, 0))
-        if retention is not None:
-            retention.unanswered -= keys
-        return retention, keys
+        for request_id, (_, keys) in tuple(self._unanswered.items()):
+            self.answer(request_id, 0, keys, 0)

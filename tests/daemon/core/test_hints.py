@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from kvferry.daemon.core.actions import SendMessage
-from kvferry.daemon.core.retention import ENTRIES_OF_A_BLOCK, SOME, Owner
+from kvferry.daemon.core.cache.cache import Cache
+from kvferry.daemon.core.retention import LOOK_EVERY, MAX_ENTRIES, Owner, RetainedBlocks
 from kvferry.proto import messages as wire
 from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, Refused
-from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.hints import Release, ReleaseRetained, Retain, Retained
 from support.namespaces_fixture import (
     FINGERPRINT,
@@ -47,8 +47,6 @@ def retain(
     reply = action.message
     assert isinstance(reply, Retained)
     assert (action.session, reply.request_id) == (session, 9)
-    for namespace in fixture.core._namespaces:
-        namespace.retained.check_integrity()
     return reply.kept, reply.missing, reply.clipped
 
 
@@ -76,41 +74,34 @@ def test_missing_keys_are_counted() -> None:
 
 
 def test_retaining_ends_in_time() -> None:
-    """Up to a second late."""
+    """Up to LOOK_EVERY late."""
     fixture = start()
-    retained = next(iter(fixture.core._namespaces)).retained
     retain(fixture, b"\x00\x01", 10.0)
-    fixture.now = fixture.core._now
     begin = fixture.now
     retain(fixture, b"\x01", 20.5)
     retain(fixture, b"\x01", 1.0)  # a shorter time changes nothing
-    assert len(retained) == 2
-    left = dict[int, float]()
-    while len(retained):
+    left = {2: begin}
+    while 0 not in left:
         fixture.advance()
-        left.setdefault(len(retained), fixture.now)
-    assert begin + 10 <= left[1] <= begin + 11
-    assert begin + 20.5 <= left[0] - fixture.step <= begin + 21.5
+        retained = next(iter(fixture.core._namespaces)).retained
+        left.setdefault(len(retained.blocks()), fixture.now)
+    assert begin + 10 <= left[1] <= begin + 10 + LOOK_EVERY
+    assert begin + 21.5 <= left[0] <= begin + 21.5 + LOOK_EVERY
     assert fixture.usage("pinned") == (0,)
 
 
-def test_many_end_in_steps() -> None:
-    blocks = 5 * SOME
-    wide = Fingerprint("wide", PAGE, key_bytes=4)
-    fixture = NamespacesFixture("a", fingerprint=wide, quota=None, pool_bytes=PAGE * blocks)
-    retained = next(iter(fixture.core._namespaces)).retained
-    owners = retained._of_engine
-    assert owners > SOME
-    cache = fixture.core._namespaces._by_name[wide.name].cache
-    reservation = cache.prepare_store([number.to_bytes(4, "big") for number in range(owners)])
+def test_the_number_of_entries_is_bounded() -> None:
+    cache = Cache(5 * MAX_ENTRIES)
+    keys = [number.to_bytes(4, "big") for number in range(MAX_ENTRIES + 1)]
+    reservation = cache.prepare_store(keys)
     assert reservation is not None
     cache.complete_store(reservation, success=True)
-    retained.retain(Owner("a", "a", ""), reservation.keys, 1.0, 100.0)
+    retained = RetainedBlocks(cache)
+    first, second = Owner("a", "a", ""), Owner("b", "b", "")
+    assert retained.retain(first, keys[:-2], 1.0, 100.0).kept == MAX_ENTRIES - 1
+    assert retained.retain(second, keys, 2.0, 100.0) == (1, 0, MAX_ENTRIES)
     retained.expire(101.0)
-    assert (len(retained), retained.deadline) == (owners - SOME, 101)
-    retained.expire(101.0)
-    retained.expire(101.0)
-    assert (len(retained), retained.deadline) == (0, None)
+    assert retained.retain(second, keys, 2.0, 101.0) == (MAX_ENTRIES, 0, 1)
 
 
 def test_the_tail_of_a_prefix_exceeds_the_share_of_an_engine() -> None:
@@ -128,9 +119,7 @@ def test_the_tail_of_a_prefix_exceeds_the_share_of_an_engine() -> None:
 def test_a_label_has_a_smaller_share_and_blocks_of_several_count_once() -> None:
     fixture = start()
     for number in range(100):
-        kept = retain(fixture, LETTERS[:5], label=f"hostile {number}")
-        assert kept == ((4, 0, 1) if number < 16 else (0, 0, 5))
-    assert ENTRIES_OF_A_BLOCK * 16 == 16 * 4
+        assert retain(fixture, LETTERS[:5], label=f"hostile {number}") == (4, 0, 1)
     assert fixture.usage("retained") == (4,)
 
 
@@ -182,18 +171,6 @@ def test_a_session_that_ends_retains_nothing() -> None:
     retain(fixture, LETTERS[2:6], session="a/worker")
     fixture.close_sessions("a/worker")
     assert fixture.usage("retained", "pinned") == (4, 4)
-
-
-def test_many_of_a_session_are_released_in_steps() -> None:
-    fixture = start("b", "a")
-    retained = next(iter(fixture.core._namespaces)).retained
-    entries = {key: index for index, key in enumerate(each(LETTERS[:4]))}
-    retain(fixture, LETTERS[:4])
-    retained.end_session("a")
-    assert len(retained) == len(entries)
-    retained.expire(1e9)  # their time ends before they are released
-    assert (len(retained), retained.free_some()) == (0, False)
-    assert fixture.usage("pinned") == (0,)
 
 
 def test_a_key_in_another_block_is_held_there() -> None:

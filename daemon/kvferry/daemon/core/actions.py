@@ -122,8 +122,8 @@ class CloseSession:
 
 @dataclass(frozen=True, slots=True)
 class FreeDeferred:
-    """Free the keys of a cache that was reset, or what an ended session has pinned and retained, in
-    steps, between other work."""
+    """Free the keys of a cache that was reset, or the pins of an ended session, in steps, between
+    other work."""
 
     deferred: FreedInSteps
 

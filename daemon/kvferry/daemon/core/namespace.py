@@ -258,7 +258,7 @@ class Namespace:
         be freed."""
         self.is_behind = False
         self.borrowed.clear()
-        self.retained.clear()
+        self.retained.end()
         deferred = self.cache.reset(epoch)
         self.use.forget_keys()
         self._update_contents()

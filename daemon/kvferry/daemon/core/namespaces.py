@@ -303,13 +303,13 @@ class Namespaces:
             self._freed.append(namespace)
 
     def close_session(self, session: str) -> list[Action]:
-        """Remove a closed session. Release what it has pinned and retained, much of it later."""
+        """Remove a closed session and release its pins, many of them later."""
         namespace = self._by_session.pop(session, None)
         if namespace is None:
             return []
-        namespace.retained.end_session(session)
-        held = self._session_pins.pop(session), namespace.retained
-        actions: list[Action] = [FreeDeferred(each) for each in held if each.free_some()]
+        namespace.retained.end(lambda owner: owner.session == session)
+        pins = self._session_pins.pop(session)
+        actions: list[Action] = [FreeDeferred(pins)] if pins.free_some() else []
         namespace.change_sessions(session, None)
         namespace.subscribers.discard(session)
         self.mark_deserted_if_unused(namespace)

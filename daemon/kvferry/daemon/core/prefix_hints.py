@@ -9,7 +9,7 @@ Called by the core, on the event loop.
 
 from __future__ import annotations
 
-from kvferry.daemon.core.actions import Action, FreeDeferred, SendMessage
+from kvferry.daemon.core.actions import Action, SendMessage
 from kvferry.daemon.core.dispatch import MessageTable
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.daemon.core.namespaces import Namespaces
@@ -40,7 +40,7 @@ class PrefixHints:
         return min((each for each in due if each is not None), default=None)
 
     def expire(self, now: float) -> None:
-        """End what was retained until now, some at a time."""
+        """End what was retained until now."""
         for namespace in self._namespaces:
             namespace.retained.expire(now)
 
@@ -70,10 +70,10 @@ class PrefixHints:
                 "namespaces"
             )
             raise Refused(Code.UNKNOWN_NAMESPACE, text, message.namespace)
-        retained = namespace.retained
-        nbytes = retained.end_label(message.label) * namespace.region.block_bytes
-        later: list[Action] = [FreeDeferred(retained)] if retained.free_some() else []
-        return [*later, SendMessage(session, Released(message.request_id, nbytes))]
+        label = message.label
+        blocks = namespace.retained.end(lambda owner: label in (None, owner.label))
+        nbytes = blocks * namespace.region.block_bytes
+        return [SendMessage(session, Released(message.request_id, nbytes))]
 
     def _owner(self, session: str, message: Retain | Release) -> tuple[Namespace, Owner]:
         namespace = self._namespaces.require_namespace(session, message)
