@@ -19,6 +19,7 @@ from kvferry.client.session import ClientSession
 from kvferry.proto import messages as wire
 from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Gone
+from kvferry.proto.hints import Retain, Retained
 from kvferry.proto.keys import EventKind, OffloadKey
 from kvferry.proto.messages import KeyEvent, KeyEvents
 from kvferry.proto.status import DeviceInfo, Limits
@@ -125,7 +126,9 @@ class FakeDaemon:
 
     def _reply(self, message: wire.ClientMessage) -> None:
         match message:
-            case wire.OpenNamespace(number) | wire.Reset(number) if self.refusal is not None:
+            case wire.OpenNamespace(number) | wire.Reset(number) | Retain(number) if (
+                self.refusal is not None
+            ):
                 self.send_to_client(wire.Error(number, self.refusal))
             case wire.Hello():
                 self.send_to_client(WELCOME)
@@ -145,6 +148,11 @@ class FakeDaemon:
                     tiers = ("siblings",)
                     opened = msgspec.structs.replace(opened, tiers=tiers, stores_once=True)
                 self.send_to_client(opened)
+            case Retain(number, keys):
+                kept = len(self.ready.keys() & {*keys})
+                clipped = max(0, kept - self.num_blocks // 4)
+                answer = Retained(number, kept - clipped, len(keys) - kept, clipped)
+                self.send_to_client(answer)
             case wire.Subscribe():
                 for part in self._snapshot():
                     self.send_to_client(part)

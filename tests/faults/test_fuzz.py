@@ -19,6 +19,7 @@ from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fd_passing import FetchFd, SendFds
 from kvferry.proto.fingerprint import Fingerprint
+from kvferry.proto.hints import Release, Retain
 from kvferry.proto.memory import FdAllocation, Location
 from kvferry.proto.messages import (
     AllocateKVCaches,
@@ -69,6 +70,8 @@ SMALL: list[ClientMessage] = [
     Unpin(KEYS[:2]),
     Touch(KEYS),
     Spare(KEYS),
+    Retain(10, KEYS, 0.5, "fuzz"),
+    Release(KEYS[2:], "fuzz"),
     Reset(7),
     Submit(8, GPULoadStoreSpec([0, 1, 2, 3]), KeyLoadStoreSpec(KEYS)),
     Submit(9, KeyLoadStoreSpec(KEYS[:2]), GPULoadStoreSpec([4, 5])),

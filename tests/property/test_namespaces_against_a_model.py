@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 )
 
 from kvferry.daemon.core.actions import BlocksVerified
+from kvferry.daemon.core.retention import LOOK_EVERY
 from kvferry.proto import messages as wire
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import Direction
@@ -93,6 +94,7 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
             steps += ["disconnect_all_sessions"] * 2
         if self.in_namespaces():
             steps += ["pin_keys"] * 3 + ["unpin_keys"] * 3 + ["touch_keys"]
+            steps += ["retain_keys"] * 3 + ["release_keys"] * 2 + ["wait"]
             steps += ["reset_drawn_namespace"] * 3 + ["subscribe_session"] * 2
         if self.ready_to_register():
             steps += ["register_session"] * 3
@@ -228,6 +230,19 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
         session, namespace = self.session_and_namespace()
         assert self.send(session, wire.Touch(self.draw_keys(namespace))) == []
 
+    def retain_keys(self) -> None:
+        session, namespace = self.session_and_namespace()
+        seconds, label = self.draw_from([0.5, 3.0, 20.0]), self.draw_from(["", "x", "y"])
+        self.retain(session, self.draw_keys(namespace), seconds, label)
+
+    def release_keys(self) -> None:
+        """Also those that are retained: they become spare."""
+        session, namespace = self.session_and_namespace()
+        self.release(session, self.draw_keys(namespace), self.draw_from(["", "x", "y"]))
+
+    def wait(self) -> None:
+        self.pass_time(self.draw_from([LOOK_EVERY, 3.0, 30.0]))
+
     def reset_drawn_namespace(self) -> None:
         """Prefers namespaces with transfers in flight."""
         namespaces = self.namespaces.values()
@@ -261,6 +276,10 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
             assert usage.free + usage.pending + usage.ready + usage.orphaned == namespace.capacity
             assert (usage.free, usage.orphaned) == (namespace.free, len(namespace.orphaned))
             assert usage.pinned == len(namespace.pinned)
+            retained = self.core._namespaces._by_name[namespace.name].retained
+            assert len(retained.blocks()) == len(
+                namespace.retained_by(*namespace.sessions.values())
+            )
             size, start = namespace.fingerprint.host_block_bytes, namespace.start
             ready = {key: (b.offset - start) // size for key, b in namespace.ready.items()}
             assert dict(entries_of(cache)) == ready

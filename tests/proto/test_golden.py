@@ -26,6 +26,7 @@ from kvferry.proto import status as proto_status
 from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.proto.fingerprint import Fingerprint
+from kvferry.proto.hints import Release, ReleaseRetained, Retain, Retained
 from kvferry.proto.keys import EventKind
 from kvferry.proto.lending import BorrowMemory, MemoryLent, Uses
 from kvferry.proto.results import JobResult, Outcome
@@ -194,6 +195,11 @@ MESSAGES: dict[str, Any] = {
     "client/spare": wire.Spare((KEY, OTHER)),
     "client/reset": wire.Reset(9, "weights 2"),
     "client/find_in_tiers": wire.FindInTiers(10, (KEY, OTHER), 0.0125),
+    "client/retain": Retain(13, (KEY, OTHER), 300.5, "session-1"),
+    "client/retain-engine": Retain(14, (KEY,), 3600.0),
+    "client/release_keys": Release((KEY, OTHER), "session-1"),
+    "client/release_retained": ReleaseRetained(15, "0123456789abcdef", "session-1"),
+    "client/release_retained-all": ReleaseRetained(16, "0123456789abcdef"),
     "client/borrow_memory": BorrowMemory(11, "0123456789abcdef", (1 << 63) - 1),
     "client/borrow_memory-chunks": BorrowMemory(12, "0123456789abcdef", 1 << 62, 64),
     "client/uses": Uses("0123456789abcdef", (KEY, OTHER)),
@@ -226,6 +232,7 @@ MESSAGES: dict[str, Any] = {
     "daemon/allocated-fd": wire.Allocated(3, REGION, (FD,), LOCATIONS[:1]),
     "daemon/allocated-cuda": wire.Allocated(3, REGION, (CUDA, CUDA), LOCATIONS),
     "daemon/allocated-kept": wire.Allocated(5, REGION, (FD,), LOCATIONS[:1], True),
+    "daemon/retained": Retained(13, 2, 1, 1 << 20),
     "daemon/released": wire.Released(11, 1 << 34),
     "daemon/finished": wire.Finished(
         (
@@ -313,6 +320,19 @@ MESSAGES: dict[str, Any] = {
     "daemon/snapshot-last": wire.Snapshot(6, 1, True, (), True, 2),
     "daemon/key_events": KEY_EVENTS,
     "daemon/namespaces": wire.NamespacesReport(10, (NAMESPACE,)),
+    "daemon/namespaces-hints": wire.NamespacesReport(
+        10,
+        (
+            msgspec.structs.replace(
+                NAMESPACE,
+                retained=5,
+                hints_accepted=9,
+                hints_clipped=2,
+                hints_missing=3,
+                hints_refused=4,
+            ),
+        ),
+    ),
     "daemon/error": wire.Error(5, FAILURE),
     "daemon/error-to-nothing": wire.Error(None, ErrorInfo("code_of_tomorrow", "what it means")),
     "daemon/goodbye": wire.Goodbye(),
@@ -329,6 +349,7 @@ EARLIER = {
     "client/allocate-bounded",
     "daemon/allocated-cuda",
     "daemon/allocated-fd",
+    "daemon/namespaces",
     "daemon/opened",
     "daemon/status",
     "daemon/status-health",

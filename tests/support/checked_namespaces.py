@@ -17,6 +17,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
+from kvferry.proto.hints import Release, Retain, Retained
 from kvferry.proto.results import Outcome
 from kvferry.proto.specs import (
     Direction,
@@ -37,7 +38,7 @@ from support.namespaces_model import (
 
 
 class CheckedNamespaces(CheckedSessions):
-    """Adds transfers, pins, resets and subscriptions."""
+    """Adds transfers, pins, hints, resets and subscriptions."""
 
     # Transfers
 
@@ -174,6 +175,47 @@ class CheckedNamespaces(CheckedSessions):
             pins[key].pop(0)
             if not pins[key]:
                 del pins[key]
+
+    def retain(self, session: str, keys: Sequence[bytes], seconds: float, label: str) -> None:
+        namespace, number = self._namespace_of(session), next(self.numbers)
+        request = Retain(number, tuple(keys), seconds, label)
+        (action,) = self.send(session, request)
+        due, engine = self.now + seconds, self.sessions[session]
+        entries = namespace.retained.setdefault((session, label), {})
+        blocks = namespace.capacity
+        kept = missing = clipped = 0
+        for key in dict.fromkeys(keys):
+            own, everyone = (
+                namespace.retained_by(*engines)
+                for engines in ((engine,), namespace.sessions.values())
+            )
+            if key not in namespace.ready:
+                missing += 1
+            elif key in entries or (
+                not clipped
+                and (not label or len(entries) < max(1, blocks // 16))
+                and (key in own or len(own) < max(1, blocks // 4))
+                and (key in everyone or len(everyone) < max(1, blocks // 2))
+            ):
+                entries[key] = max(due, entries.get(key, 0))
+                kept += 1
+            else:
+                clipped += 1
+        assert action == SendMessage(session, Retained(number, kept, missing, clipped))
+
+    def release(self, session: str, keys: Sequence[bytes], label: str) -> None:
+        assert self.send(session, Release(tuple(keys), label)) == []
+        entries = self._namespace_of(session).retained.get((session, label), {})
+        for key in keys:
+            entries.pop(key, None)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        assert self._observe(self.core.advance(self.now)) == []
+        for namespace in self.namespaces.values():
+            for entries in namespace.retained.values():
+                for key in [key for key, due in entries.items() if due <= self.now]:
+                    del entries[key]
 
     def reset(self, session: str) -> None:
         namespace, number = self._namespace_of(session), next(self.numbers)

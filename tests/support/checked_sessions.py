@@ -290,6 +290,8 @@ class CheckedSessions:
         self.waiting.pop(session, None)
         if namespace is not None:
             del namespace.sessions[session], namespace.pins[session]
+            for who in [who for who in namespace.retained if who[0] == session]:
+                del namespace.retained[who]
             namespace.subscribers.pop(session, None)
         unmaps = [a for a in self.core.close_session(session) if isinstance(a, UnmapTensors)]
         registration = self.registrations().get(engine)

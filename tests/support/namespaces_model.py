@@ -2,7 +2,7 @@
 
     ready      keys that can be loaded, the host block of each, and its stored sub-blocks
     pending    keys that a transfer stores
-    pinned     ready keys whose blocks a load or a session holds
+    pinned     ready keys whose blocks a load or a session holds, or that are retained
     orphaned   host blocks without a key, held by a transfer or a session from before a reset
     free       all other blocks
 
@@ -102,6 +102,8 @@ class NamespaceModel:
     # For each session and key, the epoch and the block of each pin, the oldest first; None
     # for a key that was absent.
     pins: dict[str, dict[bytes, list[tuple[int, KeyBlock] | None]]] = field(default_factory=dict)
+    # For each session and label, the deadline of each retained key.
+    retained: dict[tuple[str, str], dict[bytes, float]] = field(default_factory=dict)
     subscribers: dict[str, MirrorModel] = field(default_factory=dict)
     # A mirror of all events that were published.
     published: MirrorModel = field(init=False)
@@ -141,10 +143,12 @@ class NamespaceModel:
     def pinned(self) -> set[bytes]:
         pinned = {key for key, epoch, _ in self._pins() if epoch == self.epoch}
         return pinned.union(
-            key
-            for transfer in self.transfers.values()
-            if transfer.direction is Direction.LOAD and transfer.epoch == self.epoch
-            for key in transfer.blocks
+            self.retained_by(*self.sessions.values()),
+            *(
+                transfer.blocks
+                for transfer in self.transfers.values()
+                if transfer.direction is Direction.LOAD and transfer.epoch == self.epoch
+            ),
         )
 
     def _pins(self) -> Iterator[tuple[bytes, int, KeyBlock]]:
@@ -169,5 +173,11 @@ class NamespaceModel:
             if {b.sub for b in request.first_blocks(key)} > set(self.ready[key].subs)
         }
 
+    def retained_by(self, *engines: str) -> set[bytes]:
+        """The distinct keys that these engines retain."""
+        retained = self.retained.items()
+        return {key for who, keys in retained for key in keys if self.sessions[who[0]] in engines}
+
     def begin_epoch(self, epoch: int) -> None:
         self.ready, self.pending, self.epoch = {}, {}, epoch
+        self.retained.clear()

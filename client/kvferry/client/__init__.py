@@ -21,6 +21,7 @@ from kvferry.client.manager import OffloadingManager
 from kvferry.client.manager_outputs import PrepareStoreOutput
 from kvferry.client.operations import AllocatedKVCaches
 from kvferry.client.residency_events import OffloadingEvent
+from kvferry.client.retentions import Retention
 from kvferry.client.session_state import RegistrationState, SessionState
 from kvferry.client.tensors import CanonicalKVCaches, canonicalize, shared_empty
 from kvferry.client.timeline import Timeline
@@ -67,6 +68,7 @@ __all__ = [
     "PrepareStoreOutput",
     "Refused",
     "RegistrationState",
+    "Retention",
     "SessionState",
     "TensorLayout",
     "TensorRef",

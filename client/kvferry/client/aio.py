@@ -50,6 +50,7 @@ class AsyncOffloadClient(NonBlockingClient):
     register_kv_caches = operations.register_kv_caches
     allocate_kv_caches = operations.allocate_kv_caches
     release_kv_caches = operations.release_kv_caches
+    release_retained = operations.release_retained
     wait = operations.wait
     status = operations.status
     namespaces = operations.namespaces

@@ -59,6 +59,7 @@ class OffloadClient(NonBlockingClient):
     register_kv_caches = blocking(operations.register_kv_caches)
     allocate_kv_caches = blocking(operations.allocate_kv_caches)
     release_kv_caches = blocking(operations.release_kv_caches)
+    release_retained = blocking(operations.release_retained)
     wait = blocking(operations.wait)
     status = blocking(operations.status)
     namespaces = blocking(operations.namespaces)

@@ -44,6 +44,7 @@ from kvferry.client.nonblocking import (
 )
 from kvferry.client.pending_keys import PendingKeys
 from kvferry.client.residency_events import OffloadingEvent, ResidencyEvents
+from kvferry.client.retentions import Retention
 from kvferry.client.session_state import NamespaceOptions, SessionState
 from kvferry.client.tier_searches import Prefetch
 from kvferry.client.writers import Writers
@@ -253,6 +254,10 @@ class OffloadingManager:
         )
         return PrepareStoreOutput(wanted, tuple(specs), writers=self.writers.count)
 
+    def is_storing(self, keys: Iterable[OffloadKey]) -> bool:
+        """Whether prepare_store has returned one of these keys, and its store has not completed."""
+        return not self._offered.isdisjoint(keys)
+
     def complete_store(self, keys: Iterable[OffloadKey], success: bool = True) -> None:
         """The transfer of these keys has ended. Calling it twice is harmless.
 
@@ -321,6 +326,25 @@ class OffloadingManager:
         self._spare.update(dict.fromkeys(reversed(self._checked(keys))))
         if len(self._spare) > MAX_TOUCHED:
             self.flush()
+
+    def retain(
+        self, keys: Iterable[OffloadKey], seconds: float, label: str = ""
+    ) -> tuple[Retention, ...]:
+        """Keep keys from eviction for a time: see OffloadClient.retain. Sent at once; one result
+        per rank, each filled while the manager is polled."""
+        wanted = self.writers.divide(self._checked(keys))
+        return tuple(
+            client.retain(own, seconds, label)
+            for client, own in zip(self._clients, wanted, strict=True)
+        )
+
+    def release(self, keys: Iterable[OffloadKey], label: str = "") -> None:
+        """Nobody will use these keys: see OffloadClient.release. Sent at once, after the touched
+        keys, which would make them recent again."""
+        self.flush()
+        wanted = self.writers.divide(self._checked(keys))
+        for client, own in zip(self._clients, wanted, strict=True):
+            client.release(own, label)
 
     def keep(self, keys: Iterable[OffloadKey]) -> None:
         """The engine's GPU is about to overwrite the blocks of these keys: mark them as used,

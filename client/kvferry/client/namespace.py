@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kvferry.client.mirror import MISS, RETRY, Mirror
+from kvferry.client.retentions import Retention, Retentions
 from kvferry.client.session_state import SessionState
 from kvferry.client.splitting import key_batches
 from kvferry.client.tier_searches import SEARCH_TIMEOUT, TierSearch, TierSearches
@@ -19,6 +20,7 @@ from kvferry.client.wire import Wire
 from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
+from kvferry.proto.hints import Retain, Retained
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.messages import (
     Done,
@@ -58,6 +60,7 @@ class ClientNamespace:
         # The shared tiers that it has not reached.
         self.unpublished: tuple[str, ...] = ()
         self.tier_searches = TierSearches()
+        self.retentions = Retentions()
         # See TiersFound.
         self.is_shared = False
 
@@ -183,6 +186,7 @@ class ClientNamespace:
     def connection_lost(self) -> None:
         """Hide all keys until the session is restored."""
         self.tier_searches.end_all()
+        self.retentions.end_all()
         self.reset(_DISCONNECTED)
 
     def reopened(self, opened: Opened) -> None:
@@ -274,6 +278,14 @@ class OpenedNamespace:
         self.namespace.tier_searches.begin(number, search)
         return data
 
+    def retain(
+        self, retention: Retention, keys: tuple[OffloadKey, ...], seconds: float, label: str
+    ) -> Retain:
+        """The request to retain a part of the keys of a retention."""
+        message = Retain(self._wire.next_request_id(), keys, seconds, label)
+        self.namespace.retentions.begin(message.request_id, retention, len(keys))
+        return message
+
     def follow_ups(self, now: float) -> list[bytes]:
         """The messages that the received ones require, once.
 
@@ -291,11 +303,12 @@ class OpenedNamespace:
     # What happens to the session
 
     def request_refused(self, request_id: int) -> bool:
-        """A search that is refused has ended. Returns whether the request is a reset, which may
-        have no caller."""
+        """A search or a retain that is refused has ended. Returns whether the request is a reset,
+        which may have no caller."""
         if self.if_open is None:
             return False
         self.if_open.tier_searches.end(request_id)
+        self.if_open.retentions.answer(request_id, 0, 0, 0)
         return self.if_open.is_resetting(request_id)
 
     def session_restored(self) -> None:
@@ -307,8 +320,10 @@ class OpenedNamespace:
         if self.if_open is not None:
             self.if_open.connection_lost()
 
-    def receive(self, message: Snapshot | KeyEvents | TiersFound | Done) -> None:
+    def receive(self, message: Snapshot | KeyEvents | TiersFound | Retained | Done) -> None:
         match message:
+            case Retained(request_id, kept, missing, clipped):
+                self.namespace.retentions.answer(request_id, kept, missing, clipped)
             case Snapshot() | KeyEvents():
                 if self.if_open is not None and self.if_open.apply_message(message):
                     self._snapshot_needed = True

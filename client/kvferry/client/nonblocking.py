@@ -15,6 +15,7 @@ from kvferry.client.link import ClientLink
 from kvferry.client.namespace import ClientNamespace
 from kvferry.client.process_bound import ProcessBound
 from kvferry.client.restoring import restore_session
+from kvferry.client.retentions import Retention
 from kvferry.client.session import ClientSession
 from kvferry.client.session_state import SessionState
 from kvferry.client.splitting import key_batches
@@ -22,6 +23,7 @@ from kvferry.client.tier_searches import TierSearch
 from kvferry.client.validation import check_fields, checked_seconds
 from kvferry.client.wire import ConnectionState
 from kvferry.proto.errors import Gone
+from kvferry.proto.hints import Release, Retain
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import ClientMessage, Hello, Pin, Spare, Touch, Unpin, Welcome
@@ -280,12 +282,44 @@ class NonBlockingClient(ProcessBound):
 
     def spare(self, keys: Iterable[OffloadKey]) -> None:
         """Let the blocks of these keys be evicted first, the last one before the others, until they
-        are touched: the engine's GPU has them, or nobody will use them.
+        are touched: the engine's GPU has them. If nobody will use them, call `release`.
 
         Ignored while another engine has the namespace open, and forgotten when one opens it.
         """
         batches = key_batches(self._session.namespace.checked_keys(keys))
         self._send_if_connected(map(Spare, reversed(batches)))
+
+    def retain(self, keys: Iterable[OffloadKey], seconds: float, label: str = "") -> Retention:
+        """Keep the blocks of loadable keys from eviction for a time, within a share of all blocks.
+
+        keys: in prefix order; the last ones exceed a share first. seconds: above 0, at most 3600;
+        it may end a second late. Retained again, keys stay until the later end. label: for whom, at
+        most 256 characters; one that is not empty has a share that is smaller than the engine's.
+        It also ends with `release`, a reset, and the session: reconnecting does not retain again.
+        The result is filled while the client is polled; all keys are missing if it is not
+        connected. Raises Refused (BAD_KEY, BAD_SPEC, BAD_MESSAGE, UNKNOWN_NAMESPACE).
+        """
+        session, retention = self._session, Retention()
+        distinct = tuple(dict.fromkeys(session.namespace.checked_keys(keys)))
+        seconds = checked_seconds("seconds", seconds)
+        check_fields(Retain, seconds=seconds, label=label)
+        if session.wire.gone is not None or not distinct:
+            retention.missing = len(distinct)
+            return retention
+        for batch in key_batches(distinct):
+            self._link.request(session.opened.retain(retention, batch, seconds, label))
+        return retention
+
+    def release(self, keys: Iterable[OffloadKey], label: str = "") -> None:
+        """Nobody will use these keys: end what this client retains of them with this label, and let
+        their blocks be evicted first until they are touched, as `spare` does.
+
+        Has no effect while the client is not connected. Raises Refused (BAD_KEY, BAD_MESSAGE,
+        UNKNOWN_NAMESPACE).
+        """
+        batches = key_batches(self._session.namespace.checked_keys(keys))
+        check_fields(Release, label=label)
+        self._send_if_connected(Release(batch, label) for batch in reversed(batches))
 
     def reset_async(self, label: str = "") -> None:
         """As `reset`, without waiting: every key is a MISS here at once.

@@ -24,6 +24,7 @@ from kvferry.client.timeline import Timeline
 from kvferry.client.validation import check_fields
 from kvferry.proto.errors import Code, Failed, Gone, KVFerryError, Refused
 from kvferry.proto.fingerprint import Fingerprint
+from kvferry.proto.hints import ReleaseRetained
 from kvferry.proto.memory import FdAllocation, HostRegion
 from kvferry.proto.messages import (
     Allocated,
@@ -261,6 +262,26 @@ async def release_kv_caches(
     check_fields(ReleaseKVCaches, engine=engine)
     await call.connected()
     request = ReleaseKVCaches(session.wire.next_request_id(), engine, host_memory)
+    nbytes: int = (await call.ask(request)).nbytes
+    return nbytes
+
+
+async def release_retained(
+    self: NonBlockingClient,
+    /,
+    namespace: str,
+    label: str | None = None,
+    timeout: float | None = None,
+) -> int:
+    """End what all clients have retained in a namespace; returns the bytes that can be evicted.
+
+    namespace: its name, as in `Opened.name`. label: only what has this label; None: everything.
+    Raises Refused (UNKNOWN_NAMESPACE, BAD_MESSAGE) or Gone.
+    """
+    session, call = self._session, self._begin_call(timeout)
+    check_fields(ReleaseRetained, namespace=namespace, label=label)
+    await call.connected()
+    request = ReleaseRetained(session.wire.next_request_id(), namespace, label)
     nbytes: int = (await call.ask(request)).nbytes
     return nbytes
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from kvferry.proto.errors import Gone, KVFerryError
+from kvferry.proto.hints import ReleaseRetained
 from kvferry.proto.lending import BorrowMemory, MemoryLent
 from kvferry.proto.messages import (
     Allocated,
@@ -34,6 +35,7 @@ RequestMessage: TypeAlias = (
     RegisterKVCaches
     | AllocateKVCaches
     | ReleaseKVCaches
+    | ReleaseRetained
     | Wait
     | OpenNamespace
     | Reset

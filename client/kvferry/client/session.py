@@ -13,6 +13,7 @@ from kvferry.client.timeline import Timeline
 from kvferry.client.wire import Wire
 from kvferry.proto.codec import decode_daemon_message
 from kvferry.proto.errors import Code, Gone, KVFerryError, error_of
+from kvferry.proto.hints import Retained
 from kvferry.proto.memory import HostRegion
 from kvferry.proto.messages import (
     Done,
@@ -119,7 +120,7 @@ class ClientSession:
         match decode_daemon_message(data):
             case Finished() as results:
                 self.jobs.receive(results)
-            case Snapshot() | KeyEvents() | TiersFound() as message:
+            case Snapshot() | KeyEvents() | TiersFound() | Retained() as message:
                 self.opened.receive(message)
             case Welcome() as welcome:
                 self.wire.hello_answered(welcome)

@@ -97,6 +97,8 @@ def _allowed(kind: inspect.Type) -> str:
             low = gt + 1 if gt is not None else ge
             high = lt - 1 if lt is not None else le
             return f"a whole number from {low} to {high}"
+        case inspect.FloatType(gt=low, le=high) if low is not None and high is not None:
+            return f"a number above {low:g} and at most {high:g}"
         case inspect.StrType(least, most):
             return f"a text of {least or 0} to {most} characters"
         case inspect.VarTupleType(item, least, most):

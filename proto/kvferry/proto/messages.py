@@ -33,7 +33,7 @@
 
 A request has a request_id, which its reply repeats. ZeroMQ cannot pass file descriptors (shared
 memory, timeline pages); a second socket does (fd_passing.py). Siblings also send the messages of
-lending.py.
+lending.py. What applications know of their keys is in hints.py.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from msgspec import Meta
 
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.fingerprint import Fingerprint
+from kvferry.proto.hints import HintMessage, Retained
 from kvferry.proto.keys import EventKind
 from kvferry.proto.lending import LendingMessage, LendingReply
 from kvferry.proto.memory import Allocations, HostRegion, Locations
@@ -213,8 +214,8 @@ class Touch(Message):
 
 
 class Spare(Message):
-    """Evict the blocks of these keys first, until they are touched: the engine's GPU has them, or
-    nobody will use them. Ignored while another engine is in the namespace."""
+    """Evict the blocks of these keys first, until they are touched: the engine's GPU has them.
+    Ignored while another engine is in the namespace. Those that are retained stay."""
 
     keys: Keys
 
@@ -418,6 +419,7 @@ ClientMessage: TypeAlias = (
     | Spare
     | Reset
     | FindInTiers
+    | HintMessage
     | LendingMessage
     | StatusRequest
     | NamespacesRequest
@@ -435,6 +437,7 @@ DaemonMessage: TypeAlias = (
     | TiersFound
     | Snapshot
     | KeyEvents
+    | Retained
     | LendingReply
     | StatusReport
     | NamespacesReport

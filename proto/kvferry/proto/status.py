@@ -21,6 +21,8 @@ ALERTED = str(Code.BUSY), str(Code.CORRUPT_BLOCK)
 
 # The hits that a namespace would have with another number of blocks.
 HIT_RATE = partial(gauge, metric="expected_hit_ratio", text="")
+# What became of the keys of hints.
+HINTED_KEYS = partial(counter, metric="hinted_keys", text="")
 
 
 class DeviceInfo(Part):
@@ -106,6 +108,7 @@ class NamespaceStatus(Part):
 
     unverified: stored for an earlier daemon, and not yet compared with its checksum.
     orphaned: without a key since a reset or a checksum error, but in use by a job or pinned.
+    retained: distinct blocks; they are pinned, too. hints_...: keys of Retain and Release.
     shortfall: why it has less host memory than its engines asked for; empty if it does not.
     """
 
@@ -151,6 +154,22 @@ class NamespaceStatus(Part):
     hit_rate: Annotated[float | None, HIT_RATE("With as many.", pool="1")] = None
     hit_rate_double: Annotated[float | None, HIT_RATE("With twice as many.", pool="2")] = None
     hit_rate_quadruple: Annotated[float | None, HIT_RATE("With four times.", pool="4")] = None
+    retained: Annotated[
+        int, gauge("Host blocks that hints keep from eviction.", "retained_blocks")
+    ] = 0
+    hints_accepted: Annotated[
+        int, HINTED_KEYS("Keys that were retained or released.", result="accepted")
+    ] = 0
+    hints_clipped: Annotated[
+        int, HINTED_KEYS("Not retained: a share is used up.", result="clipped")
+    ] = 0
+    hints_missing: Annotated[
+        int, HINTED_KEYS("Not retained: not in host memory.", result="missing")
+    ] = 0
+    hints_refused: Annotated[
+        int,
+        HINTED_KEYS("Wrong keys, or released while another engine is there.", result="refused"),
+    ] = 0
 
     @property
     def host_bytes(self) -> int:

@@ -164,13 +164,32 @@ def release(
     name: Annotated[
         str, typer.Argument(help="The name of an engine or a namespace.", metavar="NAME")
     ],
+    retained: Annotated[
+        bool,
+        typer.Option(
+            "--retained",
+            help="Free nothing: let the blocks be evicted that hints retain in namespace NAME, "
+            "also while engines have it open.",
+        ),
+    ] = False,
+    label: Annotated[
+        str | None,
+        typer.Option(help="With --retained: only what has this label.", metavar="LABEL"),
+    ] = None,
     directory: Directory = None,
 ) -> None:
     """Free the memory that is kept for an engine or a namespace.
 
     These are KV tensors and host memory. Those of a connected engine are freed when it disconnects;
-    a namespace that an engine has open is refused. Blocks in a tier stay.
+    a namespace that an engine has open is refused. Blocks in a tier stay. `kvferry status` shows
+    the names, and how many blocks are retained.
     """
+    if label is not None and not retained:
+        raise typer.BadParameter("--label needs --retained; add it")
+    if retained:
+        nbytes = status_command.release_retained(directory, name, label)
+        print(f"{units.size(nbytes)} of {name} are no longer retained")
+        return
     nbytes = status_command.release_memory(directory, name)
     print(f"released {units.size(nbytes)} kept for {name}")
 

@@ -75,6 +75,15 @@ def release_memory(directory: Path | None, name: str) -> int:
         return client.release_kv_caches(name, host_memory=True)
 
 
+def release_retained(directory: Path | None, namespace: str, label: str | None) -> int:
+    """End what hints retain in a namespace, of a label or all. Returns the bytes."""
+    where = locate_daemon(directory)
+    with OffloadClient(
+        where, engine="kvferry-cli", client="kvferry release", timeout=TIMEOUT
+    ) as client:
+        return client.release_retained(namespace, label)
+
+
 def as_json(value: Any) -> Any:
     """Convert to dicts and lists. msgspec encodes these structs as arrays, without field names."""
     match value:

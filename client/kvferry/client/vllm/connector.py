@@ -29,6 +29,7 @@ from kvferry.client.vllm.engine_config import provide_config
 from kvferry.client.vllm.engine_end import EngineEnd
 from kvferry.client.vllm.eviction_stores import EvictionStores
 from kvferry.client.vllm.held_blocks import HeldBlocks
+from kvferry.client.vllm.hinted_prefixes import HintedPrefixes
 from kvferry.client.vllm.kv_memory import KVMemory, exports
 from kvferry.client.vllm.load_conditions import (
     can_load_after,
@@ -36,6 +37,7 @@ from kvferry.client.vllm.load_conditions import (
     may_load,
 )
 from kvferry.client.vllm.prefill_rate import PrefillRate
+from kvferry.client.vllm.request_hints import read_hints
 from kvferry.proto.version import installed_version
 
 log = logging.getLogger("kvferry")
@@ -73,6 +75,7 @@ class KVFerryConnector(OffloadingConnector):
         self._block_owners = BlockOwners()
         if role is KVConnectorRole.SCHEDULER:
             self._draft_groups = DraftGroups(self.connector_scheduler)
+            self._hinted = HintedPrefixes(self.connector_scheduler)
         self._held: HeldBlocks | None = None
         self._evictions: EvictionStores | None = None
         self._fault_tolerant: FaultTolerantWorker | None = None
@@ -116,7 +119,7 @@ class KVFerryConnector(OffloadingConnector):
 
     def has_pending_push_work(self) -> bool:
         evicting = self._evictions is not None and self._end.allows_steps(bool(self._evictions))
-        return bool(self._held) or evicting or super().has_pending_push_work()
+        return bool(self._held) or bool(self._hinted) or evicting or super().has_pending_push_work()
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -149,7 +152,7 @@ class KVFerryConnector(OffloadingConnector):
         keys, tokens = keys_to_prefetch(scheduler, request)
         if not may_load(scheduler, request):
             keys = []
-        seconds = self._prefill_rate.seconds(tokens)
+        seconds = 0.0 if read_hints(request).prefetches else self._prefill_rate.seconds(tokens)
         scheduler.manager.request_arrived(request.request_id, keys, seconds)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
@@ -176,6 +179,7 @@ class KVFerryConnector(OffloadingConnector):
         finished = super().request_finished(request, block_ids)
         self._prefill_rate.end(request.request_id, time.monotonic())
         finish_keys(self.connector_scheduler, request.request_id)
+        self._hinted.request_finished(request)
         return finished
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
@@ -203,8 +207,10 @@ class KVFerryConnector(OffloadingConnector):
             metadata.jobs_to_flush = self._held.jobs_to_wait_for(metadata.jobs_to_flush or set())
         if self._evictions is not None:
             self._evictions.count_allocated(output.num_scheduled_tokens)
+            self._hinted.choose_stores(self._evictions)
             for job_id, store in scheduler.manager.store_evicted(ends=self._end.take()):
                 metadata.store_jobs[job_id] = compat.store_job(store)
+        self._hinted.apply()
         observe_prefills(self._prefill_rate, scheduler, scheduler_output)
         metadata.has_no_forward_pass = scheduler_output.total_num_scheduled_tokens == 0
         written = metadata.load_jobs and compat.written_blocks(scheduler_output)

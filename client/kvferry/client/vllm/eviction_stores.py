@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeAlias
 
 from kvferry.proto.keys import OffloadKey
@@ -85,6 +86,8 @@ class EvictionStores:
         # Blocks that all steps since the last look have allocated, about; and the most that a
         # recent one has computed, and loaded.
         self._allocated = self._most_computed = self._most_loaded = 0
+        # Blocks whose chunks are stored with the next look.
+        self._wanted: dict[int, None] = {}
         # Tokens that this step loads.
         self._loaded_tokens = 0
 
@@ -134,10 +137,21 @@ class EvictionStores:
                     self._note(self._chunk_of(status, group, number, key, at, blocks, epochs))
             first += size
 
+    def store_soon(self, blocks: Iterable[int], keys: Iterable[OffloadKey]) -> None:
+        """Store the chunks in these blocks that have one of these keys, in this step."""
+        self._wanted.update(dict.fromkeys(self._blocks_with(blocks, keys)))
+
+    def forget_chunks(self, blocks: Iterable[int], keys: Iterable[OffloadKey]) -> None:
+        """Do not store the chunks in these blocks that have one of these keys, unless they are
+        noted again."""
+        for block in self._blocks_with(blocks, keys):
+            del self._noted[block]
+
     def forget(self) -> None:
         """The contents of all blocks are outdated. Stores in flight go on."""
         self._noted.clear()
         self._near.clear()
+        self._wanted.clear()
 
     # In each step
 
@@ -152,17 +166,19 @@ class EvictionStores:
             self._most_loaded = max(int(FADE * self._most_loaded), loaded)
 
     def chunks_about_to_go(self, is_stored: IsStored) -> NearChunks | None:
-        """The chunks near the head of the free queue; None if there is no need to look.
+        """The chunks near the head of the free queue, and those to store soon; None if there is no
+        need to look.
 
         is_stored: whether host memory has a key.
         """
         depth = self._most_loaded + 2 * self._most_computed + MARGIN
         slack = depth // 4
         short = self._pool.free_block_queue.num_free_blocks <= depth + slack
+        wanted, self._wanted = self._wanted, {}
         if not self._noted or not self._allocated or (self._allocated < slack and not short):
-            return None
+            return self._look(iter(wanted), is_stored) if wanted else None
         self._allocated = 0
-        return self._look(self._free_blocks(depth + slack), is_stored)
+        return self._look(chain(wanted, self._free_blocks(depth + slack)), is_stored)
 
     def all_chunks(self, is_stored: IsStored) -> NearChunks:
         """All noted chunks, for an engine that ends: those in use last."""
@@ -236,6 +252,10 @@ class EvictionStores:
             its = status.req.block_hashes[first + step - 1 : first + group.hashes_per_chunk : step]
             hashes = tuple(each + suffix for each in its)
         return NotedChunk(key, number, tuple(blocks), hashes, epochs)
+
+    def _blocks_with(self, blocks: Iterable[int], keys: Iterable[OffloadKey]) -> list[int]:
+        noted, wanted = self._noted, {*keys}
+        return [block for block in blocks if block in noted and noted[block].key in wanted]
 
     def _note(self, chunk: NotedChunk) -> None:
         for block in chunk.blocks:

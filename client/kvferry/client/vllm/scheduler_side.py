@@ -24,6 +24,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from kvferry.client.manager import OffloadingManager
 from kvferry.client.manager_outputs import ResidencyUsage
 from kvferry.client.residency_events import OffloadingEvent
+from kvferry.client.retentions import Retention
 from kvferry.client.vllm.adapters import Adapters
 from kvferry.client.vllm.connection_log import connect_if_running
 from kvferry.client.vllm.engine_config import TIMEOUT, EngineConfig
@@ -219,6 +220,28 @@ class SchedulerSide:
         """The GPU has these keys, so host memory need not, unless others wait for them."""
         if self.eviction_stores is not None and self._usable and not self._manager.is_shared:
             self._manager.spare(keys)
+
+    @catch_errors
+    def retain_keys(
+        self, keys: Sequence[OffloadKey], seconds: float, label: str
+    ) -> tuple[Retention, ...]:
+        """See OffloadingManager.retain."""
+        return self._manager.retain(keys, seconds, label) if self._usable else ()
+
+    @catch_errors
+    def release_keys(self, keys: Sequence[OffloadKey], label: str) -> None:
+        """See OffloadingManager.release."""
+        if self._usable:
+            self._manager.release(keys, label)
+
+    def is_storing(self, keys: Sequence[OffloadKey]) -> bool:
+        return self._manager.is_storing(keys)
+
+    @catch_errors
+    def receive(self) -> None:
+        """Receive messages."""
+        if self._usable:
+            self._manager.poll()
 
     @property
     def may_store_late(self) -> bool:

@@ -21,6 +21,7 @@ from kvferry.client.vllm.engine_config import (
     read_engine_config,
 )
 from kvferry.client.vllm.fingerprint import offloaded_groups
+from kvferry.client.vllm.hinted_prefixes import HINT_COUNTERS
 from kvferry.client.vllm.scheduler_side import KeysSpec, SchedulerSide
 from kvferry.client.vllm.worker_side import WorkerSide
 from kvferry.proto.keys import Lookup
@@ -93,7 +94,7 @@ class KVFerrySpec(base.OffloadingSpec):
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG003 - vLLM's signature
         """Those of vLLM's host tier, without the number of skipped stores, which the daemon has.
 
-        And the number of requests whose drafting layers alone missed.
+        And the number of requests whose drafting layers alone missed, and what became of hints.
         """
         from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
@@ -101,6 +102,8 @@ class KVFerrySpec(base.OffloadingSpec):
         definitions[DRAFT_MISSES] = base.OffloadingCounterMetadata(
             "Requests that found the target model's KV but not that of its drafting layers."
         )
+        for name, text in HINT_COUNTERS.items():
+            definitions[name] = base.OffloadingCounterMetadata(text)
         return definitions
 
     def __init__(self, config: Any) -> None:

@@ -29,6 +29,7 @@ from kvferry.daemon.core.layout import split_spec
 from kvferry.daemon.core.lending import Lending
 from kvferry.daemon.core.namespaces import Namespaces
 from kvferry.daemon.core.ports import Ports
+from kvferry.daemon.core.prefix_hints import PrefixHints
 from kvferry.daemon.core.promotions import Promotions
 from kvferry.daemon.core.records import KeptTensorsRecord, RecoveredRegion
 from kvferry.daemon.core.refused_engines import RefusedEngines
@@ -92,6 +93,7 @@ class Core:
         self._regions = Regions(pool.nbytes, pool.own_bytes, pool.max_regions)
         self._namespaces = Namespaces(self._regions, ports)
         self.resets = Resets(self._namespaces, ports.epochs, ports.tiers)
+        self._hints = PrefixHints(self._namespaces)
         self._promotions = Promotions(self._namespaces, ports.tiers)
         self.lending = Lending(self._namespaces, is_enabled=ports.siblings.is_enabled)
         self.writes = Writes(self._namespaces, ports.tiers)
@@ -102,6 +104,7 @@ class Core:
         self._messages: MessageTable = {
             **self._transfers.messages,
             **self._namespaces.messages,
+            **self._hints.messages,
             **self._promotions.messages,
             **self.resets.messages,
             **self.lending.messages,
@@ -176,12 +179,13 @@ class Core:
         now: time.monotonic() in seconds.
         """
         self._now = max(self._now, now)
+        self._hints.expire(now)
         return self._with_changes(self._namespaces.adopt_epochs(now))
 
     @property
     def deadline(self) -> float | None:
         """The time at which the server must call `advance`; None: it need not."""
-        deadlines = self._namespaces.deadline, self.resets.deadline
+        deadlines = self._namespaces.deadline, self.resets.deadline, self._hints.deadline
         return min((each for each in deadlines if each is not None), default=None)
 
     def _with_changes(self, actions: list[Action]) -> list[Action]:

@@ -24,6 +24,7 @@ from kvferry.daemon.core.namespace_use import NamespaceUse
 from kvferry.daemon.core.ports import Ports
 from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.core.region import Region
+from kvferry.daemon.core.retention import RetainedBlocks
 from kvferry.daemon.core.siblings import NamespaceContents
 from kvferry.daemon.core.store_name import StoreName
 from kvferry.proto.errors import Code, Refused
@@ -98,6 +99,7 @@ class Namespace:
         self.cache = Cache(region.num_blocks, policy, threshold, min_uses, region.table)
         self.cache.events.on_event = partial(changed, self)
         self.use = NamespaceUse(region.num_blocks)
+        self.retained = RetainedBlocks(self.cache)
         self._ports = ports
         self.borrowed = BorrowedKeys(ports.siblings, self.cache)
         # Of its host blocks; None before any registration.
@@ -256,6 +258,7 @@ class Namespace:
         be freed."""
         self.is_behind = False
         self.borrowed.clear()
+        self.retained.end()
         deferred = self.cache.reset(epoch)
         self.use.forget_keys()
         self._update_contents()
@@ -315,6 +318,7 @@ class Namespace:
             shortfall=self.shortfall if self.has_users else "",
             **self.cache.counts,
             **self.use.fields(),
+            **self.retained.fields(),
         )
 
     def _pin_keys(

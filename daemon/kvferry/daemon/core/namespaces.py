@@ -307,6 +307,7 @@ class Namespaces:
         namespace = self._by_session.pop(session, None)
         if namespace is None:
             return []
+        namespace.retained.end(lambda owner: owner.session == session)
         pins = self._session_pins.pop(session)
         actions: list[Action] = [FreeDeferred(pins)] if pins.free_some() else []
         namespace.change_sessions(session, None)
