@@ -111,7 +111,11 @@ class HintedPrefixes:
             self._count_answers()
 
     def _keys(self, status: Any, tokens: int | None) -> list[OffloadKey]:
-        """The keys that a request with this prefix loads, in prefix order."""
+        """The keys that a request with this prefix loads, in prefix order.
+
+        vLLM stores windows before the last token of a prompt, which each request computes, and at
+        the end of the answer.
+        """
         scheduler, request = self._scheduler, status.req
         computed = max(request.num_prompt_tokens, request.num_tokens - 1)
         stored = scheduler._calc_num_offloadable_tokens(status, computed)  # noqa: SLF001 - no call
@@ -121,7 +125,8 @@ class HintedPrefixes:
         for group, state in groups:
             size, window = group.tokens_per_chunk, group.sliding_window_size_in_chunks
             count = min(len(state.offload_keys), most // size)
-            first = 0 if window is None else max(0, count - window)
+            boundary = (min(most, request.num_prompt_tokens) - 1) // size
+            first = 0 if window is None else max(0, boundary - window)
             ends += [((n + 1) * size, state.offload_keys[n]) for n in range(first, count)]
         ends.sort()
         return [key for _, key in ends]
