@@ -101,9 +101,7 @@ class HintedPrefixes:
             elif prefix.hints.releases:
                 manager.release_keys(prefix.keys, prefix.hints.label)
                 self._count(ACCEPTED, len(prefix.keys))
-                log.debug(
-                    "kvferry: released %d chunks of request %s", len(prefix.keys), prefix.request
-                )
+                log.debug("kvferry: released %d chunks of %s", len(prefix.keys), prefix.request)
             else:
                 sent = manager.retain_keys(prefix.keys, prefix.hints.seconds, prefix.hints.label)
                 self._unanswered += [(prefix.request, each) for each in sent or ()]
