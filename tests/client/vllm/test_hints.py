@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 from support.patient_daemon import PatientDaemon
 from support.time_limits import TIMEOUT
+from support.vllm_traffic import RandomRequests
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -107,10 +109,13 @@ def test_chunks_that_only_the_gpu_has_are_stored_when_they_are_retained(
 
 
 def test_a_part_of_a_prompt_is_retained(core: Any, start_kvferryd: StartKvferryd) -> None:
+    from kvferry.client.vllm import KVFerrySpec
+
     hinted = Hinted(core, start_kvferryd().directory)
     hinted.serve(0, **{RETAIN: {"seconds": 600, "tokens": 3 * TOKENS + 1}})
     assert hinted.settled() == [3, 0, 0, 0, 0]
     assert hinted.status().retained == 3
+    assert HINT_COUNTERS.keys() <= KVFerrySpec.build_metric_definitions({}).keys()
     hinted.engine.close()
 
 
@@ -199,6 +204,46 @@ def test_an_aborted_request_and_a_reset_end_well(core: Any, start_kvferryd: Star
     assert hinted.status().retained == 0
     assert hinted.serve(2) == [0]
     assert not engine.wrong
+    engine.close()
+
+
+def test_a_retained_prompt_with_windows_is_found(core: Any, start_kvferryd: StartKvferryd) -> None:
+    groups = ("full", "window")
+    hinted = Hinted(core, start_kvferryd().directory, groups=groups, blocks=1 + 2 * GPU * PROMPT)
+    hinted.serve(0, **KEEP)
+    hinted.serve(*range(100, 100 + HOST))
+    found = hinted.serve(0, 100)
+    assert found[0] >= PROMPT - 2
+    assert found[1] == 0
+    assert not hinted.engine.wrong
+    hinted.engine.close()
+
+
+@pytest.mark.parametrize("groups", [("full",), ("full", "window")])
+def test_random_hints_change_no_kv(
+    core: Any, start_kvferryd: StartKvferryd, pytestconfig: pytest.Config, groups: tuple[str, ...]
+) -> None:
+    """Requests are preempted, aborted and reset, at random."""
+    draw = random.Random(pytestconfig.option.seed)
+    hinted = Hinted(
+        core, start_kvferryd().directory, groups=groups, blocks=1 + 40 * len(groups), overlaps=True
+    )
+    engine = hinted.engine
+    add = engine.scheduler.add_request
+    choices: list[Any] = [None, {RELEASE: {}}, {PREFETCH: {}}, {RETAIN: {"seconds": 0.1}}, KEEP]
+
+    def add_hinted(request: Any) -> None:
+        request.kv_transfer_params = draw.choice(choices)
+        add(request)
+
+    engine.scheduler.add_request = add_hinted
+    requests = RandomRequests(engine, draw)
+    for _ in range(600):
+        requests.step()
+    requests.finish()
+    assert engine.loaded > 0
+    assert hinted.status().hints_accepted > 0
+    assert not engine.wrong, f"seed {pytestconfig.option.seed}"
     engine.close()
 
 

@@ -101,9 +101,7 @@ class HintedPrefixes:
             elif prefix.hints.releases:
                 manager.release_keys(prefix.keys, prefix.hints.label)
                 self._count(ACCEPTED, len(prefix.keys))
-                log.debug(
-                    "kvferry: released %d chunks of request %s", len(prefix.keys), prefix.request
-                )
+                log.debug("kvferry: released %d chunks of %s", len(prefix.keys), prefix.request)
             else:
                 sent = manager.retain_keys(prefix.keys, prefix.hints.seconds, prefix.hints.label)
                 self._unanswered += [(prefix.request, each) for each in sent or ()]
@@ -111,7 +109,11 @@ class HintedPrefixes:
             self._count_answers()
 
     def _keys(self, status: Any, tokens: int | None) -> list[OffloadKey]:
-        """The keys that a request with this prefix loads, in prefix order."""
+        """The keys that a request with this prefix loads, in prefix order.
+
+        vLLM stores windows before the last token of a prompt, which each request computes, and at
+        the end of the answer.
+        """
         scheduler, request = self._scheduler, status.req
         computed = max(request.num_prompt_tokens, request.num_tokens - 1)
         stored = scheduler._calc_num_offloadable_tokens(status, computed)  # noqa: SLF001 - no call
@@ -121,7 +123,8 @@ class HintedPrefixes:
         for group, state in groups:
             size, window = group.tokens_per_chunk, group.sliding_window_size_in_chunks
             count = min(len(state.offload_keys), most // size)
-            first = 0 if window is None else max(0, count - window)
+            boundary = (min(most, request.num_prompt_tokens) - 1) // size
+            first = 0 if window is None else max(0, boundary - window)
             ends += [((n + 1) * size, state.offload_keys[n]) for n in range(first, count)]
         ends.sort()
         return [key for _, key in ends]
