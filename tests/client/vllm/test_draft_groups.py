@@ -40,11 +40,11 @@ def test_requests_that_miss_the_draft_alone_are_counted_and_warned_of_once(
     side = core.kvferry_of(engine.scheduler.connector).connector_scheduler.manager
     if lost is not None:
         # The group's stores fail.
-        offer = side._offer_keys
+        offer = side.offer_keys
         end = range(len(groups))[lost].to_bytes(4, "big")
         monkeypatch.setattr(
             side,
-            "_offer_keys",
+            "offer_keys",
             lambda keys, *rest, **named: offer(
                 [key for key in keys if key[-4:] != end], *rest, **named
             ),

@@ -103,7 +103,7 @@ def test_auto_stores_at_once_what_a_sibling_waits_for(
         client.namespace.is_shared = True
     serve(engine, range(100, 100 + PROMPTS))
     keys = engine.manager.ready_keys[0]
-    chunks = engine.scheduler.connector._evictions._noted.values()
+    chunks = engine.scheduler.connector._late.noted._noted.values()
     newest = {chunk.key for chunk in [*chunks][-PROMPT:]}
     assert newest <= set(keys)
     engine.close()

@@ -132,7 +132,7 @@ def test_nothing_wrong_is_read(
         pytest.skip("this vLLM has no such model, or kvferry refuses it")
     nbytes = 2 * core.PAGE * gpu_blocks(case.groups, case.drafts) if mode == "auto" else HOST_BYTES
     engine = start(core, start_kvferryd(), case, mode, nbytes, overlaps=overlaps)
-    if mode != "at_once" and engine.scheduler.connector._evictions is None:
+    if mode != "at_once" and engine.scheduler.connector._late is None:
         engine.close()
         pytest.skip("this model always stores at once")
     requests = RandomRequests(engine, random.Random(pytestconfig.option.seed))

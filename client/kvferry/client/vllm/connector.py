@@ -26,18 +26,25 @@ from kvferry.client.vllm.adapters import watch_loads
 from kvferry.client.vllm.block_owners import BlockOwners
 from kvferry.client.vllm.draft_groups import DraftGroups
 from kvferry.client.vllm.engine_config import provide_config
-from kvferry.client.vllm.engine_end import EngineEnd
 from kvferry.client.vllm.eviction_stores import EvictionStores
 from kvferry.client.vllm.held_blocks import HeldBlocks
 from kvferry.client.vllm.hinted_prefixes import HintedPrefixes
 from kvferry.client.vllm.kv_memory import KVMemory, exports
+from kvferry.client.vllm.late_stores import LateStores
 from kvferry.client.vllm.load_conditions import (
     can_load_after,
     drop_invalid_parameters,
     may_load,
 )
+from kvferry.client.vllm.options import StoreMode
 from kvferry.client.vllm.prefill_rate import PrefillRate
 from kvferry.client.vllm.request_hints import read_hints
+from kvferry.client.vllm.request_progress import (
+    finish_keys,
+    keys_to_prefetch,
+    limit_store_to_computed_tokens,
+    store_progress,
+)
 from kvferry.proto.version import installed_version
 
 log = logging.getLogger("kvferry")
@@ -77,7 +84,7 @@ class KVFerryConnector(OffloadingConnector):
             self._draft_groups = DraftGroups(self.connector_scheduler)
             self._hinted = HintedPrefixes(self.connector_scheduler)
         self._held: HeldBlocks | None = None
-        self._evictions: EvictionStores | None = None
+        self._late: LateStores | None = None
         self._fault_tolerant: FaultTolerantWorker | None = None
         if role is KVConnectorRole.WORKER:
             worker: Any = getattr(self, "connector_worker")  # noqa: B009 - its type is unknown here
@@ -108,25 +115,23 @@ class KVFerryConnector(OffloadingConnector):
         scheduler: Any = self.connector_scheduler
         if self._writes_blocks_early:
             self._held = HeldBlocks(gpu_block_pool, scheduler.config.num_workers)
-        elif scheduler.manager.may_store_late:
-            self._evictions = EvictionStores(scheduler, gpu_block_pool)
-            scheduler.manager.eviction_stores = self._evictions
-            self._end = EngineEnd()
+        elif (mode := scheduler.manager.store_mode) is not StoreMode.AT_ONCE:
+            noted = EvictionStores(scheduler, gpu_block_pool)
+            self._late = LateStores(scheduler.manager, noted, mode)
+            scheduler.manager.late_stores = self._late
 
     def has_pending_block_frees(self) -> bool:
         """Asked by newer versions before they preempt a request."""
         return self._held is not None and self._held.will_free_blocks()
 
     def has_pending_push_work(self) -> bool:
-        evicting = self._evictions is not None and self._end.allows_steps(bool(self._evictions))
-        return bool(self._held) or bool(self._hinted) or evicting or super().has_pending_push_work()
+        late = self._late is not None and self._late.has_work
+        return bool(self._held) or bool(self._hinted) or late or super().has_pending_push_work()
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
-        if self._evictions is not None and meta is not None:
-            scheduler: Any = self.connector_scheduler
-            for keys in self._evictions.take_completed(meta.completed_jobs):
-                scheduler.manager.complete_store(keys, None)
+        if self._late is not None and meta is not None:
+            self._late.report(meta.completed_jobs)
         super().update_connector_output(connector_output)
         if self._held is not None and meta is not None:
             self._held.report(meta.completed_jobs)
@@ -170,8 +175,9 @@ class KVFerryConnector(OffloadingConnector):
         if num_external_tokens:
             scheduler: Any = self.connector_scheduler
             seconds = self._prefill_rate.seconds(num_external_tokens)
-            scheduler.manager.count_saved(num_external_tokens, seconds)
-            scheduler.manager.note_load(request.request_id, num_external_tokens)
+            scheduler.manager.attempt(lambda m: m.count_saved(num_external_tokens, seconds))
+            if self._late is not None:
+                self._late.note_load(request.request_id, num_external_tokens)
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         if compat.STORES_LAST_TOKEN:
@@ -205,10 +211,9 @@ class KVFerryConnector(OffloadingConnector):
         if self._held is not None:
             self._held.hold(metadata.store_jobs)
             metadata.jobs_to_flush = self._held.jobs_to_wait_for(metadata.jobs_to_flush or set())
-        if self._evictions is not None:
-            self._evictions.count_allocated(output.num_scheduled_tokens)
-            self._hinted.choose_stores(self._evictions)
-            for job_id, store in scheduler.manager.store_evicted(ends=self._end.take()):
+        if self._late is not None:
+            self._hinted.choose_stores(self._late.noted)
+            for job_id, store in self._late.stores_of_step(output.num_scheduled_tokens):
                 metadata.store_jobs[job_id] = compat.store_job(store)
         self._hinted.apply()
         observe_prefills(self._prefill_rate, scheduler, scheduler_output)
@@ -223,9 +228,9 @@ class KVFerryConnector(OffloadingConnector):
 
     def reset_cache(self) -> bool | None:
         result: bool | None = super().reset_cache()
-        if self._evictions is not None:  # vLLM does not know these jobs
+        if self._late is not None:  # vLLM does not know these jobs
             scheduler: Any = self.connector_scheduler
-            scheduler._current_batch_jobs_to_flush.update(self._evictions.jobs)  # noqa: SLF001
+            scheduler._current_batch_jobs_to_flush.update(self._late.noted.jobs)  # noqa: SLF001
         return result
 
     # In the worker
@@ -357,35 +362,6 @@ def choose_spec(vllm_config: Any) -> None:
     extra.setdefault("spec_module_path", "kvferry.client.vllm")
 
 
-def store_progress(scheduler: Any) -> list[tuple[Any, int]]:
-    """The next chunk to store, of each request and KV cache group."""
-    requests = scheduler._req_status.values()  # noqa: SLF001 - vLLM has no call
-    states = [state for request in requests for state in request.group_states]
-    return [(state, state.next_stored_chunk_idx) for state in states]
-
-
-def keys_to_prefetch(scheduler: Any, request: Any) -> tuple[list[bytes], float]:
-    """The keys that a request with this prompt would load, in prefix order, and tokens per key.
-
-    Of a sliding window, only its keys at the end of the prompt; they come last, because a missing
-    one must not end the prefix of the others.
-    """
-    status = scheduler._req_status.get(request.request_id)  # noqa: SLF001 - vLLM has no call
-    if status is None:
-        return [], 0.0
-    status.update_offload_keys()
-    keys: list[bytes] = []
-    windows: list[bytes] = []
-    for group, state in zip(scheduler.config.kv_group_configs, status.group_states, strict=True):
-        window = group.sliding_window_size_in_chunks
-        if window is None:
-            keys += state.offload_keys
-        else:
-            windows += state.offload_keys[-window:]
-    keys += windows
-    return keys, request.num_tokens / len(keys) if keys else 0.0
-
-
 def observe_prefills(rate: PrefillRate, scheduler: Any, scheduler_output: Any) -> None:
     """Measure how fast prompts are computed."""
     now = time.monotonic()
@@ -394,41 +370,3 @@ def observe_prefills(rate: PrefillRate, scheduler: Any, scheduler_output: Any) -
     for new in scheduler_output.scheduled_new_reqs:
         if (status := scheduler._req_status.get(new.req_id)) is not None:  # noqa: SLF001 - no call
             rate.begin(status.req, new.num_computed_tokens, now)
-
-
-def finish_keys(scheduler: Any, request_id: str) -> None:
-    """A request has ended. Mark its keys as used, in prefix order, also those that the GPU's prefix
-    cache had; vLLM before 0.31 does so itself. The GPU has them all now.
-
-    Of a sliding window, only the keys that a request with this prefix loads.
-    """
-    status = scheduler._req_status.get(request_id)  # noqa: SLF001 - vLLM has no call
-    if status is None:
-        return
-    groups = zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
-    ends: list[tuple[int, bytes]] = []
-    for group, state in groups:
-        window = group.sliding_window_size_in_chunks
-        first = 0 if window is None else max(0, state.num_hit_chunks - window)
-        tokens = group.tokens_per_chunk
-        ends += [(n * tokens, key) for n, key in enumerate(state.offload_keys[first:], first + 1)]
-    ends.sort()
-    new = sum(end > status.req.num_prompt_tokens for end, _ in ends)
-    keys = [key for _, key in ends]
-    if not compat.TOUCHES_KEYS:
-        scheduler.manager.touch_keys(keys, status.req_context, new)
-    scheduler.manager.spare_keys(keys)
-
-
-def limit_store_to_computed_tokens(scheduler: Any, request: Any) -> None:
-    """Store only those tokens of a finished request whose KV the engine has computed."""
-    status = scheduler._req_status.get(request.request_id)  # noqa: SLF001 - vLLM has no call
-    if status is None:
-        return
-    limits = [request.num_computed_tokens]
-    if status.max_offload_tokens is not None:
-        limits.append(status.max_offload_tokens)
-    if compat.STORES_FREED_BLOCKS:
-        groups = zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
-        limits += [len(state.block_ids) * group.tokens_per_block for group, state in groups]
-    status.max_offload_tokens = min(limits)

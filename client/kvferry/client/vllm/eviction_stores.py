@@ -145,7 +145,7 @@ class EvictionStores:
         """Do not store the chunks in these blocks that have one of these keys, unless they are
         noted again."""
         for block in self._blocks_with(blocks, keys):
-            del self._noted[block]
+            self._noted.pop(block, None)  # a table names a block twice that a window has left
 
     def forget(self) -> None:
         """The contents of all blocks are outdated. Stores in flight go on."""
@@ -165,18 +165,15 @@ class EvictionStores:
         if loaded:
             self._most_loaded = max(int(FADE * self._most_loaded), loaded)
 
-    def chunks_about_to_go(self, is_stored: IsStored) -> NearChunks | None:
-        """The chunks near the head of the free queue, and those to store soon; None if there is no
-        need to look.
-
-        is_stored: whether host memory has a key.
-        """
+    def near_chunks(self, is_stored: IsStored) -> NearChunks:
+        """The chunks near the head of the free queue, if there is need to look, and those to store
+        soon. is_stored: whether host memory has a key."""
         depth = self._most_loaded + 2 * self._most_computed + MARGIN
         slack = depth // 4
         short = self._pool.free_block_queue.num_free_blocks <= depth + slack
         wanted, self._wanted = self._wanted, {}
         if not self._noted or not self._allocated or (self._allocated < slack and not short):
-            return self._look(iter(wanted), is_stored) if wanted else None
+            return self._look(iter(wanted), is_stored) if wanted else NearChunks()
         self._allocated = 0
         return self._look(chain(wanted, self._free_blocks(depth + slack)), is_stored)
 

@@ -15,8 +15,10 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from kvferry.client.manager import OffloadingManager
 from kvferry.client.retentions import Retention
 from kvferry.client.vllm.eviction_stores import EvictionStores
 from kvferry.client.vllm.request_hints import RequestHints, read_hints
@@ -94,19 +96,24 @@ class HintedPrefixes:
 
     def apply(self) -> None:
         """Retain and release the prefixes whose stores have ended. At the end of each step."""
-        pending, self._pending, manager = self._pending, [], self._scheduler.manager
-        for prefix in pending:
-            if manager.is_storing(prefix.keys) and time.monotonic() < prefix.until:
-                self._pending.append(prefix)
-            elif prefix.hints.releases:
-                manager.release_keys(prefix.keys, prefix.hints.label)
-                self._count(ACCEPTED, len(prefix.keys))
-                log.debug("kvferry: released %d chunks of %s", len(prefix.keys), prefix.request)
-            else:
-                sent = manager.retain_keys(prefix.keys, prefix.hints.seconds, prefix.hints.label)
-                self._unanswered += [(prefix.request, each) for each in sent or ()]
+        if self._pending:
+            pending, self._pending = self._pending, []
+            for prefix in pending:
+                self._scheduler.manager.attempt(partial(self._apply, prefix))
         if self._unanswered:
             self._count_answers()
+
+    def _apply(self, prefix: HintedPrefix, manager: OffloadingManager) -> None:
+        keys, hints = prefix.keys, prefix.hints
+        if manager.is_storing(keys) and time.monotonic() < prefix.until:
+            self._pending.append(prefix)
+        elif hints.releases:
+            manager.release(keys, hints.label)
+            self._count(ACCEPTED, len(keys))
+            log.debug("kvferry: released %d chunks of %s", len(keys), prefix.request)
+        else:
+            sent = manager.retain(keys, hints.seconds, hints.label)
+            self._unanswered += [(prefix.request, each) for each in sent]
 
     def _keys(self, status: Any, tokens: int | None) -> list[OffloadKey]:
         """The keys that a request with this prefix loads, in prefix order.
@@ -130,7 +137,7 @@ class HintedPrefixes:
         return [key for _, key in ends]
 
     def _count_answers(self) -> None:
-        self._scheduler.manager.receive()
+        self._scheduler.manager.attempt(OffloadingManager.poll)
         unanswered, self._unanswered = self._unanswered[-MAX_PENDING:], []
         for request, one in unanswered:
             if not one.done:

@@ -19,20 +19,21 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from kvferry.client.manager import OffloadingManager
 from kvferry.client.manager_outputs import ResidencyUsage
 from kvferry.client.residency_events import OffloadingEvent
-from kvferry.client.retentions import Retention
 from kvferry.client.vllm.adapters import Adapters
 from kvferry.client.vllm.connection_log import connect_if_running
 from kvferry.client.vllm.engine_config import TIMEOUT, EngineConfig
-from kvferry.client.vllm.eviction_stores import EvictionJob, EvictionStores, NotedChunk
 from kvferry.client.vllm.options import StoreMode
 from kvferry.client.vllm.request_state import Keys, RequestState
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
+
+if TYPE_CHECKING:
+    from kvferry.client.vllm.late_stores import LateStores
 
 log = logging.getLogger("kvferry")
 
@@ -131,8 +132,8 @@ class SchedulerSide:
         self._ended: list[Keys] = []
         self._to_unpin: list[Keys] = []
         self._usage_due = self._reset_due = 0.0
-        # If stores wait for evictions: the chunks that wait. Set by the connector.
-        self.eviction_stores: EvictionStores | None = None
+        # If stores wait for evictions. Set by the connector.
+        self.late_stores: LateStores | None = None
         # Keys in each store since the last call of take_store_sizes.
         self._store_sizes: deque[int] = deque(maxlen=MAX_SIZES)
 
@@ -182,6 +183,14 @@ class SchedulerSide:
         self._hits += 1
         return self._hit
 
+    @property
+    def store_mode(self) -> StoreMode:
+        return self._config.store_mode if self._config.stores else StoreMode.AT_ONCE
+
+    def loads(self, request: str) -> bool:
+        """Whether keys are pinned for a load of this request."""
+        return request in self._loads
+
     def has_key(self, key: OffloadKey) -> bool:
         """Whether a lookup found this key, or would find it, in this step."""
         return all(key in ready for ready in self._ready)
@@ -216,79 +225,19 @@ class SchedulerSide:
             self._manager.touch(keys, new)
 
     @catch_errors
-    def spare_keys(self, keys: Sequence[OffloadKey]) -> None:
-        """The GPU has these keys, so host memory need not, unless others wait for them."""
-        if self.eviction_stores is not None and self._usable and not self._manager.is_shared:
-            self._manager.spare(keys)
-
-    @catch_errors
-    def retain_keys(
-        self, keys: Sequence[OffloadKey], seconds: float, label: str
-    ) -> tuple[Retention, ...]:
-        """See OffloadingManager.retain."""
-        return self._manager.retain(keys, seconds, label) if self._usable else ()
-
-    @catch_errors
-    def release_keys(self, keys: Sequence[OffloadKey], label: str) -> None:
-        """See OffloadingManager.release."""
-        if self._usable:
-            self._manager.release(keys, label)
-
-    def is_storing(self, keys: Sequence[OffloadKey]) -> bool:
-        return self._manager.is_storing(keys)
-
-    @catch_errors
-    def receive(self) -> None:
-        """Receive messages."""
-        if self._usable:
-            self._manager.poll()
-
-    @property
-    def may_store_late(self) -> bool:
-        return self._config.stores and self._config.store_mode is not StoreMode.AT_ONCE
-
-    def note_load(self, request: str, tokens: int) -> None:
-        """A request loads the KV of so many tokens into its GPU blocks."""
-        if self.eviction_stores is not None and request in self._loads:
-            self.eviction_stores.note_load(request, tokens, self._epochs_of(request))
-
-    @catch_errors
-    def count_saved(self, tokens: int, seconds: float) -> None:
-        """See OffloadingManager."""
-        self._manager.count_saved(tokens, seconds)
+    def attempt(self, call: Callable[[OffloadingManager], R]) -> R | None:
+        """Call a function with the manager, unless offloading is off."""
+        return call(self._manager) if self._usable else None
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> StoreOutput:
         """Empty if nothing can be stored, not None: then vLLM would offer all keys again."""
         if not self.adapters.may_use_keys(req_context.req_id):
             return StoreOutput([], KeysSpec(()), [])
         last = req_context.req_id in self._ended_requests
-        epochs = self._epochs_of(req_context.req_id)
-        keys = self._without_late_stores(req_context.req_id, keys, epochs) or ()
-        return self._offer_keys(keys, epochs, last) or StoreOutput([], KeysSpec(()), [])
-
-    @catch_errors
-    def store_evicted(self, *, ends: bool = False) -> list[tuple[int, EvictionJob]]:
-        """The stores, by job id, of chunks that the GPU is about to lose. At the end of each step.
-
-        ends: of all that the GPU has and host memory lacks, as far as it fits: the engine ends.
-        """
-        stores, manager = self.eviction_stores, self._manager
-        if stores is None or not self._usable or manager.is_resetting or manager.gone is not None:
-            return []
-        is_stored = manager.is_stored
-        near = stores.all_chunks(is_stored) if ends else stores.chunks_about_to_go(is_stored)
-        if near is None:
-            return []
-        if near.resident and not ends:
-            manager.keep(tuple(near.resident)[::-1])
-        jobs, most = list[tuple[int, EvictionJob]](), max(1, manager.num_blocks // 2)
-        lacking = near.lacking[-manager.num_blocks :]
-        for at in range(0, len(lacking), most):
-            for epochs, chunks in _by_epochs(lacking[at : at + most]).items():
-                output = self._offer_keys([each.key for each in chunks], epochs, last=True)
-                if output is not None:
-                    jobs.append(stores.add_job(chunks, output))
-        return jobs
+        epochs = self.epochs_of(req_context.req_id)
+        if self.late_stores is not None:
+            keys = self.late_stores.keys_to_store_now(req_context.req_id, keys, epochs)
+        return self.offer_keys(keys, epochs, last) or StoreOutput([], KeysSpec(()), [])
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: Any, success: bool = True
@@ -316,8 +265,8 @@ class SchedulerSide:
         If a daemon is disconnected, reconnecting does the reset.
         """
         self.adapters.reset()
-        if self.eviction_stores is not None:
-            self.eviction_stores.forget()
+        if self.late_stores is not None:
+            self.late_stores.noted.forget()
         self._ready = NO_KEYS
         self._ended += self._loads.values()
         self._loads.clear()
@@ -392,22 +341,7 @@ class SchedulerSide:
             return Lookup.MISS
         return found
 
-    @catch_errors
-    def _without_late_stores(
-        self, request: str, keys: Collection[OffloadKey], epochs: tuple[int, ...]
-    ) -> Collection[OffloadKey]:
-        """Those of the keys to store now; the others are stored when the GPU is about to lose
-        them."""
-        if (stores := self.eviction_stores) is None or self._manager.is_resetting:
-            return keys
-        remaining, manager = stores.note_stores(request, keys, epochs), self._manager
-        if self._config.store_mode is StoreMode.AUTO and (
-            manager.is_shared or manager.usage.free >= len(keys)
-        ):
-            return keys
-        return remaining
-
-    def _epochs_of(self, request: str) -> tuple[int, ...]:
+    def epochs_of(self, request: str) -> tuple[int, ...]:
         """The epochs in which a request began: what it computes is valid in no other."""
         epochs = self._epochs.get(request, ())
         if epochs is None:  # this engine's reset was on its way, so nothing of before is in it
@@ -417,10 +351,10 @@ class SchedulerSide:
         return epochs
 
     @catch_errors
-    def _offer_keys(
+    def offer_keys(
         self, keys: Collection[OffloadKey], epochs: tuple[int, ...], last: bool
     ) -> StoreOutput | None:
-        """epochs: see `_epochs_of`. last: whether these keys are not offered again."""
+        """epochs: see `epochs_of`. last: whether these keys are not offered again."""
         if not self._usable or not self._config.stores:
             return None
         if self._manager.is_resetting and not last:
@@ -478,13 +412,3 @@ class SchedulerSide:
         find_daemons = [rank.find_daemon for rank in ranks]
         connect_if_running("the scheduler", manager, find_daemons, TIMEOUT)
         return manager
-
-
-def _by_epochs(chunks: Sequence[NotedChunk]) -> dict[tuple[int, ...], list[NotedChunk]]:
-    """Chunks that one store may have, those evicted last first: of each key one, in the order of
-    their groups."""
-    found: dict[tuple[int, ...], dict[OffloadKey, NotedChunk]] = {}
-    last_first = reversed(chunks)
-    for chunk in sorted(last_first, key=lambda chunk: chunk.group):
-        found.setdefault(chunk.epochs, {})[chunk.key] = chunk
-    return {epochs: list(each.values()) for epochs, each in found.items()}
