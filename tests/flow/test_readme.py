@@ -38,7 +38,7 @@ def test_the_picture_shows_the_speeds_of_the_table() -> None:
     script = plot_results()
     picture = (ROOT / "tests" / "bench" / "results.svg").read_text()
     rows = script.rows_of(README)
-    assert len(rows) == 8
+    assert len(rows) == 9
     for row in rows:
         for speed in row.speeds:
             assert speed is None or f">{script.factor(speed)}</text>" in picture
