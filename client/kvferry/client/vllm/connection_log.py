@@ -88,6 +88,7 @@ class ConnectionLog:
             self._tokens(sum(blocks) if manager.writers.count > 1 else min(blocks)),
             f"namespace {opened.name}",
             f"policy {opened.policy}",
+            f"store {self._config.store_mode.value}",
             f"siblings {'enabled' if SIBLINGS in opened.tiers else 'disabled'}",
             f"tiers: {', '.join(t for t in opened.tiers if t != SIBLINGS) or 'none'}",
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -22,6 +23,7 @@ from kvferry.client.vllm.engine_config import (
 )
 from kvferry.client.vllm.fingerprint import offloaded_groups
 from kvferry.client.vllm.hinted_prefixes import HINT_COUNTERS
+from kvferry.client.vllm.options import StoreMode
 from kvferry.client.vllm.scheduler_side import KeysSpec, SchedulerSide
 from kvferry.client.vllm.worker_side import WorkerSide
 from kvferry.proto.keys import Lookup
@@ -110,7 +112,10 @@ class KVFerrySpec(base.OffloadingSpec):
         super().__init__(config)
         vllm_config, kv_cache_config = provided_config()
         blocks = self._choose_block_sizes(vllm_config, kv_cache_config)
-        self.engine_config = read_engine_config(vllm_config, kv_cache_config, blocks)
+        config = read_engine_config(vllm_config, kv_cache_config, blocks)
+        if compat.writes_blocks_early(vllm_config, kv_cache_config):
+            config = replace(config, store_mode=StoreMode.AT_ONCE)
+        self.engine_config = config
         self._manager: KVFerryManager | None = None
         if len(kv_cache_config.kv_cache_groups) > 1 and not compat.REPORTS_FAILED_REQUESTS:
             log.warning(
