@@ -66,6 +66,20 @@ def test_health_checks_are_not_logged(daemon: LocalDaemon) -> None:
     assert not find_records(daemon, "client disconnected", engine="kvferry-cli")
 
 
+def test_records_of_who_opens_and_who_empties_a_namespace(daemon: LocalDaemon) -> None:
+    """Of many resets within ten seconds one is logged."""
+    with OffloadClient(daemon.directory, engine="llama", client="agent") as client:
+        for _ in range(2):
+            client.open_namespace(FINGERPRINT, cpu_bytes_to_use=FINGERPRINT.host_block_bytes)
+        for _ in range(3):
+            client.reset()
+    until(lambda: bool(find_records(daemon, "client disconnected", engine="llama")))
+    who = {"client": "agent", "engine": "llama", "uid": os.getuid(), "pid": os.getpid()}
+    who["namespace"] = FINGERPRINT.name
+    assert len(find_records(daemon, "namespace opened", **who)) == 1
+    assert len(find_records(daemon, "namespace reset", **who)) == 1
+
+
 def test_the_record_of_a_killed_process(
     daemon: LocalDaemon, start_engine: StartSmallEngine
 ) -> None:

@@ -7,12 +7,13 @@ lines, so that a client that retries every millisecond does not flood the log. E
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
 from kvferry.daemon.core.actions import CloseSession, MapTensors, TensorsMapped
 from kvferry.proto.errors import ErrorInfo
+from kvferry.proto.messages import DaemonMessage, Done, Opened
 
 # Seconds between two lines of one kind.
 INTERVAL = 10.0
@@ -47,11 +48,14 @@ class RateLimiter:
 
 
 class LoggedClient(Protocol):
-    """A client as it is logged: its name, its engine, its process, why it disconnected."""
+    """A client as it is logged: its name, its engine, its user and process, the namespace that it
+    has opened, why it disconnected."""
 
     client: str
     engine: str
+    uid: int
     pid: int
+    namespace: str
     close_reason: str
 
 
@@ -65,14 +69,29 @@ class EventLog:
 
     def client_connected(self, client: LoggedClient) -> None:
         """A client has sent its first message that is no question about the status."""
-        log.info("client connected", client=client.client, engine=client.engine, pid=client.pid)
+        log.info("client connected", **_who(client))
+
+    def replied(self, client: LoggedClient, message: DaemonMessage) -> None:
+        """A client gets this reply: who has opened a namespace, and who has emptied it."""
+        match message:
+            case Opened() if message.name != client.namespace:
+                client.namespace = message.name
+                log.info("namespace opened", namespace=message.name, **_who(client))
+            case Done():
+                kind = "namespace reset", client.namespace
+                suppressed = self._rate_limiter.passes(kind, time.monotonic())
+                if suppressed is not None:
+                    log.info(
+                        "namespace reset",
+                        namespace=client.namespace,
+                        **_who(client),
+                        suppressed=suppressed,
+                    )
 
     def client_disconnected(self, client: LoggedClient, action: CloseSession) -> None:
         log.info(
             "client disconnected",
-            client=client.client,
-            engine=client.engine,
-            pid=client.pid,
+            **_who(client),
             reason=client.close_reason,
             jobs_lost=action.unfinished,
             bytes_moved=action.nbytes,
@@ -146,3 +165,12 @@ class EventLog:
                 value=error.value,
                 suppressed=suppressed,
             )
+
+
+def _who(client: LoggedClient) -> dict[str, Any]:
+    return {
+        "client": client.client,
+        "engine": client.engine,
+        "uid": client.uid,
+        "pid": client.pid,
+    }

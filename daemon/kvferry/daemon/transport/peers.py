@@ -42,6 +42,8 @@ class Peer:
     connection: int
     client: str
     engine: str
+    # That it has opened; empty: none.
+    namespace: str = ""
     # Whether it has asked for more than the status: a health check each minute fills no log.
     is_logged: bool = False
     # Reason that is logged when the session ends.

@@ -78,6 +78,7 @@ class Sessions:
         """Send a message, unless the session has ended."""
         peer = self._peers.by_session.get(session)
         if peer is not None:
+            self._log.replied(peer, message)
             self.outboxes.send_message(peer, message)
 
     def send_to_all(self, message: DaemonMessage) -> None:
