@@ -42,7 +42,7 @@ MODEL_CONFIG = {
 }
 
 # Methods of kvferry's manager that vLLM's managers lack.
-MANAGER_METHODS = "request_arrived", "begin_lookups", "is_resetting", "touch_keys", "count_saved"
+MANAGER_METHODS = "request_arrived", "begin_lookups", "is_resetting", "touch_keys", "attempt"
 # Errors that deviations.toml names.
 ERRORS = {"AssertionError": AssertionError, "Refused": Refused}
 
@@ -69,12 +69,14 @@ def replace_classes() -> None:
     from vllm.v1.kv_offload.base import OffloadingManager
 
     from kvferry.client.vllm.adapters import Adapters
+    from kvferry.client.vllm.options import StoreMode
     from vllm_upstream.daemon_worker import ConnectorOverDaemon, WorkerOfTests, give_daemon
 
     # Some tests give the connector one of vLLM's managers, which lacks what kvferry's has besides.
     for name in MANAGER_METHODS:
         setattr(OffloadingManager, name, lambda *_, **__: None)
     OffloadingManager.adapters = Adapters()
+    OffloadingManager.store_mode, OffloadingManager.late_stores = StoreMode.AT_ONCE, None
     UnspecifiedPlatform.device_type = "cpu"
     UnspecifiedPlatform.support_hybrid_kv_cache = classmethod(lambda cls: True)
     offloading_connector.OffloadingConnector = ConnectorOverDaemon

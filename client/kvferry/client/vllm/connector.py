@@ -115,7 +115,7 @@ class KVFerryConnector(OffloadingConnector):
         scheduler: Any = self.connector_scheduler
         if self._writes_blocks_early:
             self._held = HeldBlocks(gpu_block_pool, scheduler.config.num_workers)
-        elif (mode := scheduler.manager.store_mode) is not StoreMode.AT_ONCE:
+        elif (mode := scheduler.manager.store_mode) in (StoreMode.AUTO, StoreMode.AT_EVICTION):
             noted = EvictionStores(scheduler, gpu_block_pool)
             self._late = LateStores(scheduler.manager, noted, mode)
             scheduler.manager.late_stores = self._late

@@ -118,15 +118,17 @@ class EvictionStores:
                         del wanted[key]
         return list(wanted)
 
-    def note_load(self, request: str, tokens: int, epochs: tuple[int, ...]) -> None:
-        """A request loads chunks into GPU blocks, which have their hashes afterwards. tokens: that
-        it loads. Chunks of which a part is loaded are not noted."""
+    def note_load(
+        self, request: str, loaded: Sequence[OffloadKey], tokens: int, epochs: tuple[int, ...]
+    ) -> None:
+        """A request loads chunks into GPU blocks, which have their hashes afterwards. loaded: their
+        keys, in order. tokens: that it loads. Chunks of which a part is loaded are not noted."""
         self._loaded_tokens += tokens
         jobs = self._scheduler._current_batch_load_jobs  # noqa: SLF001 - vLLM has no call
         job = next(reversed(jobs.values()))
         status = self._scheduler._req_status[request]  # noqa: SLF001 - vLLM has no call
         per_chunk, target = self._scheduler.config.blocks_per_chunk, job.dst_spec
-        keys, first, ids = iter(job.src_spec.keys), 0, target.block_ids.tolist()
+        keys, first, ids = iter(loaded), 0, target.block_ids.tolist()
         extents = zip(target.group_sizes, target.block_indices, strict=True)
         for number, (size, index) in enumerate(extents):
             group = self._scheduler.config.kv_group_configs[number]

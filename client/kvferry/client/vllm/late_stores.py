@@ -39,8 +39,8 @@ class LateStores:
 
     def note_load(self, request: str, tokens: int) -> None:
         """A request loads the KV of so many tokens into its GPU blocks."""
-        if self._side.loads(request):
-            self.noted.note_load(request, tokens, self._side.epochs_of(request))
+        if keys := self._side.loaded_keys(request):
+            self.noted.note_load(request, keys, tokens, self._side.epochs_of(request))
 
     def spare_keys(self, keys: Sequence[OffloadKey]) -> None:
         """The GPU has these keys, so host memory need not, unless others wait for them."""

@@ -187,9 +187,9 @@ class SchedulerSide:
     def store_mode(self) -> StoreMode:
         return self._config.store_mode if self._config.stores else StoreMode.AT_ONCE
 
-    def loads(self, request: str) -> bool:
-        """Whether keys are pinned for a load of this request."""
-        return request in self._loads
+    def loaded_keys(self, request: str) -> Keys:
+        """The keys that are pinned for a load of this request, in its order."""
+        return self._loads.get(request, ())
 
     def has_key(self, key: OffloadKey) -> bool:
         """Whether a lookup found this key, or would find it, in this step."""
