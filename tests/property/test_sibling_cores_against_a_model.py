@@ -15,6 +15,9 @@ import pytest
 from support.sibling_runs import run_schedule, run_seeds
 from support.sibling_schedules import Step
 
+# Minutes if other processes keep the cores busy.
+pytestmark = pytest.mark.timeout(900)
+
 RUNS, STEPS = 120, 400
 
 
