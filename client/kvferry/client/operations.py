@@ -275,7 +275,8 @@ async def release_retained(
 ) -> int:
     """End what all clients have retained in a namespace; returns the bytes that can be evicted.
 
-    namespace: its name, as in `Opened.name`. label: only what has this label; None: everything.
+    namespace: its name, as in `Opened.name`. label: frees only the blocks with this label; None
+    frees all.
     Raises Refused (UNKNOWN_NAMESPACE, BAD_MESSAGE) or Gone.
     """
     session, call = self._session, self._begin_call(timeout)

@@ -174,7 +174,7 @@ def release(
     ] = False,
     label: Annotated[
         str | None,
-        typer.Option(help="With --retained: only what has this label.", metavar="LABEL"),
+        typer.Option(help="With --retained: free only the blocks with this label.", metavar="LABEL"),
     ] = None,
     directory: Directory = None,
 ) -> None:

@@ -30,9 +30,8 @@ IsStored: TypeAlias = Callable[[OffloadKey], bool]
 # Blocks at the head of the queue that are looked at, beyond those that the largest load and two
 # steps allocate: a store that is submitted in one step is done in the next.
 MARGIN = 64
-# The largest load and the largest prefill are forgotten at this rate, with each further one: few
-# requests are the longest, and what is stored early is in both memories. On a conversation trace
-# 0.2 % of the chunks are lost so, and 0.6 points of hits are gained.
+# Each further load or prefill reduces the largest one that is remembered by this factor. A chunk
+# that is stored early takes room in both memories, and most requests are short.
 FADE = 0.97
 # vLLM's keys, and the hashes of its blocks, end in the number of the group.
 GROUP_BYTES = 4
@@ -135,7 +134,8 @@ class EvictionStores:
             for at in range(index // per_chunk, -(-(index + size) // per_chunk) if size else 0):
                 key, begin = next(keys), at * per_chunk - index
                 blocks = ids[first + max(0, begin) : first + min(size, begin + per_chunk)]
-                if len(blocks) == per_chunk and at < len(status.req.block_hashes):
+                has_hashes = (at + 1) * group.hashes_per_chunk <= len(status.req.block_hashes)
+                if len(blocks) == per_chunk and has_hashes:
                     self._note(self._chunk_of(status, group, number, key, at, blocks, epochs))
             first += size
 

@@ -37,7 +37,7 @@ HINT_COUNTERS = {
 ACCEPTED, CLIPPED, MISSING, REFUSED, UNKNOWN = HINT_COUNTERS
 # Prefixes that wait for stores, and answers that are waited for, at most.
 MAX_PENDING = 1024
-# Seconds for the stores of a prefix: then what has been stored is retained.
+# A prefix waits so many seconds for its stores. Then the daemon retains the chunks that it has.
 STORE_SECONDS = 5.0
 
 
