@@ -174,7 +174,9 @@ def release(
     ] = False,
     label: Annotated[
         str | None,
-        typer.Option(help="With --retained: free only the blocks with this label.", metavar="LABEL"),
+        typer.Option(
+            help="With --retained: free only the blocks with this label.", metavar="LABEL"
+        ),
     ] = None,
     directory: Directory = None,
 ) -> None:
