@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -126,12 +127,18 @@ class FakeDaemon:
 
     def _reply(self, message: wire.ClientMessage) -> None:
         match message:
-            case wire.OpenNamespace(number) | wire.Reset(number) | Retain(number) if (
-                self.refusal is not None
-            ):
+            case (
+                wire.OpenNamespace(number)
+                | wire.Reset(number)
+                | Retain(number)
+                | wire.Pin(_, int(number))
+            ) if self.refusal is not None:
                 self.send_to_client(wire.Error(number, self.refusal))
             case wire.Hello():
                 self.send_to_client(WELCOME)
+            case wire.Pin(keys, int(number)):
+                held = len(list(takewhile(self.ready.__contains__, keys)))
+                self.send_to_client(wire.Pinned(number, held))
             case wire.OpenNamespace(number, fingerprint, _, policy, threshold):
                 name, nbytes = fingerprint.name, fingerprint.host_block_bytes
                 opened = wire.Opened(

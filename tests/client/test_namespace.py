@@ -20,6 +20,7 @@ from kvferry.client import (
 from kvferry.client.namespace import ClientNamespace
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import ErrorInfo
+from kvferry.proto.specs import MAX_KEYS
 
 if TYPE_CHECKING:
     from client.conftest import FakeDaemon
@@ -200,6 +201,36 @@ def test_pins_count(fake_daemon: FakeDaemon, client_in_namespace: OffloadClient)
     assert client_in_namespace.namespace.pinned == 1
     client_in_namespace.unpin([B])
     assert client_in_namespace.namespace.pinned == 0
+
+
+def test_hold_pins_keys_and_returns_how_many_are_loadable(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+) -> None:
+    fake_daemon.store(A)
+    assert client_in_namespace.hold([A, C, A]) == 1
+    assert client_in_namespace.namespace.pinned == 2
+    client_in_namespace.unpin([A, C, A])
+    many = (A,) * (MAX_KEYS + 2)
+    assert client_in_namespace.hold(many) == len(many)
+    client_in_namespace.unpin(many)
+    assert client_in_namespace.hold((C, *many)) == 0
+    assert client_in_namespace.hold(()) == 0
+
+
+@pytest.mark.parametrize("reason", ["silent", "refused", "gone"])
+def test_a_hold_without_an_answer_pins_nothing(
+    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, reason: str
+) -> None:
+    fake_daemon.silent = reason == "silent"
+    if reason == "refused":
+        fake_daemon.refusal = ErrorInfo(Code.BUSY, "too many pins")
+    if reason == "gone":
+        client_in_namespace.abandon()
+    with pytest.raises(Refused if reason == "refused" else Gone):
+        client_in_namespace.hold([A, B], timeout=0.001)
+    assert client_in_namespace.namespace.pinned == 0
+    unpinned = [message.keys for message in fake_daemon.received_of(wire.Unpin)]
+    assert unpinned == ([(A, B)] if reason == "silent" else [])
 
 
 @pytest.mark.parametrize("keys", [[C], [A, C], [A, A]])

@@ -188,7 +188,7 @@ MESSAGES: dict[str, Any] = {
     "client/open": wire.OpenNamespace(7, FINGERPRINT, 1 << 30, "arc", 2),
     "client/open-small": wire.OpenNamespace(8, Fingerprint("model-b", 4096)),
     "client/subscribe": wire.Subscribe(),
-    "client/pin": wire.Pin((KEY, OTHER)),
+    "client/pin": wire.Pin((KEY, OTHER), 4),
     "client/unpin": wire.Unpin((KEY,)),
     "client/touch": wire.Touch((KEY,), 3, 4, 1, 512, 0.25),
     "client/touch-near-eviction": wire.Touch((KEY, OTHER), by_prompt=False),
@@ -301,6 +301,7 @@ MESSAGES: dict[str, Any] = {
     ),
     "daemon/done": wire.Done(9, (1 << 62) - 1, ("store",)),
     "daemon/tiers_found": wire.TiersFound(10, 2, 1),
+    "daemon/pinned": wire.Pinned(4, 1),
     "daemon/memory_lent": MemoryLent(11),
     "daemon/memory_lent-chunks": MemoryLent(
         12, 1 << 40, 1 << 30, (64 << 30) + 4096, 64, 66, (7, 8), 9, 10, 1000, True, bytes(16)

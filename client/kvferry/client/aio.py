@@ -47,6 +47,7 @@ class AsyncOffloadClient(NonBlockingClient):
     wait_connected = operations.wait_connected
     open_namespace = operations.open_namespace
     reset = operations.reset
+    hold = operations.hold
     register_kv_caches = operations.register_kv_caches
     allocate_kv_caches = operations.allocate_kv_caches
     release_kv_caches = operations.release_kv_caches

@@ -56,6 +56,7 @@ class OffloadClient(NonBlockingClient):
     wait_connected = blocking(operations.wait_connected)
     open_namespace = blocking(operations.open_namespace)
     reset = blocking(operations.reset)
+    hold = blocking(operations.hold)
     register_kv_caches = blocking(operations.register_kv_caches)
     allocate_kv_caches = blocking(operations.allocate_kv_caches)
     release_kv_caches = blocking(operations.release_kv_caches)

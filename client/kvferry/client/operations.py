@@ -7,7 +7,7 @@ runs it to its end (blocking.py). It waits within one deadline (call.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
@@ -20,11 +20,13 @@ from kvferry.client.nonblocking import KVCaches, NonBlockingClient
 from kvferry.client.restoring import connect, registration_request, share_timeline
 from kvferry.client.session import ClientSession
 from kvferry.client.session_state import NamespaceOptions, RegistrationState, opening_message
+from kvferry.client.splitting import key_batches
 from kvferry.client.timeline import Timeline
 from kvferry.client.validation import check_fields
 from kvferry.proto.errors import Code, Failed, Gone, KVFerryError, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.hints import ReleaseRetained
+from kvferry.proto.keys import OffloadKey
 from kvferry.proto.memory import FdAllocation, HostRegion
 from kvferry.proto.messages import (
     Allocated,
@@ -33,6 +35,8 @@ from kvferry.proto.messages import (
     Goodbye,
     NamespacesRequest,
     Opened,
+    Pin,
+    Pinned,
     Registered,
     RegisterKVCaches,
     ReleaseKVCaches,
@@ -144,6 +148,40 @@ async def reset(
         session.namespace.reset_ended(request.request_id)
         raise
     return session.namespace.unpublished
+
+
+async def hold(
+    self: NonBlockingClient, /, keys: Iterable[OffloadKey], timeout: float | None = None
+) -> int:
+    """Pin keys; returns how many of them, from the first on, are loadable until they are unpinned.
+
+    Unpin all of them, as after `pin`. What a sibling has is not held there: a load may fail. Raises
+    Gone (TIMEOUT, DAEMON_GONE) or Refused (BAD_KEY, BUSY, UNKNOWN_NAMESPACE), and pins none.
+    """
+    session, call = self._session, self._begin_call(timeout)
+    keys, held = session.namespace.checked_keys(keys), 0
+    if session.wire.gone is not None:
+        raise session.wire.gone.with_traceback(None)
+    pinned = 0
+    try:
+        for batch in key_batches(keys):
+            request = Pin(batch, session.wire.next_request_id())
+            session.namespace.pin(batch)
+            try:
+                reply: Pinned = await call.ask(request)
+            except Refused:
+                session.namespace.unpin(batch)
+                raise
+            except BaseException:
+                self.unpin(batch)
+                raise
+            held += reply.held if held == pinned else 0
+            pinned += len(batch)
+    except BaseException:
+        if pinned:
+            self.unpin(keys[:pinned])
+        raise
+    return held
 
 
 async def register_kv_caches(

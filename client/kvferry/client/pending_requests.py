@@ -20,6 +20,8 @@ from kvferry.proto.messages import (
     NamespacesRequest,
     Opened,
     OpenNamespace,
+    Pin,
+    Pinned,
     Registered,
     RegisterKVCaches,
     Released,
@@ -38,6 +40,7 @@ RequestMessage: TypeAlias = (
     | ReleaseRetained
     | Wait
     | OpenNamespace
+    | Pin
     | Reset
     | StatusRequest
     | NamespacesRequest
@@ -49,6 +52,7 @@ Reply: TypeAlias = (
     | Released
     | Waited
     | Opened
+    | Pinned
     | Done
     | StatusReport
     | NamespacesReport
@@ -60,7 +64,7 @@ class PendingRequests:
     """The requests whose callers wait, each with its reply once that has arrived."""
 
     def __init__(self) -> None:
-        self._replies: dict[int, Reply | KVFerryError | None] = {}
+        self._replies: dict[int | None, Reply | KVFerryError | None] = {}
 
     @contextlib.contextmanager
     def expect_reply(self, message: RequestMessage) -> Iterator[None]:
@@ -78,7 +82,7 @@ class PendingRequests:
         self._replies[request_id] = reply
         return True
 
-    def reply(self, request_id: int) -> Reply | None:
+    def reply(self, request_id: int | None) -> Reply | None:
         """The reply to a request; None if there is none yet. Raises an error reply."""
         reply = self._replies[request_id]
         if isinstance(reply, KVFerryError):

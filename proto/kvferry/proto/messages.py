@@ -186,9 +186,13 @@ class Subscribe(Message):
 
 
 class Pin(Message):
-    """Do not evict these keys until they are unpinned as often, or until the session ends."""
+    """Do not evict these keys until they are unpinned as often, or until the session ends.
+
+    request_id: if given, the reply is Pinned.
+    """
 
     keys: Keys
+    request_id: Id | None = None
 
 
 class Unpin(Message):
@@ -386,6 +390,16 @@ class TiersFound(Message):
     is_shared: bool = False
 
 
+class Pinned(Message):
+    """The first `held` keys of a Pin are loadable, and stay so until they are unpinned.
+
+    Those that are read from a sibling are not held there: a load fails if it evicts them meanwhile.
+    """
+
+    request_id: Id
+    held: Count
+
+
 class StatusReport(Message):
     request_id: Id
     status: DaemonStatus
@@ -435,6 +449,7 @@ DaemonMessage: TypeAlias = (
     | Opened
     | Done
     | TiersFound
+    | Pinned
     | Snapshot
     | KeyEvents
     | Retained

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.daemon.core.actions import FreeDeferred
+from kvferry.daemon.core.actions import FreeDeferred, SendMessage
 from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.session_pins import LEAST_PINS, SOME, SessionPins
 from kvferry.proto import messages as wire
@@ -37,6 +37,18 @@ def test_pins_are_counted() -> None:
     fixture.send("b", wire.Unpin(each(b"a")))
     fixture.stored("a", b"bcd")
     assert fixture.loadable("a", b"a") == b""
+
+
+def test_the_reply_to_a_pin_says_which_keys_are_loadable() -> None:
+    fixture = NamespacesFixture("a")
+    fixture.stored("a", b"abc")
+    fixture.submit("a", store(b"d"))  # pending
+    for keys, held in ((b"ab", 2), (b"adb", 1), (b"xab", 0), (b"", 0)):
+        assert fixture.send("a", wire.Pin(each(keys), 7)) == [
+            SendMessage("a", wire.Pinned(7, held))
+        ]
+    assert fixture.usage("pinned") == (2,)
+    assert fixture.refused("a", store(b"efg")) == Code.CACHE_FULL  # a and b are held
 
 
 def test_the_oldest_pin_of_a_key_is_released_first() -> None:

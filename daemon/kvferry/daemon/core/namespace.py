@@ -271,9 +271,12 @@ class Namespace:
             return [None] * len(keys)
         return self.borrowed.add_to(keys, self.cache.lookups(keys))
 
-    def count_prefix(self, keys: Sequence[OffloadKey]) -> int:
-        """How many of `keys`, from the first on, are loadable or pending."""
-        found = (Lookup.HIT, Lookup.HIT_PENDING)
+    def count_prefix(
+        self,
+        keys: Sequence[OffloadKey],
+        found: tuple[Lookup, ...] = (Lookup.HIT, Lookup.HIT_PENDING),
+    ) -> int:
+        """How many of `keys`, from the first on, are loadable or pending, or as in `found`."""
         lookups = enumerate(self.lookups(keys))
         return next((at for at, one in lookups if one not in found), len(keys))
 

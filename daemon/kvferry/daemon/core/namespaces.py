@@ -34,12 +34,14 @@ from kvferry.daemon.core.siblings import NamespaceContents
 from kvferry.daemon.core.tier_actions import DropStore
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
+from kvferry.proto.keys import Lookup
 from kvferry.proto.messages import (
     SIBLINGS,
     ClientMessage,
     Opened,
     OpenNamespace,
     Pin,
+    Pinned,
     Spare,
     Subscribe,
     Touch,
@@ -232,9 +234,12 @@ class Namespaces:
                 actions = self.take_key_events()
                 namespace.subscribers.add(session)
                 return [*actions, SendStream(session, namespace.snapshot())]
-            case Pin(keys):
+            case Pin(keys, request_id):
                 namespace.check_keys(keys)
                 self._session_pins[session].pin_keys(keys)
+                if request_id is not None:
+                    held = namespace.count_prefix(keys, (Lookup.HIT,))
+                    return [SendMessage(session, Pinned(request_id, held))]
             case Unpin(keys):
                 self._session_pins[session].unpin_keys(keys)
             case Touch():
