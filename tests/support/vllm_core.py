@@ -133,7 +133,7 @@ class EngineCore:
 
     def _wait_connected(self) -> None:
         wait_connected(self.manager)
-        wait_connected(kvferry_of(self.worker).connector_worker.worker._client)
+        wait_connected(kvferry_of(self.worker).connector_worker.worker.session.client)
 
     def add(self, prompt: list[int], tokens: int = 4, lora: Any = None, **transfer: Any) -> str:
         """Add a request for `tokens` tokens, with a LoRARequest. Returns its name.

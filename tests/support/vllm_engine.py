@@ -84,7 +84,7 @@ class VLLMConnectorEngine:
         self.worker = KVFerryConnector(self.config, KVConnectorRole.WORKER, self.caches)
         self.worker.register_kv_caches(self.kv)
         wait_connected(self.scheduler.connector_scheduler.manager._manager)
-        wait_connected(self.worker.connector_worker.worker._client)
+        wait_connected(self.worker.connector_worker.worker.session.client)
         # Blocks of failed loads, before 0.30.
         self.errors: set[int] = set()
         # Requests whose loads failed, from 0.30 on.

@@ -55,7 +55,7 @@ class RankedCore(EngineCore):
         config.parallel_config.rank = 1
         other = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, self._caches)
         rows = register_rows(other, ("latent",), self._caches.num_blocks)
-        wait_connected(kvferry_of(other).connector_worker.worker._client)
+        wait_connected(kvferry_of(other).connector_worker.worker.session.client)
         self.worker = EachRank([self.worker, other])
         self.runner = EachRank([self.runner, CheckedRunner(("latent",), rows, random.Random(1))])
         self._aggregator = KVOutputAggregator(RANKS)

@@ -47,7 +47,7 @@ def open_worker(daemon: LocalDaemon, caches: Any = None, **options: Any) -> Work
     """A worker's side that is connected. options: of WorkerSide."""
     caches = kv_caches() if caches is None else caches
     worker = WorkerSide(engine_config_at(daemon.directory), caches, **options)
-    wait_connected(worker._client)
+    wait_connected(worker.session.client)
     return worker
 
 

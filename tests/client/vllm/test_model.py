@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.client.engines import model_files
 from kvferry.client.vllm import model as module
 from support.vllm_stand_ins import vllm_config
 
@@ -81,7 +82,7 @@ def test_weights_in_the_hubs_cache_are_identified_by_content(tmp_path: Path) -> 
     def now(blob: str, at: int) -> dict[str, str]:
         file = tmp_path / "blobs" / blob
         file.touch()
-        os.truncate(file, module.MAX_HASHED_BYTES + 1)
+        os.truncate(file, model_files.MAX_HASHED_BYTES + 1)
         os.utime(file, ns=(at, at))
         link.unlink(missing_ok=True)
         link.symlink_to(file)
@@ -111,7 +112,7 @@ def test_a_configuration_that_is_written_anew_and_says_the_same_is_the_same(tmp_
     """As a start of an engine may do; a large file with another time is another one."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes(b"one")
-    os.truncate(tmp_path / "model.safetensors", module.MAX_HASHED_BYTES + 1)
+    os.truncate(tmp_path / "model.safetensors", model_files.MAX_HASHED_BYTES + 1)
     one = traits("start", {"model_config.model": tmp_path})
     os.utime(tmp_path / "config.json", ns=(1, 1))
     assert traits("start", {"model_config.model": tmp_path}) == one
@@ -135,10 +136,10 @@ def test_large_files_of_equal_size_and_time_differ_by_their_data(
         middle = weights * (1 << 20)
         file.write_bytes(header + b"=" * 8192)
         with file.open("r+b") as opened:
-            for at in range(1 << 20, module.MAX_HASHED_BYTES, 1 << 20):
+            for at in range(1 << 20, model_files.MAX_HASHED_BYTES, 1 << 20):
                 opened.seek(at)
                 opened.write(middle)
-            opened.truncate(module.MAX_HASHED_BYTES + (8 << 20))
+            opened.truncate(model_files.MAX_HASHED_BYTES + (8 << 20))
         os.utime(file, ns=(1, 1))
         found.append(traits("one", {"model_config.model": tmp_path}))
     assert found[0] != found[1]

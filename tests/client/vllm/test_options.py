@@ -9,12 +9,8 @@ from typing import Any
 import pytest
 
 from kvferry.client import Code, Refused
-from kvferry.client.vllm.options import (
-    check_options,
-    namespace_options,
-    read_directories,
-    sets_chunk,
-)
+from kvferry.client.engines.options import namespace_options, read_directories
+from kvferry.client.vllm.options import check_options, sets_chunk
 
 NAN, INFINITE = float("nan"), float("inf")
 NUMBERS: tuple[Any, ...] = (

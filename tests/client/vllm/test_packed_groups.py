@@ -48,7 +48,7 @@ class PackedWorker:
         # So the first layer is not at the start of a row.
         self.connector.register_kv_caches(dict(reversed(layers.items())))
         self.side: Any = self.connector.connector_worker.worker
-        wait_connected(self.side._client)
+        wait_connected(self.side.session.client)
         # Of each group, which bytes of a row its layers use.
         self.masks = [self._mask(group, layers) for group in self.caches.kv_cache_groups]
 

@@ -38,8 +38,8 @@ def start_worker() -> Start:
 
 def is_connected(worker: WorkerSide) -> bool:
     """After a poll."""
-    worker._poll()
-    return worker._client is not None and worker._client.connected
+    worker.session.poll()
+    return worker.session.client is not None and worker.session.client.connected
 
 
 def ended(worker: WorkerSide, count: int) -> dict[int, bool]:
@@ -118,12 +118,12 @@ def test_jobs_end_before_the_kv_caches_lose_their_memory(start_kvferryd: StartKv
     daemon = start_kvferryd()
     worker = open_worker(daemon)
     worker.store(1, gpu_blocks(1), KeysSpec((A,)))
-    worker.suspend()
+    worker.session.suspend()
     with OffloadClient(daemon.directory) as observer:
         until(lambda: not any(engine.present for engine in observer.status().engines))
     worker.load(2, KeysSpec((A,)), gpu_blocks(2))
     assert ended(worker, 2) == {1: True, 2: False}
-    worker.resume()
+    worker.session.resume()
     worker.load(3, KeysSpec((A,)), gpu_blocks(2))
     assert ended(worker, 1) == {3: True}
     worker.shutdown()
@@ -185,7 +185,7 @@ def test_a_daemon_that_stood_still_keeps_nothing_of_blocks_that_were_given_away(
     """And it is of use again."""
     daemon = start_kvferryd(reference_stall=1.0)
     worker = start_worker(daemon)
-    (cache,) = worker._kv_caches.tensors
+    (cache,) = worker.session.kv_caches.tensors
     cache[1], cache[2] = 1, 2
     worker.store(1, gpu_blocks(1), KeysSpec((A,)))
     assert ended(worker, 1) == {1: True}
@@ -215,14 +215,14 @@ def test_jobs_of_a_daemon_that_was_killed_have_failed(
     """vLLM may use their blocks then, so a daemon that is only disconnected must not."""
     daemon = start_kvferryd(reference_stall=5)
     worker = start_worker(daemon)
-    assert worker._timeline is not None
+    assert worker.session.timeline is not None
     worker.store(1, gpu_blocks(1), KeysSpec((A,)))
     daemon.kill()
     if waits:
         worker.wait({1})
     else:
         assert ended(worker, 1) == {1: False}
-    assert worker._timeline.revoked
+    assert worker.session.timeline.revoked
     worker.store(2, gpu_blocks(2), KeysSpec((B,)))
     assert ended(worker, 1 + waits) == dict.fromkeys((1, 2) if waits else (2,), False)
     worker.shutdown()
@@ -242,9 +242,9 @@ def test_attempts_that_fail_leave_nothing_open(tmp_path: Path) -> None:
     worker.get_finished()
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    assert worker._client is not None
+    assert worker.session.client is not None
     for _ in range(20):
-        worker._client.abandon()  # ends the attempt; the next one begins at the next poll
+        worker.session.client.abandon()  # ends the attempt; the next one begins at the next poll
         worker.get_finished()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -286,6 +286,6 @@ def test_a_worker_whose_gpu_has_failed_shuts_down_all_the_same(
     with monkeypatch.context() as broken:
         broken.setattr(Timeline, "close", close)
         worker.shutdown()
-    assert closed == [worker._timeline]
+    assert closed == [worker.session.timeline]
     for timeline in closed:
         timeline.close()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
 
-from kvferry.client.vllm.model import identify_files
+from kvferry.client.engines.model_files import identify_files
 
 log = logging.getLogger("kvferry")
 

@@ -7,51 +7,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Iterable
 from fractions import Fraction
-from pathlib import Path
-from typing import Protocol
 
 from kvferry.client.manager import OffloadingManager
 from kvferry.client.nonblocking import NonBlockingClient
 from kvferry.client.vllm.engine_config import EngineConfig
-from kvferry.proto.errors import KVFerryError, Refused
 from kvferry.proto.messages import SIBLINGS
 from kvferry.proto.sizes import format_size
 
 # A child of vLLM's logger, which is the only one that vLLM configures: of other loggers, Python
 # writes warnings as bare text, and nothing below.
 vllm_log = logging.getLogger("vllm.kvferry")
-
-
-class Connectable(Protocol):
-    """An OffloadClient, or an OffloadingManager."""
-
-    def poll(self) -> None: ...
-
-    def wait_connected(self, timeout: float | None = None) -> None: ...
-
-
-def connect_if_running(
-    who: str, client: Connectable, find_daemons: Iterable[Callable[[], Path]], timeout: float
-) -> None:
-    """Wait for the daemons that run now. Without them, the engine starts, and polling connects.
-
-    who: for the log. A refusal is logged by the client, which connects again in case that the
-    daemon or its configuration changes.
-    """
-    try:
-        with suppress(Refused):  # the client meets it, too
-            for find_daemon in find_daemons:
-                find_daemon()
-        client.wait_connected(timeout)
-    except KVFerryError as error:
-        if isinstance(error.__cause__, Refused):
-            with suppress(KVFerryError):
-                client.poll()  # logs it, also if the engine is idle
-        else:
-            vllm_log.warning("kvferry: %s continues without its daemon for now: %s", who, error)
 
 
 class ConnectionLog:

@@ -286,12 +286,12 @@ class FaultTolerantWorker(OffloadingConnectorWorker):
     def suspend(self) -> None:
         """The KV caches lose their memory."""
         if self.worker is not None:
-            self.worker.suspend()
+            self.worker.session.suspend()
 
     def resume(self) -> None:
         """The KV caches have memory again, at the same addresses."""
         if self.worker is not None:
-            self.worker.resume()
+            self.worker.session.resume()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """The first call of a step."""

@@ -25,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvferry.client.endpoint import find_daemon, locate_daemon
+from kvferry.client.engines.options import QUOTA, Options, namespace_options, read_directories
 from kvferry.client.session_state import NamespaceOptions
 from kvferry.client.vllm.fingerprint import (
     block_bytes,
@@ -35,11 +36,7 @@ from kvferry.client.vllm.fingerprint import (
 )
 from kvferry.client.vllm.options import (
     MAX_BLOCKS_PER_CHUNK,
-    QUOTA,
-    Options,
     StoreMode,
-    namespace_options,
-    read_directories,
     read_store_mode,
     sets_chunk,
 )
@@ -50,8 +47,6 @@ from kvferry.proto.opening import check_host_bytes
 
 log = logging.getLogger("kvferry")
 
-# Seconds to wait for a daemon when an engine starts.
-TIMEOUT = 5.0
 CHUNK_TOKENS = 64
 # Maximum of a chunk that is chosen here, unless one GPU block is larger.
 CHUNK_BYTES = 8 << 20

@@ -17,7 +17,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvferry.client.vllm.model import digest, hub_snapshot, model_fields, read_path
+from kvferry.client.engines.model_files import digest, hub_snapshot
+from kvferry.client.vllm.model import model_fields, read_path
 from kvferry.client.vllm.packed_groups import PackedGroups, read_packed_groups
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.version import installed_version

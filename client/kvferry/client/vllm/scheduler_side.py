@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from kvferry.client.engines.connecting import CONNECT_TIMEOUT, connect_if_running
 from kvferry.client.manager import OffloadingManager
 from kvferry.client.manager_outputs import ResidencyUsage
 from kvferry.client.residency_events import OffloadingEvent
 from kvferry.client.vllm.adapters import Adapters
-from kvferry.client.vllm.connection_log import connect_if_running
-from kvferry.client.vllm.engine_config import TIMEOUT, EngineConfig
+from kvferry.client.vllm.connection_log import vllm_log
+from kvferry.client.vllm.engine_config import EngineConfig
 from kvferry.client.vllm.options import StoreMode
 from kvferry.client.vllm.request_state import Keys, RequestState
 from kvferry.proto.errors import Code, KVFerryError, Refused
@@ -405,10 +406,10 @@ class SchedulerSide:
             fingerprint=config.fingerprint,
             events=self._events,
             replicated=config.replicated,
-            timeout=TIMEOUT,
+            timeout=CONNECT_TIMEOUT,
             wait=False,
             **config.options,
         )
         find_daemons = [rank.find_daemon for rank in ranks]
-        connect_if_running("the scheduler", manager, find_daemons, TIMEOUT)
+        connect_if_running("the scheduler", manager, find_daemons, CONNECT_TIMEOUT, vllm_log)
         return manager
