@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 CUDA := daemon/kvferry/daemon/engine/cuda
 
 .PHONY: help demo demo-cluster demo-siblings test lowest trials static check coverage format faults fuzz soak load bench gpu kernels clean \
-	vllm vllm-tests
+	sglang sglang-tests vllm vllm-tests
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -86,6 +86,23 @@ vllm-tests-%: .vllm/%/.ready
 	$(BIN)/python $< $* .vllm/$* .vllm/packages
 	touch $@
 
+# The version of SGLang that the linker is tested with, in an environment of its own.
+SGLANG := 0.5.23
+
+sglang: .sglang/$(SGLANG)/.ready  ## make an environment with SGLang, without a GPU, in .sglang
+
+sglang-tests: .sglang/$(SGLANG)/.ready  ## test the linker with SGLang's tree, pools and wrapper
+	.sglang/$(SGLANG)/bin/python -m pytest -q -n 2 tests/client/sglang
+
+.sglang/packages/.ready: tests/sglang_cpu/packages.txt $(READY)
+	rm -rf .sglang/packages
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .sglang/packages -r $<
+	touch $@
+
+.sglang/%/.ready: tests/sglang_cpu/install.py .sglang/packages/.ready
+	$(BIN)/python $< $* .sglang/$* .sglang/packages
+	touch $@
+
 MINUTES ?= 60
 POOL ?= 64MiB
 TIER ?= 0
@@ -107,7 +124,7 @@ format: $(READY)  ## format the sources, and fix what ruff can fix
 	$(BIN)/ruff format .
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .vllm .lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .sglang .vllm .lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 # The daemon and the command line, with or without Mooncake's client.
 $(VENV)/.ready-%: pyproject.toml constraints.txt

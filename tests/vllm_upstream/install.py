@@ -46,18 +46,18 @@ def main() -> None:
     venv.create(target, with_pip=False)
     installed = next(target.glob("lib/python3*/site-packages"))
     with tempfile.TemporaryDirectory() as name:
-        extract_wheel(download(version, Path(name) / "wheel"), installed)
+        extract_wheel(download(f"vllm=={version}", Path(name) / "wheel"), installed)
         extract_tests(download_source(version, Path(name) / "source"), target / "upstream")
     paths = [str(packages.resolve()), *site.getsitepackages()]
     lines = [f"import site; site.addsitedir({path!r})" for path in paths]
     (installed / "kvferry-development.pth").write_text("\n".join(lines) + "\n")
 
 
-def download(version: str, directory: Path, *options: str, **environment: str) -> Path:
+def download(requirement: str, directory: Path, *options: str, **environment: str) -> Path:
     """Download the wheel, or the file that the options select. Returns its path."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *options]
     subprocess.run(
-        [*command, "--dest", str(directory), f"vllm=={version}"],
+        [*command, "--dest", str(directory), requirement],
         check=True,
         env={**os.environ, **environment},
     )
@@ -71,7 +71,7 @@ def download_source(version: str, directory: Path) -> Path:
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
     subprocess.run([*install, str(build), *BUILD_PACKAGES], check=True)
     return download(
-        version,
+        f"vllm=={version}",
         directory / "download",
         "--no-binary=vllm",
         "--no-build-isolation",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from kvferry.client.engines.search_answers import wait_answer
 from kvferry.client.tier_searches import Prefetch
 from kvferry.client.writers import Writers
 from kvferry.proto.keys import Lookup, OffloadKey
@@ -14,12 +15,6 @@ from kvferry.proto.keys import Lookup, OffloadKey
 # Seconds in which ranks search again for a key that its writer has: their daemons may not know it
 # yet, or may not have mapped the writer's memory yet.
 SEARCH_SECONDS = 0.1
-
-# Seconds in which a request's lookups wait for the answer to its search, at most once. An answer
-# takes 0.3 ms; a request that is looked up again waits for a step, 250 ms if others are prefilled.
-ANSWER_SECONDS = 0.002
-# Between two polls.
-POLL_SECONDS = 50e-6
 
 Keys: TypeAlias = tuple[OffloadKey, ...]
 
@@ -69,11 +64,7 @@ class RequestState:
         if self.has_waited or self.prefetch.done:
             return False
         self.has_waited = True
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while not self.prefetch.done and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-            poll()
-        return self.prefetch.done
+        return wait_answer(self.prefetch, poll)
 
     def search_writers(self, writers: Writers, key: OffloadKey) -> Lookup:
         """Let the ranks search for this key and the next ones; a MISS if not found in time."""

@@ -1,0 +1,157 @@
+"""SGLang's tree, pools and wrapper over a real daemon: every promised page is compared."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvferry.client import LocalDaemon
+from support.eventually import wait_until
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # SGLang's own
+StartServer = Callable[..., Any]
+CORES = "python", "rust"
+KINDS = "mha", "fp8", "mla"
+PROMPT = list(range(40))
+
+
+def load(server: Any, tokens: list[int], **options: Any) -> int:
+    """Run a request once the server's mirror shows what the daemon has; returns loaded tokens."""
+    wait_until(lambda: server.match(tokens, **options).host_hit_length)
+    loaded: int = server.run(tokens, **options)
+    return loaded
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_device_has_lost_is_loaded(
+    daemon: LocalDaemon, start_server: StartServer, kind: str, core: str
+) -> None:
+    server = start_server(daemon.directory, kind=kind, core=core)
+    assert server.run(PROMPT) == 0
+    server.evict_all()
+    assert load(server, PROMPT) == 36  # SGLang computes the last token, and so its page
+    assert server.run([*PROMPT[:20], 7, 8, 9]) == 0  # the device has its prefix
+    assert (server.compared, server.wrong, server.failed) == (9 + 5, 0, 0)
+
+
+def test_a_server_finds_what_another_or_an_earlier_one_has_computed(
+    daemon: LocalDaemon, start_server: StartServer
+) -> None:
+    first = start_server(daemon.directory)
+    second = start_server(daemon.directory)
+    first.run(PROMPT)
+    first.drain()
+    assert load(second, PROMPT) == 36
+    first.close()
+    third = start_server(daemon.directory, core="rust")
+    assert third.run(PROMPT) == 36
+    assert second.wrong == third.wrong == 0
+
+
+@pytest.mark.parametrize("option", [{"kvferry_salt": "other"}, {"kind": "fp8"}])
+def test_servers_that_differ_share_nothing(
+    daemon: LocalDaemon, start_server: StartServer, option: dict[str, str]
+) -> None:
+    first = start_server(daemon.directory, cpu_bytes_to_use="4MiB")
+    first.run(PROMPT)
+    first.drain()
+    second = start_server(daemon.directory, cpu_bytes_to_use="4MiB", **option)
+    assert second.run(PROMPT) == 0
+
+
+def test_salts_of_requests_share_nothing(daemon: LocalDaemon, start_server: StartServer) -> None:
+    server = start_server(daemon.directory)
+    server.run(PROMPT, salt="one")
+    server.evict_all()
+    assert server.run(PROMPT) == server.run(PROMPT, salt="two") == 0
+    server.evict_all()
+    assert load(server, PROMPT, salt="one") == 36
+    assert server.wrong == 0
+
+
+def test_a_flush_empties_the_namespace_of_all_servers(
+    daemon: LocalDaemon, start_server: StartServer
+) -> None:
+    server, other = start_server(daemon.directory), start_server(daemon.directory)
+    server.run(PROMPT)
+    server.flush()
+    wait_until(lambda: other.match(PROMPT).host_hit_length == 0)
+    assert server.run(PROMPT) == 0
+    server.evict_all()
+    assert load(server, PROMPT) == 36
+
+
+def test_a_request_that_leaves_before_its_batch_frees_what_it_was_promised(
+    daemon: LocalDaemon, start_server: StartServer
+) -> None:
+    server = start_server(daemon.directory)
+    server.run(PROMPT)
+    server.evict_all()
+    free = server.allocator.available_size()
+    wait_until(lambda: server.match(PROMPT).host_hit_length)
+    server.linker._promises.end_all()
+    assert server.run(PROMPT, abort=True) == 36
+    assert server.allocator.available_size() == free
+    assert server.linker._session.client is not None
+    assert server.linker._session.client.namespace.pinned == 0
+    assert server.run(PROMPT) == 36
+
+
+def test_promised_pages_are_not_evicted_before_they_are_loaded(
+    daemon: LocalDaemon, start_server: StartServer
+) -> None:
+    """Between the lookup and the load another server fills the namespace."""
+    first = start_server(daemon.directory, cpu_bytes_to_use=64 * 768)
+    other = start_server(daemon.directory)
+    first.run(PROMPT)
+    first.evict_all()
+    wait_until(lambda: first.match(PROMPT).host_hit_length)
+    first.linker._promises.end_all()
+    promised = first.match(PROMPT)
+    assert promised.host_hit_length == 36
+    for number in range(8):
+        other.run([number] * 40)
+        other.drain()
+    assert not first.linker._promises.claim("unknown")
+    assert first.linker._promises.claim(promised.rid)
+    first.linker._promises.done(promised.rid)
+    other.run([9] * 40)
+    other.drain()
+    wait_until(lambda: first.match(PROMPT).host_hit_length == 0)  # no longer held
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_requests(
+    daemon: LocalDaemon,
+    start_server: StartServer,
+    kind: str,
+    core: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Two servers, whose devices hold a part of the prompts, and whose host memory holds most."""
+    pages = 20_000 if request.config.getoption("--long") else 1_500
+    quota = 600 * (288 if kind == "mla" else 768 if kind == "mha" else 384)
+    servers = [
+        start_server(daemon.directory, kind=kind, core=core, cpu_bytes_to_use=quota)
+        for _ in range(2)
+    ]
+    draw = random.Random(f"{kind} {core}")
+    prompts = [[draw.randrange(1000) for _ in range(draw.randrange(8, 120))] for _ in range(40)]
+    loaded = 0
+    while loaded < pages:
+        server = draw.choice(servers)
+        tokens = [*draw.choice(prompts)]
+        if draw.random() < 0.3:
+            tokens = [*tokens[: draw.randrange(4, len(tokens))], *[draw.randrange(1000)] * 9]
+        loaded += server.run(tokens, abort=draw.random() < 0.05) // server.page_size
+        event = draw.random()
+        if event < 0.1:
+            server.evict_all()
+        elif event < 0.102:
+            server.flush()
+    assert [server.wrong for server in servers] == [server.failed for server in servers] == [0, 0]
