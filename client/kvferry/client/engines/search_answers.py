@@ -1,4 +1,4 @@
-"""Waiting for the answer to a search below the host pool, by a scheduler that must not wait long."""
+"""Waiting for the answer to a search below the host pool: a scheduler must not wait long."""
 
 from __future__ import annotations
 
