@@ -4,9 +4,11 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 READY := $(VENV)/.ready
 CUDA := daemon/kvferry/daemon/engine/cuda
+# The first pip that reads dependency groups. The one that comes with Python may be older.
+GROUPS_PIP := --quiet --disable-pip-version-check 'pip>=25.1'
 
 .PHONY: help demo demo-cluster demo-siblings test lowest trials static check coverage format faults fuzz soak load bench gpu kernels clean \
-	sglang sglang-tests vllm vllm-tests
+	sglang sglang-tests vllm vllm-tests release lock
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -119,12 +121,30 @@ kernels:  ## compile kernels.cu to kernels.ptx; needs nvcc
 	nvcc -ptx -arch=compute_75 -O3 -o $(CUDA)/kernels.ptx $(CUDA)/kernels.cu
 	sed -i -e 's/^\.version .*/.version 8.1/' -e '/^\/\//d' $(CUDA)/kernels.ptx
 
+release: .release/.ready  ## build the checked-out commit twice; sdist, wheel, SBOM and checksums in dist
+	.release/bin/python tests/make_release.py
+
+# The locks have all that is in the daemon's image, and what builds it there.
+LOCKS := deploy/containers
+COMPILE := CUSTOM_COMPILE_COMMAND="make lock" .release/bin/pip-compile --quiet --upgrade --generate-hashes --strip-extras \
+	--no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-emit-options -c constraints.txt
+
+lock: .release/.ready  ## update the image's locks: versions as in constraints.txt, with hashes
+	$(COMPILE) --extra daemon --extra cli -o $(LOCKS)/requirements.txt pyproject.toml
+	$(COMPILE) --only-build-deps --build-deps-for wheel --allow-unsafe -o $(LOCKS)/requirements-build.txt pyproject.toml
+
+.release/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .release
+	.release/bin/python -m pip install $(GROUPS_PIP)
+	.release/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group release
+	touch $@
+
 format: $(READY)  ## format the sources, and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .sglang .vllm .lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .sglang .vllm .lowest .release .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 # The daemon and the command line, with or without Mooncake's client.
 $(VENV)/.ready-%: pyproject.toml constraints.txt
@@ -134,5 +154,6 @@ $(VENV)/.ready-%: pyproject.toml constraints.txt
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install $(GROUPS_PIP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mooncake,testing]' --group dev
 	touch $(READY) $(VENV)/.ready-daemon $(VENV)/.ready-mooncake

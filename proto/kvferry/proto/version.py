@@ -1,4 +1,8 @@
-"""Versions of installed packages. Called by the daemon, the client and its commands at start."""
+"""Versions of installed packages. Called by the daemon, the client and its commands at start.
+
+kvferry's version is that of the git tag. Between two tags it names the commit that was installed;
+an editable install keeps it until it is installed again.
+"""
 
 from __future__ import annotations
 
