@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from importlib.metadata import version
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,17 +116,20 @@ def test_a_pod_selector_matches_only_the_pods_of_one_gpu() -> None:
 
 
 def test_every_image_that_is_used_is_built_by_a_command_of_the_page() -> None:
-    builds = re.findall(r"podman build -t (\S+) -f (\S+) \.", PAGE)
-    assert all((DEPLOY.parent / file).exists() for _, file in builds)
-    built = {name.replace("$REGISTRY", PLACEHOLDERS["REGISTRY"]) for name, _ in builds}
-    assert re.findall(r"podman push (\S+)", PAGE) == ["$REGISTRY/kvferry:0.1.0"]
+    version = newest_version()
+    builds = re.findall(r"podman build -t (\S+) (?:--build-arg VERSION=(\S+) )?-f (\S+) \.", PAGE)
+    for _, argument, file in builds:
+        has_argument = "\nARG VERSION" in (DEPLOY.parent / file).read_text()
+        assert argument == (version if has_argument else ""), file
+    built = {name.replace("$REGISTRY", PLACEHOLDERS["REGISTRY"]) for name, *_ in builds}
+    assert re.findall(r"podman push (\S+)", PAGE) == [f"$REGISTRY/kvferry:{version}"]
     used = {each["image"] for pod in PODS.values() for each in containers(pod)}
     used |= set(re.findall(r"(?m)^Image=localhost/(.*)$", (CONTAINERS / UNIT).read_text()))
     used |= set(
         re.findall(r"(?m)^ARG KVFERRY=(.*)$", (CONTAINERS / "Containerfile.vllm").read_text())
     )
     assert {image for image in used if "kvferry" in image} <= built
-    assert all(f":{version('kvferry')}" in name for name in built)
+    assert all(name.endswith(f":{version}") for name in built)
 
 
 def test_the_commands_of_the_page_use_files_that_exist() -> None:
@@ -139,6 +143,51 @@ def test_the_page_starts_vllm_with_the_connector() -> None:
     )
     (option,) = [each for each in PODS["vllm"]["containers"][0]["args"] if "kv-transfer" in each]
     assert json.loads(command) == json.loads(option.partition("=")[2])
+
+
+def test_the_base_image_has_a_digest() -> None:
+    text = (CONTAINERS / "Containerfile").read_text()
+    assert re.findall(r"(?m)^FROM (\S+)", text) == ["${BASE}", "${BASE}"]
+    assert re.search(r"(?m)^ARG BASE=docker\.io/library/python:\S+@sha256:[0-9a-f]{64}$", text)
+
+
+@pytest.mark.parametrize(
+    ("lock", "of"),
+    [
+        ("requirements.txt", lambda project: project["project"]["dependencies"]),
+        ("requirements.txt", lambda project: extras(project)["daemon"]),
+        ("requirements.txt", lambda project: extras(project)["cli"]),
+        ("requirements-build.txt", lambda project: project["build-system"]["requires"]),
+    ],
+    ids=["dependencies", "daemon", "cli", "build"],
+)
+def test_a_lock_has_hashes_and_the_versions_of_constraints_txt(
+    lock: str, of: Callable[[dict[str, Any]], list[str]]
+) -> None:
+    root = DEPLOY.parent
+    locked = dict(re.findall(r"(?m)^(\S+)==(\S+) \\\n    --hash=sha256:", lock_text(lock)))
+    assert locked.keys() == set(re.findall(r"(?m)^(\w\S*)==", lock_text(lock)))
+    required = of(tomllib.loads((root / "pyproject.toml").read_text()))
+    assert required
+    assert {name.partition(">=")[0] for name in required} <= locked.keys(), "run make lock"
+    tested = (root / "constraints.txt").read_text().lower().replace("_", "-")
+    for name, version in re.findall(r"(?m)^(\S+)==(\S+)$", tested):
+        assert locked.get(name, version) == version, f"{name}: run make lock"
+
+
+def extras(project: dict[str, Any]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = project["project"]["optional-dependencies"]
+    return found
+
+
+def lock_text(name: str) -> str:
+    return (CONTAINERS / name).read_text()
+
+
+def newest_version() -> str:
+    """The version of the first heading of the changelog, which may have no date yet."""
+    (version, *_) = re.findall(r"(?m)^## \[(.*)\] - ", (DEPLOY.parent / "CHANGELOG.md").read_text())
+    return str(version)
 
 
 def entry_point() -> list[str]:

@@ -17,7 +17,7 @@ import pytest
 from support.systemd_container import WHEELS, Foundation, missing
 from support.time_limits import TIMEOUT
 
-from .conftest import CHECKOUT, cache_directory, requirements
+from .conftest import CHECKOUT, cache_directory
 
 pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 PIP = f"[global]\nno-index = true\nfind-links = /{WHEELS}\n"
@@ -69,7 +69,9 @@ def test_the_image_serves_and_reports_its_health() -> None:
         pytest.skip(reason)
     if shutil.which("buildah") is None:
         pytest.skip("not installed: buildah")
-    foundation = Foundation(cache_directory(), requirements(), CHECKOUT / "constraints.txt")
+    locks = sorted((CHECKOUT / "deploy" / "containers").glob("requirements*.txt"))
+    requirements = [f"--requirement={path}" for path in locks]
+    foundation = Foundation(cache_directory(), requirements, CHECKOUT / "constraints.txt")
     with builder() as images, tempfile.NamedTemporaryFile("w", suffix=".conf") as pip:
         pip.write(PIP)
         pip.flush()
@@ -78,13 +80,14 @@ def test_the_image_serves_and_reports_its_health() -> None:
         images.run("commit", "--quiet", "--rm", base, "base")
         images.run(
             *("bud", "--isolation", "chroot", "--build-arg", "BASE=localhost/base"),
+            *("--build-arg", "VERSION=1.2.3"),
             *("--volume", f"{foundation.wheels}:/{WHEELS}:ro"),
-            *("--volume", f"{pip.name}:/etc/pip.conf:ro", "--tag", "kvferry:0.1.0"),
+            *("--volume", f"{pip.name}:/etc/pip.conf:ro", "--tag", "kvferry:1.2.3"),
             *("--file", "deploy/containers/Containerfile", str(CHECKOUT)),
         )
         check_engine_image(images)
-        container = images.run("from", "localhost/kvferry:0.1.0")
-        config = images.config("kvferry:0.1.0")
+        container = images.run("from", "localhost/kvferry:1.2.3")
+        config = images.config("kvferry:1.2.3")
         assert config["User"] == "64240:64240"
         command = [*config["Entrypoint"], "--device", "cpu", "--pool-size", "1MiB"]
         with images.start(container, *command) as daemon:
@@ -102,13 +105,14 @@ def test_the_image_serves_and_reports_its_health() -> None:
 def check_engine_image(images: Builder) -> None:
     """Build the image of an engine, from one that has the client's dependencies; import it."""
     images.run(
-        *("bud", "--build-arg", "BASE=localhost/kvferry:0.1.0", "--tag", "kvferry-vllm:0.1.0"),
+        *("bud", "--build-arg", "BASE=localhost/kvferry:1.2.3"),
+        *("--build-arg", "KVFERRY=localhost/kvferry:1.2.3", "--tag", "kvferry-vllm:1.2.3"),
         *("--file", "deploy/containers/Containerfile.vllm", str(CHECKOUT)),
     )
-    assert images.config("kvferry-vllm:0.1.0")["Entrypoint"] == ["vllm", "serve"]
-    container = images.run("from", "localhost/kvferry-vllm:0.1.0")
+    assert images.config("kvferry-vllm:1.2.3")["Entrypoint"] == ["vllm", "serve"]
+    container = images.run("from", "localhost/kvferry-vllm:1.2.3")
     python = ["python3", "-c", "import kvferry.client as client; print(client.__file__)"]
     found = images.run("run", "--isolation", "chroot", container, "--", *python)
     assert found == "/opt/kvferry/client/kvferry/client/__init__.py"
     version = ["python3", "-m", "kvferry.client.cli", "--version"]
-    assert "0.1.0" in images.run("run", "--isolation", "chroot", container, "--", *version)
+    assert "kvferry 1.2.3" in images.run("run", "--isolation", "chroot", container, "--", *version)
