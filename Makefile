@@ -155,5 +155,5 @@ $(VENV)/.ready-%: pyproject.toml constraints.txt
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(GROUPS_PIP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mooncake,testing]' --group dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[encryption,mooncake,testing]' --group dev
 	touch $(READY) $(VENV)/.ready-daemon $(VENV)/.ready-mooncake

@@ -51,6 +51,18 @@ def test_a_missing_package_is_reported(package: str) -> None:
         assert (done.returncode, done.stderr) == (2, message)
 
 
+def test_a_key_file_that_others_may_read_is_refused(
+    start_refused: Callable[..., str], tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(bytes(32))
+    key.chmod(0o640)
+    tier = {"tiers_disk_path": tmp_path / "tier", "tiers_disk_size": "64MiB"}
+    message = start_refused(**tier, tiers_disk_key_file=key)
+    assert f"[bad_config] tiers.disk.key_file = '{key}' has mode 0640" in message
+    assert not (tmp_path / "tier").exists()
+
+
 @pytest.mark.parametrize("device", ["7", "GPU-00000000-0000-0000-0000-000000000000"])
 def test_a_missing_device_is_refused(start_refused: Callable[..., str], device: str) -> None:
     assert "no_device" in start_refused(device=device)

@@ -295,6 +295,8 @@ def test_invalid_flags_of_other_tiers_are_refused(flags: list[str], advice: str)
         (["--tiers-disk-size=1GiB"], "--tiers-disk-path "),
         (["--tiers-disk-path=/a", "--tiers-disk-size=1MiB"], "at least 16MiB"),
         (["--tiers-disk-path=/a", "--tiers-disk-size=big"], "tiers.disk.size = 'big'"),
+        (["--tiers-disk-key-file=/k"], "is set without tiers.disk.path"),
+        (["--tiers-mooncake-key-file=/k"], "is set without tiers.mooncake.master"),
     ],
 )
 def test_an_incomplete_disk_tier_is_refused(flags: list[str], advice: str) -> None:

@@ -8,6 +8,7 @@ from typing import cast
 from kvferry.daemon.core.store_name import StoreName
 from kvferry.daemon.tiers.base import Blocks, Result, SharedTier
 from kvferry.daemon.tiers.block_memory import BounceBuffer
+from kvferry.daemon.tiers.encryption import CipherOf, no_cipher
 from kvferry.daemon.tiers.mooncake.store_client import StoreClient
 from kvferry.daemon.tiers.mooncake.tier import MooncakeTier
 from support.object_store_model import ModelClient, ObjectStoreModel
@@ -18,13 +19,19 @@ KEY = b"k"
 
 
 class ModelHost:
-    """A host with one namespace, which has this epoch in its page."""
+    """A host with one namespace, which has this epoch in its page. ciphers: see MooncakeTier."""
 
-    def __init__(self, model: ObjectStoreModel, number: int = 0, epoch: int = 0) -> None:
+    def __init__(
+        self,
+        model: ObjectStoreModel,
+        number: int = 0,
+        epoch: int = 0,
+        ciphers: CipherOf = no_cipher,
+    ) -> None:
         self.number, self.epoch = number, epoch
         self.is_unpublished = False
         self.client = ModelClient(model)
-        self.tier: SharedTier = MooncakeTier(cast(StoreClient, self.client))
+        self.tier: SharedTier = MooncakeTier(cast(StoreClient, self.client), ciphers)
         self._memory = BounceBuffer(64)
 
     def reset(self, above: int = 0) -> None:
@@ -46,7 +53,7 @@ class ModelHost:
     def put(self, key: bytes = KEY) -> Result:
         """Put a block whose contents are the epoch."""
         self._memory.view[:8] = self.epoch.to_bytes(8, "little")
-        return self.tier.put(self._blocks(key), [0])[0]
+        return self.tier.put(self._blocks(key), [self.epoch + 1])[0]
 
     def find(self, key: bytes = KEY) -> int | None:
         """The epoch under which a block was put, if it is found."""

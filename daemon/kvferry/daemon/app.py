@@ -61,6 +61,7 @@ from kvferry.daemon.siblings.windows import MappedWindows
 from kvferry.daemon.signals import SignalHandlers
 from kvferry.daemon.systemd import Supervisor
 from kvferry.daemon.thread_count import needed_threads
+from kvferry.daemon.tiers.encryption import check_encryption
 from kvferry.daemon.tiers.pool_lock import wait_until_unlocked
 from kvferry.daemon.tiers.tier_process import PoolFiles
 from kvferry.daemon.tiers.tiering import Tiering, description_of, start_tiers
@@ -96,6 +97,7 @@ def _main(supervisor: Supervisor, arguments: Sequence[str] | None) -> None:
         config = config_reader.read(arguments)
         start_logging(config.log)
         check_threads(needed_threads(config))
+        check_encryption(config.tiers.used)
         supervisor.status(f"opening device {config.device}")
         engine = make_engine(config)
         admission = Admission(config.access.group)

@@ -147,6 +147,9 @@ def _check_disk_tier(disk: DiskTierConfig) -> None:
             "--tiers-disk-path /var/lib/kvferry"
         )
         raise _wrong_value("tiers.disk.size", disk.size, problem)
+    if disk.key_file and not disk.path:
+        problem = "is set without tiers.disk.path; name the directory of the disk tier"
+        raise _wrong_value("tiers.disk.key_file", disk.key_file, problem)
     if disk.size and parse_bytes(disk.size, "tiers.disk.size") < MIN_DISK_BYTES:
         raise _wrong_value("tiers.disk.size", disk.size, "is below 16MiB; set at least 16MiB")
 
@@ -169,6 +172,9 @@ def _check_mooncake_tier(mooncake: MooncakeTierConfig) -> None:
     if mooncake.master and not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
         problem = 'is not host:port; write it like "10.0.0.1:50051"'
         raise _wrong_value("tiers.mooncake.master", mooncake.master, problem)
+    if mooncake.key_file and not mooncake.master:
+        problem = "is set without tiers.mooncake.master; set the address of the master"
+        raise _wrong_value("tiers.mooncake.key_file", mooncake.key_file, problem)
 
 
 def _wrong_value(key: str, value: Any, problem: str) -> Refused:

@@ -46,6 +46,16 @@ Rate: TypeAlias = Annotated[
 ]
 
 
+KeyFile: TypeAlias = Annotated[
+    str,
+    Meta(
+        description="file of 32 random bytes with which the tier's blocks are encrypted, for the "
+        "daemon's user alone (mode 0400), or the name of a systemd credential, without a slash; "
+        "blocks of another key are not found; default: blocks are not encrypted"
+    ),
+]
+
+
 class DiskTierConfig(Section, frozen=True):
     name: ClassVar[str] = "disk"
     is_shared: ClassVar[bool] = False
@@ -62,6 +72,7 @@ class DiskTierConfig(Section, frozen=True):
     size: Annotated[
         Size, Meta(description="disk space that the tier may use; required if path is set")
     ] = ""
+    key_file: KeyFile = ""
     write: WritePolicy = "clean_ahead"
     admit_after: AdmitAfter = 1
     rate: Rate = "0"
@@ -72,11 +83,13 @@ class DiskTierConfig(Section, frozen=True):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"path": str(Path(self.path).absolute()), "size": parse_bytes(self.size)}
+        path, size = str(Path(self.path).absolute()), parse_bytes(self.size)
+        return {"path": path, "size": size, "key_file": self.key_file}
 
 
 class CustomTierConfig(Section, frozen=True):
     name: ClassVar[str] = "custom"
+    key_file: ClassVar[str] = ""
     locality: ClassVar[str | None] = None
 
     module: Annotated[
@@ -135,6 +148,7 @@ class MooncakeTierConfig(Section, frozen=True):
             "from which the master is reached"
         ),
     ] = ""
+    key_file: KeyFile = ""
     write: WritePolicy = "clean_ahead"
     admit_after: AdmitAfter = 2
     rate: Rate = "0"
@@ -145,7 +159,7 @@ class MooncakeTierConfig(Section, frozen=True):
 
     @property
     def options(self) -> dict[str, Any]:
-        names = "master", "protocol", "device", "host"
+        names = "master", "protocol", "device", "host", "key_file"
         return {name: getattr(self, name) for name in names}
 
 

@@ -14,13 +14,16 @@ SIZE = 4 << 20
 
 
 class KillableDisk(DirectSubject):
-    """`kill` ends the tier as SIGKILL does: nothing is synced, noted or closed in order."""
+    """`kill` ends the tier as SIGKILL does: nothing is synced, noted or closed in order.
+
+    key_file: of each process that is opened; it may be changed.
+    """
 
     tier: DiskTier
 
-    def __init__(self, pool: PoolMemory, root: Path, size: int = SIZE) -> None:
-        self.root, self.size = root, size
-        super().__init__(pool, DiskTier(str(root), size))
+    def __init__(self, pool: PoolMemory, root: Path, size: int = SIZE, key_file: str = "") -> None:
+        self.root, self.size, self.key_file = root, size, key_file
+        super().__init__(pool, DiskTier(str(root), size, key_file=key_file))
 
     def kill(self) -> None:
         for store in (*self.tier._stores.values(), *self.tier._trash):
@@ -28,7 +31,7 @@ class KillableDisk(DirectSubject):
         os.close(self.tier._root_lock)
 
     def open(self) -> None:
-        self.tier = DiskTier(str(self.root), self.size)
+        self.tier = DiskTier(str(self.root), self.size, key_file=self.key_file)
         self.tier.maintain()
 
     def restart(self) -> None:

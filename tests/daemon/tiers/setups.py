@@ -14,8 +14,8 @@ def memory_setup(size: int, *, in_process: bool = False) -> TierSetup:
     return TierSetup(MEMORY, {"size": size}, size, in_process)
 
 
-def disk_setup(root: Path, size: int, *, in_process: bool = False) -> TierSetup:
-    options = {"path": str(root), "size": size}
+def disk_setup(root: Path, size: int, *, in_process: bool = False, key_file: str = "") -> TierSetup:
+    options = {"path": str(root), "size": size, "key_file": key_file}
     return TierSetup(DISK, options, size, in_process, keeps=True)
 
 

@@ -13,14 +13,15 @@ from kvferry.testing.mooncake_store import MooncakeStore, is_installed
 from kvferry.testing.tier_conformance import *  # noqa: F403
 from kvferry.testing.tier_subjects import PoolMemory, TierSetup, open_subject
 
+from .encryption_keys import new_key
 from .setups import MEMORY, MOONCAKE, disk_setup, memory_setup, shared_setup
 
 SIZE = 4 << 20
 SEGMENT = 32 << 20
 
 
-TIERS = ["memory", "roomy", "shared", "disk"]
-TIERS += ["memory-process", "shared-process", "disk-process", "mooncake"]
+TIERS = ["memory", "roomy", "shared", "disk", "encrypted"]
+TIERS += ["memory-process", "shared-process", "disk-process", "mooncake", "mooncake-encrypted"]
 
 
 @pytest.fixture(params=TIERS)
@@ -35,11 +36,15 @@ def tier_setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierS
             yield TierSetup(MEMORY, {"size": 64 << 20}, capacity=0, in_process=True)
         case "disk":
             yield disk_setup(tmp_path / "tier", SIZE, in_process=in_process)
+        case "encrypted":
+            yield disk_setup(tmp_path / "tier", SIZE, in_process=True, key_file=new_key(tmp_path))
         case _:
+            key_file = new_key(tmp_path) if "encrypted" in request.param else ""
             if not is_installed():
                 pytest.skip("MOONCAKE IS NOT TESTED: install mooncake-transfer-engine-non-cuda")
             with MooncakeStore(segment_bytes=SEGMENT) as store:
-                yield TierSetup(MOONCAKE, {"master": store.address}, SEGMENT, shared=True)
+                options = {"master": store.address, "key_file": key_file}
+                yield TierSetup(MOONCAKE, options, SEGMENT, shared=True)
 
 
 def test_a_tier_that_cannot_be_opened_is_explained(pool: PoolMemory) -> None:

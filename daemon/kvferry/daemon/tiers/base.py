@@ -29,7 +29,8 @@ class Result(IntEnum):
     FULL = 3
     # The tier failed.
     ERROR = 4
-    # The bytes do not match their checksum, which is a miss; set by the caller of `fetch`.
+    # The bytes do not match their checksum, or cannot be decrypted, which is a miss. The caller of
+    # `fetch` compares checksums, and drops the key.
     CORRUPT = 5
     # Not written, because the tier has it. A tier that cannot tell says OK.
     PRESENT = 6

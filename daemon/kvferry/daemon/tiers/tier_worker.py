@@ -257,6 +257,7 @@ class TierWorker:
                 key, view_memory(address, blocks.nbytes)
             ):
                 result = Result.CORRUPT
+            if result is Result.CORRUPT:
                 self._tier.drop(blocks.store, [key])
             results.append(result)
         return results

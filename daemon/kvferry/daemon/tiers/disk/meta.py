@@ -18,13 +18,23 @@ _MAX_FILE_BYTES = 64 << 10
 _MAX_BLOCK_BYTES, _MAX_SLOTS = 1 << 40, 1 << 20
 
 
-class StoreMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The properties of all slots of a namespace. model: for people who list the tier."""
+class OtherKeyError(Exception):
+    """The blocks of a store are encrypted with another key than that of the tier, or only one of
+    both has a key."""
+
+    def __str__(self) -> str:
+        return "its blocks have another encryption key than tiers.disk.key_file, or none"
+
+
+class StoreMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The properties of all slots of a namespace. model: for people who list the tier. key_id: of
+    the cipher of its blocks; empty if they are not encrypted."""
 
     block_bytes: Annotated[int, Meta(ge=1, le=_MAX_BLOCK_BYTES)]
     key_bytes: Annotated[int, Meta(ge=1, le=MAX_KEY_BYTES)]
     slots_per_slab: Annotated[int, Meta(ge=1, le=_MAX_SLOTS)]
     model: str = ""
+    key_id: str = ""
 
     @property
     def slot_bytes(self) -> int:

@@ -15,15 +15,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
 from kvferry.daemon.tiers.base import Blocks, Fetched, Result
 from kvferry.daemon.tiers.disk.catalog import Catalog
 from kvferry.daemon.tiers.disk.meta import META, StoreMeta
-from kvferry.daemon.tiers.disk.slab import SlabTruncatedError, SlotHeader
+from kvferry.daemon.tiers.disk.slab import SealBrokenError, SlabTruncatedError, SlotHeader
 from kvferry.daemon.tiers.disk.slabs import Slabs
 from kvferry.daemon.tiers.disk.slot_table import Entry
+
+if TYPE_CHECKING:
+    from kvferry.daemon.tiers.block_cipher import BlockCipher
 
 # Bound on the bytes of a namespace beside its slabs and hints, with a part of the root's.
 SMALL_FILES = 64 << 10
@@ -43,7 +47,8 @@ class NamespaceStore:
     """One namespace's blocks on disk.
 
     directory: holds `meta`. max_slots: it has, at most. grow: called without the lock if there is
-    no free slot; it may call `add_slab`, and returns whether it did. Raises OSError.
+    no free slot; it may call `add_slab`, and returns whether it did. cipher: with the key id of
+    `meta`. Raises OSError.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class NamespaceStore:
         meta: StoreMeta,
         max_slots: int,
         grow: Callable[[NamespaceStore], bool],
+        cipher: BlockCipher | None = None,
     ) -> None:
         self.directory, self.meta = directory, meta
         self.name = directory.name
@@ -61,7 +67,7 @@ class NamespaceStore:
         idle = time.time() - (directory / META).stat().st_mtime
         self.last_used = time.monotonic() - max(0.0, idle)
         self._noted_use = self.last_used if idle >= 0 else -math.inf
-        self.slabs = Slabs(directory, meta.slot_bytes, meta.slots_per_slab)
+        self.slabs = Slabs(directory, meta.slot_bytes, meta.slots_per_slab, cipher)
         try:
             self.catalog = Catalog(directory, self.slabs, max_slots, meta.key_bytes)
         except BaseException:
@@ -127,6 +133,8 @@ class NamespaceStore:
                 header = slab.read_slot(at, address, nbytes)
             except SlabTruncatedError:
                 pass  # a miss; the file is removed by `maintain`
+            except SealBrokenError:
+                result = Result.CORRUPT
             except OSError as error:
                 log.warning("slot retired", slab=str(slab.path), slot=at, reason=str(error))
                 result = Result.ERROR
@@ -142,11 +150,9 @@ class NamespaceStore:
         return Fetched(result)
 
     def _is_ours(self, header: SlotHeader) -> bool:
-        return (header.namespace, header.nbytes, len(header.key)) == (
-            self.name,
-            self.meta.block_bytes,
-            self.meta.key_bytes,
-        )
+        meta, found = self.meta, (header.namespace, header.nbytes, len(header.key))
+        seal_fits = bool(header.seal) == bool(meta.key_id)
+        return seal_fits and found == (self.name, meta.block_bytes, meta.key_bytes)
 
     def forget_keys(self, keys: Sequence[bytes]) -> None:
         """Drop keys."""

@@ -2,7 +2,8 @@
 
 A slot is written and read with one vectored call, directly between the device and the host pool
 where the file system has O_DIRECT and the block is aligned; otherwise through a bounce buffer. The
-calls release the GIL. Any thread.
+calls release the GIL. An encrypted block goes through the buffer, and only its ciphertext is ever
+in the buffer or in the file; its header has the seal. Any thread.
 """
 
 from __future__ import annotations
@@ -15,13 +16,18 @@ import threading
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvferry.daemon.tiers.base import block_checksum
 from kvferry.daemon.tiers.block_memory import PAGE, BounceBuffer, view_memory
+from kvferry.daemon.tiers.encryption import SEAL_BYTES
 from kvferry.daemon.tiers.own_files import NotAFileError, open_file
 
-# The last character is the version of the format.
-_MAGIC = b"kvfslot1"
+if TYPE_CHECKING:
+    from kvferry.daemon.tiers.block_cipher import BlockCipher
+
+# The last character is the version of the format. The second one is of encrypted blocks.
+_MAGIC, _SEALED_MAGIC = b"kvfslot1", b"kvfseal1"
 # Magic, generation, bytes of the block, checksum, bytes of the namespace's name and of the key.
 _FIELDS = struct.Struct("<8sQQQHH")
 _CRC = struct.Struct("<I")
@@ -33,10 +39,15 @@ class SlabTruncatedError(Exception):
     """The file is shorter than its slots."""
 
 
+class SealBrokenError(Exception):
+    """An encrypted block is damaged, was moved or forged, or its slot has a block in the clear."""
+
+
 class SlotHeader(NamedTuple):
     """The header before the bytes of a block on disk.
 
-    generation: grows with every block written in the namespace.
+    generation: grows with every block written in the namespace. seal: of an encrypted block, whose
+    checksum on disk is that of its ciphertext; empty if it is not encrypted.
     """
 
     namespace: str
@@ -44,27 +55,33 @@ class SlotHeader(NamedTuple):
     generation: int
     nbytes: int
     checksum: int
+    seal: bytes = b""
 
     def encode(self) -> bytes:
         name = self.namespace.encode()
+        magic = _SEALED_MAGIC if self.seal else _MAGIC
         head = _FIELDS.pack(
-            _MAGIC, self.generation, self.nbytes, self.checksum, len(name), len(self.key)
+            magic, self.generation, self.nbytes, self.checksum, len(name), len(self.key)
         )
-        data = head + name + self.key
+        data = head + name + self.key + self.seal
         return data + _CRC.pack(zlib.crc32(data))
 
 
 def decode_header(page: memoryview) -> SlotHeader | None:
     """The header in a slot's first page; None if the slot was never written or is torn."""
     magic, generation, nbytes, checksum, name_bytes, key_bytes = _FIELDS.unpack_from(page)
-    end = _FIELDS.size + name_bytes + key_bytes
-    if magic != _MAGIC or end + _CRC.size > PAGE or generation > MAX_GENERATION:
+    key_at = _FIELDS.size + name_bytes
+    seal_at = key_at + key_bytes
+    end = seal_at + (SEAL_BYTES if magic == _SEALED_MAGIC else 0)
+    if magic not in (_MAGIC, _SEALED_MAGIC):
+        return None
+    if end + _CRC.size > PAGE or generation > MAX_GENERATION:
         return None
     data = bytes(page[:end])
     if (zlib.crc32(data),) != _CRC.unpack_from(page, end):
         return None
-    name = data[_FIELDS.size : _FIELDS.size + name_bytes].decode(errors="replace")
-    return SlotHeader(name, data[end - key_bytes :], generation, nbytes, checksum)
+    name = data[_FIELDS.size : key_at].decode(errors="replace")
+    return SlotHeader(name, data[key_at:seal_at], generation, nbytes, checksum, data[seal_at:])
 
 
 def slot_bytes_of(block_bytes: int) -> int:
@@ -73,23 +90,30 @@ def slot_bytes_of(block_bytes: int) -> int:
 
 
 class SlabFile:
-    """A slab file. Owns its descriptor; `close` must not be called while a slot is in use."""
+    """A slab file. Owns its descriptor; `close` must not be called while a slot is in use.
 
-    def __init__(self, path: Path, slot_bytes: int, slots: int) -> None:
-        self.path = path
+    cipher: of its store; None: blocks are read and written as they are.
+    """
+
+    def __init__(
+        self, path: Path, slot_bytes: int, slots: int, cipher: BlockCipher | None = None
+    ) -> None:
+        self.path, self._cipher = path, cipher
         self.slot_bytes = slot_bytes
         self.nbytes = slot_bytes * slots
         self.written = False
         self._descriptor, self._direct = _open(path)
 
     @classmethod
-    def create(cls, path: Path, slot_bytes: int, slots: int) -> SlabFile:
+    def create(
+        cls, path: Path, slot_bytes: int, slots: int, cipher: BlockCipher | None
+    ) -> SlabFile:
         """Create and preallocate a file. Raises OSError, and leaves no file then."""
         descriptor = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             os.posix_fallocate(descriptor, 0, slot_bytes * slots)
             os.close(descriptor)
-            return cls(path, slot_bytes, slots)
+            return cls(path, slot_bytes, slots, cipher)
         except BaseException:
             with suppress(OSError):
                 path.unlink()
@@ -102,15 +126,15 @@ class SlabFile:
     def write_slot(self, slot: int, header: SlotHeader, address: int, nbytes: int) -> None:
         """Write a block and its header. Raises OSError."""
         buffer = _buffer(self.slot_bytes)
-        encoded = header.encode()
-        buffer.view[: len(encoded)] = encoded
         at = slot * self.slot_bytes
         if self._is_transferable(address, nbytes):
             parts = [buffer.view[:PAGE], view_memory(address, nbytes)]
             expected = PAGE + nbytes
         else:
-            ctypes.memmove(buffer.address + PAGE, address, nbytes)
+            header = self._copy_to(buffer, header, address, nbytes)
             parts, expected = [buffer.view[: self.slot_bytes]], self.slot_bytes
+        encoded = header.encode()
+        buffer.view[: len(encoded)] = encoded
         self.written = True
         written = os.pwritev(self._descriptor, parts, at)
         if written != expected:
@@ -119,7 +143,8 @@ class SlabFile:
     def read_slot(self, slot: int, address: int, nbytes: int) -> SlotHeader | None:
         """Read a block to `address`, and return its header.
 
-        Raises OSError, and SlabTruncatedError if the file ends before the block does.
+        Raises OSError, SlabTruncatedError if the file ends before the block does, and
+        SealBrokenError.
         """
         buffer = _buffer(self.slot_bytes)
         at = slot * self.slot_bytes
@@ -129,9 +154,16 @@ class SlabFile:
             parts = [buffer.view[: self.slot_bytes]]
         if os.preadv(self._descriptor, parts, at) < PAGE + nbytes:
             raise SlabTruncatedError(self.path)
+        header = decode_header(buffer.view)
+        if self._cipher is not None and header is not None:
+            block, target = buffer.view[PAGE : PAGE + nbytes], view_memory(address, nbytes)
+            checksum = self._cipher.decrypt(header.key, header.seal, block, target)
+            if checksum is None:
+                raise SealBrokenError(self.path)
+            return header._replace(checksum=checksum)
         if len(parts) == 1:
             ctypes.memmove(address, buffer.address + PAGE, nbytes)
-        return decode_header(buffer.view)
+        return header
 
     def read_header(self, slot: int) -> SlotHeader | None:
         """Raises OSError and SlabTruncatedError."""
@@ -154,9 +186,20 @@ class SlabFile:
         with suppress(OSError):
             self.path.unlink()
 
+    def _copy_to(
+        self, buffer: BounceBuffer, header: SlotHeader, address: int, nbytes: int
+    ) -> SlotHeader:
+        """Copy a block behind its header, encrypted if there is a cipher. Returns its header."""
+        if self._cipher is None:
+            ctypes.memmove(buffer.address + PAGE, address, nbytes)
+            return header
+        block, target = view_memory(address, nbytes), buffer.view[PAGE : PAGE + nbytes]
+        seal = self._cipher.encrypt(header.key, header.checksum, block, target)
+        return header._replace(checksum=block_checksum(header.key, target), seal=seal)
+
     def _is_transferable(self, address: int, nbytes: int) -> bool:
         """Whether the kernel can transfer a block without a copy in this process."""
-        return not self._direct or not (address | nbytes) % PAGE
+        return self._cipher is None and (not self._direct or not (address | nbytes) % PAGE)
 
 
 def _open(path: Path) -> tuple[int, bool]:

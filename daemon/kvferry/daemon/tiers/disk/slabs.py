@@ -6,10 +6,14 @@ Any thread, except that `create` and `delete` must not run at the same time as e
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
 from kvferry.daemon.tiers.disk.slab import SlabFile
+
+if TYPE_CHECKING:
+    from kvferry.daemon.tiers.block_cipher import BlockCipher
 
 _PREFIX = "slab-"
 # Of one namespace: each slab takes a descriptor, and no process has more.
@@ -21,11 +25,17 @@ log = structlog.get_logger()
 class Slabs:
     """Opens all slab files of a directory. Files that are too short or too long are deleted, and
     those with a name that no slab has. What cannot be opened as a file, such as a symbolic link, is
-    left alone, and its number is not used.
+    left alone, and its number is not used. cipher: see SlabFile.
     """
 
-    def __init__(self, directory: Path, slot_bytes: int, slots_per_slab: int) -> None:
-        self._directory = directory
+    def __init__(
+        self,
+        directory: Path,
+        slot_bytes: int,
+        slots_per_slab: int,
+        cipher: BlockCipher | None = None,
+    ) -> None:
+        self._directory, self._cipher = directory, cipher
         self._slot_bytes, self._slots = slot_bytes, slots_per_slab
         self._files: dict[int, SlabFile] = {}
         self._unusable: set[int] = set()
@@ -33,7 +43,7 @@ class Slabs:
             for path in sorted(directory.glob(f"{_PREFIX}*")):
                 number = slab_number(path)
                 try:
-                    slab = SlabFile(path, slot_bytes, slots_per_slab)
+                    slab = SlabFile(path, slot_bytes, slots_per_slab, cipher)
                 except OSError as error:
                     log.warning("slab file skipped; its blocks are lost", reason=str(error))
                     if number is not None:
@@ -76,7 +86,8 @@ class Slabs:
     def create(self, number: int) -> None:
         """Raises OSError."""
         path = self._directory / _file_name(number)
-        self._files[number] = SlabFile.create(path, self._slot_bytes, self._slots)
+        created = SlabFile.create(path, self._slot_bytes, self._slots, self._cipher)
+        self._files[number] = created
 
     def truncated(self) -> list[int]:
         """Slabs whose files are shorter than their slots, because someone has truncated them."""

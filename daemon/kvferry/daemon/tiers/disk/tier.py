@@ -21,7 +21,7 @@ import structlog
 
 from kvferry.daemon.directories import sync_directory
 from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage
-from kvferry.daemon.tiers.disk.meta import META, StoreMeta, read_meta
+from kvferry.daemon.tiers.disk.meta import META, OtherKeyError, StoreMeta, read_meta
 from kvferry.daemon.tiers.disk.namespace_store import SMALL_FILES, NamespaceStore
 from kvferry.daemon.tiers.disk.root_files import (
     drop_marked,
@@ -38,6 +38,7 @@ from kvferry.daemon.tiers.disk.shares import Shares
 from kvferry.daemon.tiers.disk.slab import slot_bytes_of
 from kvferry.daemon.tiers.disk.slot_index import MAX_SLOTS
 from kvferry.daemon.tiers.durable_files import write_file
+from kvferry.daemon.tiers.encryption import cipher_of, key_id_of
 from kvferry.daemon.tiers.own_files import NotAFileError
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.sizes import format_size
@@ -49,6 +50,8 @@ MAX_SLAB_BYTES = 1 << 30
 # No slab is added if the file system would have less free space: 1/FLOOR of its size, or this.
 FLOOR = 50
 MAX_FLOOR_BYTES = 4 << 30
+# Errors of a store that no later start could open.
+DAMAGE = FileNotFoundError, NotAFileError, PermissionError, msgspec.MsgspecError, OtherKeyError
 # Seconds between two syncs.
 SYNC_EVERY = 3.0
 # Seconds without another attempt to create a namespace, after one that failed.
@@ -66,13 +69,14 @@ def open_tier(options: Mapping[str, Any], _memory: HostMemory) -> DiskTier:
 
 class DiskTier:
     """path: the root. size: bound in bytes on everything below it. io_threads: reads and writes in
-    flight."""
+    flight. key_file: empty if blocks are not encrypted."""
 
     # A thread moves one large block at a time, or several small ones.
     call_bytes = 1 << 20
 
-    def __init__(self, path: str, size: int, io_threads: int = 8) -> None:
+    def __init__(self, path: str, size: int, io_threads: int = 8, key_file: str = "") -> None:
         self._root, self._size, self.io_threads = Path(path), size, io_threads
+        self._cipher_of = cipher_of(key_file, "tiers.disk.key_file")
         self._lock, self._shares = threading.Lock(), Shares(size)
         self._stores: dict[str, NamespaceStore] = {}
         # Dropped stores, whose files `maintain` deletes.
@@ -189,11 +193,11 @@ class DiskTier:
     # Stores
 
     def _open_store(self, directory: Path) -> None:
-        """Open a namespace's store. A damaged one is deleted, and one that cannot be opened now is
-        left alone: other namespaces do not depend on it."""
+        """Open a namespace's store. One that is damaged or has another encryption key is deleted,
+        and one that cannot be opened now is left alone: other namespaces do not depend on it."""
         try:
             store = self._make_store(directory, read_meta(directory))
-        except (FileNotFoundError, NotAFileError, PermissionError, msgspec.MsgspecError) as error:
+        except DAMAGE as error:
             log.warning("namespace dropped from disk", namespace=directory.name, reason=str(error))
             shutil.rmtree(directory, ignore_errors=True)
             return
@@ -210,7 +214,10 @@ class DiskTier:
 
     def _make_store(self, directory: Path, meta: StoreMeta) -> NamespaceStore:
         max_slots = self._size // meta.slot_bytes + meta.slots_per_slab
-        return NamespaceStore(directory, meta, min(max_slots, MAX_SLOTS), self._grow)
+        cipher = self._cipher_of(directory.name)
+        if meta.key_id != key_id_of(cipher):
+            raise OtherKeyError
+        return NamespaceStore(directory, meta, min(max_slots, MAX_SLOTS), self._grow, cipher)
 
     def _create_store(self, blocks: Blocks) -> NamespaceStore | None:
         """A store for a namespace that has none. None if that is not possible."""
@@ -219,7 +226,8 @@ class DiskTier:
         part = max(min(self._size, _room_in(self._root)) // SLABS, self._size // MAX_SLABS)
         slab_bytes = min(part, MAX_SLAB_BYTES)
         slots = max(1, slab_bytes // slot_bytes)
-        meta = StoreMeta(blocks.nbytes, len(blocks.keys[0]), slots, blocks.model)
+        key_id = key_id_of(self._cipher_of(blocks.store))
+        meta = StoreMeta(blocks.nbytes, len(blocks.keys[0]), slots, blocks.model, key_id)
         least = meta.slab_bytes + SMALL_FILES
         if not is_namespace_name(blocks.store):
             return None

@@ -11,6 +11,9 @@ import structlog
 
 from kvferry.daemon.core.store_name import StoreName
 from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, SharedTier, TierUsage
+from kvferry.daemon.tiers.block_memory import view_memory
+from kvferry.daemon.tiers.encryption import SEAL_BYTES, CipherOf, cipher_of, no_cipher
+from kvferry.daemon.tiers.mooncake.ciphertext_memory import CiphertextMemory
 from kvferry.daemon.tiers.mooncake.epochs import StoreEpochs, marker
 from kvferry.daemon.tiers.mooncake.store_client import (
     NO_SPACE,
@@ -22,7 +25,6 @@ from kvferry.daemon.tiers.mooncake.store_client import (
 )
 from kvferry.daemon.tiers.mooncake.trailer import (
     MAX_TRAILERS,
-    TRAILER_BYTES,
     ThreadTrailers,
     Trailers,
 )
@@ -38,15 +40,19 @@ log = structlog.get_logger()
 
 def open_tier(options: Mapping[str, Any], memory: HostMemory) -> MooncakeTier:
     """Raises Refused (BAD_CONFIG), and OSError if the store cannot be reached."""
-    return MooncakeTier(StoreClient(memory, **options))
+    of_store = dict(options)
+    cipher_of_store = cipher_of(of_store.pop("key_file", ""), "tiers.mooncake.key_file")
+    return MooncakeTier(StoreClient(memory, **of_store), cipher_of_store)
 
 
 class MooncakeTier(SharedTier):
     io_threads, call_bytes = 4, 16 << 20
 
-    def __init__(self, store: StoreClient) -> None:
+    def __init__(self, store: StoreClient, ciphers: CipherOf = no_cipher) -> None:
         self._store, self._epochs = store, StoreEpochs(store)
-        self._of_thread = ThreadTrailers(store)
+        self._cipher_of, is_encrypted = ciphers, ciphers("") is not None
+        self._of_thread = ThreadTrailers(store, SEAL_BYTES if is_encrypted else 0)
+        self._ciphertexts = CiphertextMemory(store, self.call_bytes)
         self._absent = _AbsentKeys()
         self._warned = False
 
@@ -57,7 +63,7 @@ class MooncakeTier(SharedTier):
         asked = self._absent.select(store, keys)
         if incarnation is None or (keys and not asked):
             return found
-        objects = _objects(name, incarnation, [keys[place] for place in asked])
+        objects = self._objects(name, incarnation, [keys[place] for place in asked])
         is_valid, *present = self._store.exist([marker(name.namespace, incarnation), *objects])
         if not is_valid:
             self._epochs.end(name.namespace, incarnation)
@@ -77,7 +83,7 @@ class MooncakeTier(SharedTier):
             if time.monotonic() >= deadline:
                 results.extend([Fetched(Result.LATE)] * len(part.keys))
             else:
-                results.extend(self._fetch(part, _objects(name, incarnation, part.keys)))
+                results.extend(self._fetch(part, self._objects(name, incarnation, part.keys)))
         return results
 
     def put(self, blocks: Blocks, checksums: Sequence[int]) -> Sequence[Result]:
@@ -89,7 +95,7 @@ class MooncakeTier(SharedTier):
         results = list[Result]()
         for part in _parts(blocks):
             sums = checksums[len(results) : len(results) + len(part.keys)]
-            results.extend(self._put(part, _objects(name, incarnation, part.keys), sums))
+            results.extend(self._put(part, self._objects(name, incarnation, part.keys), sums))
         return results
 
     def drop(self, store: str, keys: Sequence[bytes] | None = None) -> None:
@@ -97,7 +103,7 @@ class MooncakeTier(SharedTier):
         name = StoreName.parse(store)
         incarnation = self._epochs.incarnation(name)
         if keys and incarnation is not None:
-            self._store.remove(_objects(name, incarnation, keys))
+            self._store.remove(self._objects(name, incarnation, keys))
 
     def settle(self, epochs: Mapping[str, int]) -> Mapping[str, int]:
         return self._epochs.settle(epochs)
@@ -115,20 +121,22 @@ class MooncakeTier(SharedTier):
 
     def _fetch(self, blocks: Blocks, names: Sequence[str]) -> list[Fetched]:
         trailers = self._of_thread.trailers
-        count, nbytes = len(names), blocks.nbytes
-        trailers.clear(count)
-        codes = self._store.get(names, *_buffers(blocks, trailers))
+        nbytes, whole = blocks.nbytes, blocks.nbytes + trailers.nbytes
+        trailers.clear(len(names))
+        cipher = self._cipher_of(blocks.store)
+        read = blocks if cipher is None else self._ciphertexts.moved_to(blocks)
+        codes = self._store.get(names, *_buffers(read, trailers))
         results = []
         for place, (name, code) in enumerate(zip(names, codes, strict=True)):
             if code in UNREADABLE:
                 results.append(Fetched(Result.MISS))
-            elif code == nbytes + TRAILER_BYTES:
-                checksum = trailers.read(place, name, nbytes)
-                if checksum is None:
-                    results.append(self._remove_foreign(name, code))
-                else:
-                    results.append(Fetched(Result.OK, checksum))
-            elif code >= 0 or code == TOO_LARGE or self._is_short(name, code, nbytes):
+            elif code == whole and (checksum := trailers.read(place, name, nbytes)) is not None:
+                if cipher is not None:
+                    key, seal = blocks.keys[place], trailers.read_seal(place)
+                    checksum = cipher.decrypt(key, seal, _view(read, place), _view(blocks, place))
+                is_good = checksum is not None
+                results.append(Fetched(Result.OK if is_good else Result.CORRUPT, checksum or 0))
+            elif code >= 0 or code == TOO_LARGE or self._is_short(name, code, whole):
                 results.append(self._remove_foreign(name, code))
             else:
                 results.append(Fetched(Result.ERROR))
@@ -136,19 +144,32 @@ class MooncakeTier(SharedTier):
         return results
 
     def _put(self, blocks: Blocks, names: Sequence[str], checksums: Sequence[int]) -> list[Result]:
-        trailers = self._of_thread.trailers
+        trailers, cipher = self._of_thread.trailers, self._cipher_of(blocks.store)
+        written = blocks if cipher is None else self._ciphertexts.moved_to(blocks)
         for place, (name, checksum) in enumerate(zip(names, checksums, strict=True)):
-            trailers.write(place, name, blocks.nbytes, checksum)
-        codes = self._store.put(names, *_buffers(blocks, trailers))
+            if cipher is None:
+                trailers.write(place, name, blocks.nbytes, checksum)
+            else:
+                plain, target = _view(blocks, place), _view(written, place)
+                seal = cipher.encrypt(blocks.keys[place], checksum, plain, target)
+                trailers.write(place, name, blocks.nbytes, 0, seal)
+        codes = self._store.put(names, *_buffers(written, trailers))
         self._absent.remove(blocks.store, blocks.keys)
         outcomes = {0: Result.OK, NO_SPACE: Result.FULL}
         results = [outcomes.get(code, Result.ERROR) for code in codes]
         _log_failures("put", codes, results)
         return results
 
-    def _is_short(self, name: str, code: int, nbytes: int) -> bool:
-        """Whether a transfer failed because the object has too few bytes."""
-        return code == TRANSFER_FAILED and 0 <= self._store.size(name) < nbytes + TRAILER_BYTES
+    def _objects(self, name: StoreName, incarnation: int, keys: Sequence[bytes]) -> list[str]:
+        """The objects of keys. The incarnation stands for the epoch, too."""
+        directory = f"kvferry/{name._replace(epoch=0)}/{incarnation}"
+        if (cipher := self._cipher_of(str(name))) is not None:
+            directory += f"/{cipher.key_id}"
+        return [f"{directory}/{key.hex()}" for key in keys]
+
+    def _is_short(self, name: str, code: int, whole: int) -> bool:
+        """Whether a transfer failed because the object has fewer bytes."""
+        return code == TRANSFER_FAILED and 0 <= self._store.size(name) < whole
 
     def _remove_foreign(self, name: str, code: int) -> Fetched:
         """An object that is not a block of its name is a miss, so that it can be put again."""
@@ -203,12 +224,6 @@ class _AbsentKeys:
                 del self._until[first]
 
 
-def _objects(name: StoreName, incarnation: int, keys: Sequence[bytes]) -> list[str]:
-    """The objects of keys. The incarnation stands for the epoch, too."""
-    directory = f"kvferry/{name._replace(epoch=0)}/{incarnation}"
-    return [f"{directory}/{key.hex()}" for key in keys]
-
-
 def _parts(blocks: Blocks) -> Iterator[Blocks]:
     for at in range(0, len(blocks.keys), MAX_TRAILERS):
         part = slice(at, at + MAX_TRAILERS)
@@ -220,7 +235,11 @@ def _buffers(blocks: Blocks, trailers: Trailers) -> tuple[list[list[int]], list[
     addresses = [
         [address, trailers.address(place)] for place, address in enumerate(blocks.addresses)
     ]
-    return addresses, [[blocks.nbytes, TRAILER_BYTES]] * len(addresses)
+    return addresses, [[blocks.nbytes, trailers.nbytes]] * len(addresses)
+
+
+def _view(blocks: Blocks, place: int) -> memoryview:
+    return view_memory(blocks.addresses[place], blocks.nbytes)
 
 
 def _log_failures(what: str, codes: Sequence[int], results: Sequence[Result]) -> None:
