@@ -19,6 +19,8 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,11 @@ def fio(path: Path, block_bytes: int, blocks: int, verb: str) -> float:
 
 
 class Bench:
-    def __init__(self, root: Path, block_bytes: int, blocks: int, threads: int | None) -> None:
+    """key_file: empty without encryption."""
+
+    def __init__(
+        self, root: Path, block_bytes: int, blocks: int, threads: int | None, key_file: str = ""
+    ) -> None:
         self.block_bytes, self.blocks = block_bytes, blocks
         in_pool = BATCH * (AHEAD + 1)
         nbytes = -(-in_pool * block_bytes // CHUNK) * CHUNK
@@ -79,7 +85,7 @@ class Bench:
         )
         self.in_pool = in_pool
         size = int(blocks * (block_bytes + 4096) * 1.25) + (64 << 20)
-        options: dict[str, Any] = {"path": str(root), "size": size}
+        options: dict[str, Any] = {"path": str(root), "size": size, "key_file": key_file}
         if threads is not None:
             options["io_threads"] = threads
         self.config = CustomTierConfig("kvferry.daemon.tiers.disk", options)
@@ -121,22 +127,29 @@ class Bench:
         assert set(results) == {Result.OK}, set(results)
         return self.blocks * self.block_bytes / seconds
 
-    async def run(self) -> tuple[float, float, float]:
-        """Bytes per second of first writes, of reads, and of writes into slots written before."""
+    @asynccontextmanager
+    async def running_tier(self) -> AsyncIterator[TierClient]:
         files = PoolFiles(self.pool.descriptors, CHUNK, self.pool.nbytes)
         client = TierClient(self.config, files)
         running = asyncio.create_task(client.run())
         while not client.is_on:
             await asyncio.sleep(0.01)
-        first = await self.move(client, write=True)
-        read = await self.move(client, write=False)
+        yield client
+        running.cancel()
+        await asyncio.wait({running})
+
+    async def drop_all(self, client: TierClient) -> None:
         keys = [n.to_bytes(16, "big") for n in range(self.blocks)]
         for at in range(0, len(keys), 512):
             await client.drop("bench", keys[at : at + 512])
-        again = await self.move(client, write=True)
-        running.cancel()
-        await asyncio.wait({running})
-        return first, read, again
+
+    async def run(self) -> tuple[float, float, float]:
+        """Bytes per second of first writes, of reads, and of writes into slots written before."""
+        async with self.running_tier() as client:
+            first = await self.move(client, write=True)
+            read = await self.move(client, write=False)
+            await self.drop_all(client)
+            return first, read, await self.move(client, write=True)
 
 
 def reference(options: argparse.Namespace, file: Path, source: Path) -> tuple[float, float, float]:
