@@ -11,6 +11,7 @@ import itertools
 import zlib
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,24 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt import runtime_context
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
-from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator import (
+    PagedTokenToKVPoolAllocator,
+    TokenToKVPoolAllocator,
+)
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import match_kv_cache, release_kv_cache
 from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    HybridReqToTokenPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
     ReqToTokenPool,
 )
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -41,7 +50,7 @@ CONFIG = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidd
 "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
 "num_hidden_layers": 3, "vocab_size": 1000, "max_position_embeddings": 4096,
 "torch_dtype": "bfloat16", "rms_norm_eps": 1e-5}"""
-LAYERS, MAX_TOKENS = 3, 4096
+LAYERS, MAX_TOKENS, WINDOW = 3, 4096, 10
 
 
 @cache
@@ -64,39 +73,114 @@ def publish_server_args(directory: Path, page_size: int) -> ServerArgs:
     return server_args
 
 
-def dense_pool(kind: str, pages: int, page_size: int) -> Any:
-    """A pool of full attention layers on the CPU, in shared memory. kind: "mha", "fp8" or "mla"."""
-    size = pages * page_size
-    if kind == "mla":
-        pool = MLATokenToKVPool(
-            size=size,
-            page_size=page_size,
-            dtype=torch.bfloat16,
-            kv_lora_rank=32,
-            qk_rope_head_dim=16,
-            layer_num=LAYERS,
-            device="cpu",
-            enable_memory_saver=False,
+@dataclass
+class Pools:
+    """What a server allocates. buffers: of the full attention layers; window_buffers: of layers with
+    a sliding window; states: of Mamba layers, by slot."""
+
+    pool: Any
+    allocator: Any
+    requests: Any
+    components: tuple[ComponentType, ...]
+    buffers: Sequence[torch.Tensor]
+    window_buffers: Sequence[torch.Tensor] = ()
+    states: Sequence[torch.Tensor] = ()
+
+    @property
+    def all_buffers(self) -> list[torch.Tensor]:
+        return [*self.buffers, *self.window_buffers, *self.states]
+
+
+def make_pools(kind: str, pages: int, page_size: int) -> Pools:
+    """On the CPU, in shared memory. kind: "mha", "fp8", "mla", "swa" (one layer of full attention,
+    and two with a sliding window of WINDOW tokens) or "mamba" (one, and two with states)."""
+    full_only = (ComponentType.FULL,)
+    requests: Any = ReqToTokenPool(8, MAX_TOKENS, "cpu", enable_memory_saver=False)
+    sizes: dict[str, Any] = {
+        "size": pages * page_size,
+        "page_size": page_size,
+        "dtype": torch.float8_e4m3fn if kind == "fp8" else torch.bfloat16,
+        "device": "cpu",
+        "enable_memory_saver": False,
+    }
+    heads = {"head_num": 2, "head_dim": 16}
+    if kind == "swa":
+        window_size = sizes["size"] * 3 // 4
+        swa = SWAKVPool(
+            **sizes,
+            **heads,
+            size_swa=window_size,
+            full_attention_layer_ids=[0],
+            swa_attention_layer_ids=[1, 2],
         )
-        share(pool.kv_buffer)
-        return pool
-    pool = MHATokenToKVPool(
-        size=size,
-        page_size=page_size,
-        dtype=torch.float8_e4m3fn if kind == "fp8" else torch.bfloat16,
-        head_num=2,
-        head_dim=16,
-        layer_num=LAYERS,
+        allocator = SWATokenToKVPoolAllocator(
+            sizes["size"], window_size, page_size, swa.dtype, "cpu", swa, need_sort=True
+        )
+        full, window = swa.full_kv_pool, swa.swa_kv_pool
+        pools = Pools(
+            swa,
+            allocator,
+            requests,
+            (ComponentType.FULL, ComponentType.SWA),
+            [*full.k_buffer, *full.v_buffer],
+            [*window.k_buffer, *window.v_buffer],
+        )
+    elif kind == "mamba":
+        requests = hybrid_requests()
+        mamba = requests.mamba_pool
+        hybrid = HybridLinearKVPool(
+            **sizes, **heads, full_attention_layer_ids=[0], mamba_pool=mamba
+        )
+        tokens = TokenToKVPoolAllocator(sizes["size"], hybrid.dtype, "cpu", hybrid, need_sort=True)
+        attention, cache = hybrid.full_kv_pool, mamba.mamba_cache
+        for states in (cache.temporal, *cache.conv):
+            states.share_memory_()
+        layers = range(mamba.num_mamba_layers)
+        pools = Pools(
+            hybrid,
+            tokens,
+            requests,
+            (ComponentType.FULL, ComponentType.MAMBA),
+            [*attention.k_buffer, *attention.v_buffer],
+            states=[each[layer] for each in (cache.temporal, *cache.conv) for layer in layers],
+        )
+    else:
+        if kind == "mla":
+            pool = MLATokenToKVPool(**sizes, kv_lora_rank=32, qk_rope_head_dim=16, layer_num=LAYERS)
+            buffers = [*pool.kv_buffer]
+        else:
+            pool = MHATokenToKVPool(**sizes, **heads, layer_num=LAYERS)
+            buffers = [*pool.k_buffer, *pool.v_buffer]
+        paged = PagedTokenToKVPoolAllocator(
+            sizes["size"], page_size, pool.dtype, "cpu", pool, need_sort=True
+        )
+        pools = Pools(pool, paged, requests, full_only, buffers)
+    for buffer in (*pools.buffers, *pools.window_buffers):
+        buffer.share_memory_()  # type: ignore[no-untyped-call]
+    return pools
+
+
+def hybrid_requests() -> HybridReqToTokenPool:
+    shape = Mamba2StateShape.create(
+        tp_world_size=1,
+        intermediate_size=16,
+        n_groups=1,
+        num_heads=2,
+        head_dim=8,
+        state_size=4,
+        conv_kernel=4,
+    )
+    return HybridReqToTokenPool(
+        size=8,
+        mamba_size=24,
+        mamba_spec_state_size=8,
+        max_context_len=MAX_TOKENS,
         device="cpu",
         enable_memory_saver=False,
+        cache_params=Mamba2CacheParams(shape=shape, layers=[1, 2]),
+        mamba_layer_ids=[1, 2],
+        enable_mamba_extra_buffer=False,
     )
-    share([*pool.k_buffer, *pool.v_buffer])
-    return pool
-
-
-def share(buffers: Sequence[torch.Tensor]) -> None:
-    for buffer in buffers:
-        buffer.share_memory_()  # type: ignore[no-untyped-call]
 
 
 class TreeServer:
@@ -117,23 +201,20 @@ class TreeServer:
         connected: bool = True,
         **extra: Any,
     ) -> None:
-        self.page_size = server_args.page_size
-        self.pool = dense_pool(kind, pages, self.page_size)
-        self.requests = ReqToTokenPool(8, MAX_TOKENS, "cpu", enable_memory_saver=False)
-        self.allocator = PagedTokenToKVPoolAllocator(
-            pages * self.page_size,
-            self.page_size,
-            self.pool.dtype,
-            "cpu",
-            self.pool,
-            need_sort=True,
+        # Mamba layers with pages of more tokens need SGLang's extra buffer, which needs a GPU.
+        self.page_size = 1 if kind == "mamba" else server_args.page_size
+        self.pools = make_pools(
+            kind, pages * server_args.page_size // self.page_size, self.page_size
         )
+        self.pool, self.allocator = self.pools.pool, self.pools.allocator
+        self.requests = self.pools.requests
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=self.requests,
             token_to_kv_pool_allocator=self.allocator,
             page_size=self.page_size,
-            tree_components=(ComponentType.FULL,),
+            sliding_window_size=WINDOW if kind == "swa" else None,
+            tree_components=self.pools.components,
             tree_core_backend=core,
         )
         self.cache = UnifiedRadixCache(params)
@@ -207,7 +288,10 @@ class TreeServer:
         )
         req.refresh_fill_ids()
         fill_ids = req.full_untruncated_fill_ids
-        match_kv_cache(req, self.cache, fill_ids, max_prefix_len=len(tokens) - 1)
+        has_states = bool(self.pools.states)
+        match_kv_cache(
+            req, self.cache, fill_ids, cow_mamba=has_states, max_prefix_len=len(tokens) - 1
+        )
         req.kv.cache_protected_len = req.prefix_len
         return req
 
@@ -237,17 +321,12 @@ class TreeServer:
     def evict_all(self) -> None:
         """Evict all from the device, and overwrite it."""
         self.drain()
-        self.cache.evict(EvictParams(num_tokens=self.allocator.size))
-        for buffer in self._buffers():
-            buffer.zero_()
+        self._evict(len(self.requests.req_to_token[0]))
+        for buffer in self.pools.all_buffers:
+            buffer.view(torch.uint8).zero_()
 
     def close(self) -> None:
         self.cache.release_host_resources()
-
-    def _buffers(self) -> list[torch.Tensor]:
-        if hasattr(self.pool, "kv_buffer"):
-            return list(self.pool.kv_buffer)
-        return [*self.pool.k_buffer, *self.pool.v_buffer]
 
     def _compute(self, req: Req, tokens: Sequence[int], on_device: int, salt: str) -> bool:
         """Compute a request whose prefix is on the device or is loaded. Returns whether the load
@@ -255,8 +334,7 @@ class TreeServer:
         index = self.cache.ready_to_load_host_cache()
         self.counter.set_consumer(index)
         prefix = self.cache.prefix_device_indices(req)
-        new = self._allocate(len(tokens) - len(prefix))
-        slots = torch.cat([prefix, new])
+        slots = torch.cat([prefix, self._allocate(prefix, len(tokens))])
         self.requests.alloc([req])
         self.requests.write((req.kv.req_pool_idx, slice(0, len(slots))), slots.to(torch.int32))
         req.extend_end = len(tokens)
@@ -269,34 +347,96 @@ class TreeServer:
         failed = bool(self.cache.finish_external_linker_loads([req]))
         if not failed:
             self._compare(slots, wanted[:kept])
+            self._compare_state(req, wanted[:kept])
         self.failed += failed
         self._write(slots, wanted, kept, pages)
+        for layer, states in enumerate(self.pools.states):
+            rows = page_rows(states, 1)
+            rows[int(req.kv.mamba_pool_idx)] = (wanted[-1] + layer).astype(np.uint8)
         return failed
 
-    def _allocate(self, tokens: int) -> torch.Tensor:
-        size = -(-tokens // self.page_size) * self.page_size
-        if size > self.allocator.available_size():
-            self.drain()
-            self.cache.evict(EvictParams(num_tokens=size - self.allocator.available_size()))
-        slots: torch.Tensor | None = self.allocator.alloc(size)
+    def _allocate(self, prefix: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The slots of a request behind its prefix."""
+        self._evict(tokens - len(prefix) + self.page_size)
+        if self.page_size == 1:
+            single: torch.Tensor = self.allocator.alloc(tokens - len(prefix))
+            return single.to(torch.int64)
+        before, after = torch.tensor([len(prefix)]), torch.tensor([tokens])
+        last = prefix[-1:] if len(prefix) else torch.tensor([-1])
+        slots = self.allocator.alloc_extend(
+            before, before, after, after, last, tokens - len(prefix)
+        )
         assert slots is not None
-        return slots[:tokens].to(torch.int64)
+        result: torch.Tensor = slots.to(torch.int64)
+        return result
+
+    def _evict(self, tokens: int) -> None:
+        """Evict from the device until it has room for so many tokens, as far as that is possible."""
+        allocator = self.allocator
+        if not self.pools.window_buffers:
+            short = EvictParams(num_tokens=max(0, tokens - allocator.available_size()))
+        else:
+            short = EvictParams(
+                num_tokens=max(0, tokens - allocator.full_available_size()),
+                swa_num_tokens=max(0, tokens - allocator.swa_available_size()),
+            )
+        if short.num_tokens or short.swa_num_tokens:
+            self.drain()
+            self.cache.evict(short)
 
     def _compare(self, slots: torch.Tensor, wanted: np.ndarray[Any, Any]) -> None:
+        """Compare the pages of a prefix: all of full attention, the last of a window."""
+        self._compare_pages(slots, wanted, self.pools.buffers)
+        if self.pools.window_buffers and len(wanted):
+            last = -(-WINDOW // self.page_size)
+            window = slots[: len(wanted) * self.page_size][-last * self.page_size :]
+            places = self.allocator.translate_loc_from_full_to_swa(window)
+            self._compare_pages(places, wanted[-last:], self.pools.window_buffers)
+        self.compared += len(wanted)
+
+    def _compare_state(self, req: Req, wanted: np.ndarray[Any, Any]) -> None:
+        """Compare the state of a request with that of the end of its prefix."""
+        if not self.pools.states or not len(wanted):
+            return
+        if req.kv.mamba_cow_src_index is not None:  # the forward pass begins with this copy
+            target = req.kv.mamba_pool_idx.unsqueeze(0)
+            self.requests.mamba_pool.copy_from(req.kv.mamba_cow_src_index, target)
+            req.kv.mamba_cow_src_index = None
+        for layer, states in enumerate(self.pools.states):
+            found = page_rows(states, 1)[int(req.kv.mamba_pool_idx)]
+            self.wrong += int((found != (wanted[-1] + layer).astype(np.uint8)).any())
+
+    def _compare_pages(
+        self,
+        slots: torch.Tensor,
+        wanted: np.ndarray[Any, Any],
+        buffers: Sequence[torch.Tensor],
+    ) -> None:
         pages = slots[:: self.page_size][: len(wanted)].numpy() // self.page_size
-        for layer, buffer in enumerate(self._buffers()):
+        for layer, buffer in enumerate(buffers):
             found = page_rows(buffer, self.page_size)[pages]
             expected = (wanted + layer).astype(np.uint8)[:, None]
             self.wrong += int((found != expected).any(axis=1).sum())
-        self.compared += len(wanted)
 
     def _write(
         self, slots: torch.Tensor, wanted: np.ndarray[Any, Any], first: int, pages: int
     ) -> None:
-        numbers = slots[:: self.page_size].numpy()[first:pages] // self.page_size
-        for layer, buffer in enumerate(self._buffers()):
-            rows = page_rows(buffer, self.page_size)
-            rows[numbers] = (wanted[first:pages] + layer).astype(np.uint8)[:, None]
+        """Compute the pages behind a prefix."""
+        new = slots[first * self.page_size : pages * self.page_size]
+        self._write_pages(new, wanted[first:pages], self.pools.buffers)
+        if self.pools.window_buffers:
+            places = self.allocator.translate_loc_from_full_to_swa(new)
+            self._write_pages(places, wanted[first:pages], self.pools.window_buffers)
+
+    def _write_pages(
+        self,
+        slots: torch.Tensor,
+        wanted: np.ndarray[Any, Any],
+        buffers: Sequence[torch.Tensor],
+    ) -> None:
+        pages = slots[:: self.page_size].numpy() // self.page_size
+        for layer, buffer in enumerate(buffers):
+            page_rows(buffer, self.page_size)[pages] = (wanted + layer).astype(np.uint8)[:, None]
 
     def _release(self, req: Req, *, checkpoint: bool) -> None:
         req.finished_reason = FINISH_LENGTH(length=0)

@@ -26,7 +26,7 @@ def load(server: Any, tokens: list[int], **options: Any) -> int:
 
 
 @pytest.mark.parametrize("core", CORES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "swa"])
 def test_what_the_device_has_lost_is_loaded(
     daemon: LocalDaemon, start_server: StartServer, kind: str, core: str
 ) -> None:
@@ -34,7 +34,8 @@ def test_what_the_device_has_lost_is_loaded(
     assert server.run(PROMPT) == 0
     server.evict_all()
     assert load(server, PROMPT) == 36  # SGLang computes the last token, and so its page
-    assert server.run([*PROMPT[:20], 7, 8, 9]) == 0  # the device has its prefix
+    # The device has this prefix; of a sliding window only that of the end.
+    assert server.run([*PROMPT[:20], 7, 8, 9]) == (20 if kind == "swa" else 0)
     assert (server.compared, server.wrong, server.failed) == (9 + 5, 0, 0)
 
 
@@ -124,8 +125,23 @@ def test_promised_pages_are_not_evicted_before_they_are_loaded(
     wait_until(lambda: first.match(PROMPT).host_hit_length == 0)  # no longer held
 
 
+def test_the_state_of_mamba_layers_is_loaded_with_the_prefix(
+    daemon: LocalDaemon, start_server: StartServer
+) -> None:
+    server = start_server(daemon.directory, kind="mamba")
+    server.run(PROMPT)
+    server.evict_all()
+    assert load(server, [*PROMPT, 7, 8]) == 40
+    assert server.run([*PROMPT[:-1], 7, 8]) == 0  # no state is kept at this boundary
+    assert (server.wrong, server.failed) == (0, 0)
+
+
+# Bytes of a page of four tokens, or of a token of a model with Mamba layers.
+PAGE_BYTES = {"mha": 768, "fp8": 384, "mla": 288, "swa": 512, "mamba": 256}
+
+
 @pytest.mark.parametrize("core", CORES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PAGE_BYTES)
 def test_random_requests(
     daemon: LocalDaemon,
     start_server: StartServer,
@@ -133,22 +149,35 @@ def test_random_requests(
     core: str,
     request: pytest.FixtureRequest,
 ) -> None:
-    """Two servers, whose devices hold a part of the prompts, and whose host memory holds most."""
+    """Two servers, whose devices hold a part of the prompts, and whose host memory holds most. A
+    prompt is continued, branches, is repeated, or its client leaves."""
     pages = 20_000 if request.config.getoption("--long") else 1_500
-    quota = 600 * (288 if kind == "mla" else 768 if kind == "mha" else 384)
+    blocks = 3_000 if kind == "mamba" else 600
     servers = [
-        start_server(daemon.directory, kind=kind, core=core, cpu_bytes_to_use=quota)
+        start_server(
+            daemon.directory, kind=kind, core=core, cpu_bytes_to_use=blocks * PAGE_BYTES[kind]
+        )
         for _ in range(2)
     ]
     draw = random.Random(f"{kind} {core}")
-    prompts = [[draw.randrange(1000) for _ in range(draw.randrange(8, 120))] for _ in range(40)]
+
+    def tokens(least: int, most: int) -> list[int]:
+        return [draw.randrange(1000) for _ in range(draw.randrange(least, most))]
+
+    prompts = [tokens(8, 100) for _ in range(40)]
     loaded = 0
     while loaded < pages:
         server = draw.choice(servers)
-        tokens = [*draw.choice(prompts)]
-        if draw.random() < 0.3:
-            tokens = [*tokens[: draw.randrange(4, len(tokens))], *[draw.randrange(1000)] * 9]
-        loaded += server.run(tokens, abort=draw.random() < 0.05) // server.page_size
+        number, event = draw.randrange(len(prompts)), draw.random()
+        prompt = prompts[number]
+        if event < 0.3:
+            prompt = prompts[number] = [*prompt, *tokens(4, 16)]
+        elif event < 0.5:
+            prompt = [*prompt[: draw.randrange(4, len(prompt))], *tokens(4, 16)]
+        if len(prompts[number]) > 120:
+            prompts[number] = tokens(8, 100)
+        leaves = kind in KINDS and draw.random() < 0.05
+        loaded += server.run(prompt, abort=leaves) // server.page_size
         event = draw.random()
         if event < 0.1:
             server.evict_all()
