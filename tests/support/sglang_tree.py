@@ -185,6 +185,7 @@ def hybrid_requests() -> HybridReqToTokenPool:
 
 class TreeServer:
     """The cache of one server. core: "python" or "rust", the tree's. extra: options of the linker.
+    group: of the ranks of a server; runtime_dir is then of this rank's daemon.
 
     compared: pages that matches promised; wrong: buffers of them with other contents. failed:
     requests whose load failed.
@@ -199,6 +200,7 @@ class TreeServer:
         core: str = "python",
         pages: int = 64,
         connected: bool = True,
+        group: Any = None,
         **extra: Any,
     ) -> None:
         # Mamba layers with pages of more tokens need SGLang's extra buffer, which needs a GPU.
@@ -213,15 +215,18 @@ class TreeServer:
             req_to_token_pool=self.requests,
             token_to_kv_pool_allocator=self.allocator,
             page_size=self.page_size,
+            tp_cache_group=group,
             sliding_window_size=WINDOW if kind == "swa" else None,
             tree_components=self.pools.components,
             tree_core_backend=core,
         )
         self.cache = UnifiedRadixCache(params)
+        ranks = 1 if group is None else torch.distributed.get_world_size(group)
+        directories = [str(runtime_dir)] * ranks
         config = {
             "linker": "KVFerryLinker",
             "linker_module_path": "kvferry.client.sglang",
-            "linker_extra_config": {"kvferry_dirs": [str(runtime_dir)], **extra},
+            "linker_extra_config": {"kvferry_dirs": directories, **extra},
         }
         linker = create_unified_cache_linker(
             server_args,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 from kvferry.client import LocalDaemon
 from support.eventually import wait_until
 from support.service_manager import ServiceManager, kvferryd_command
+from support.time_limits import TIMEOUT
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # SGLang's own
 StartServer = Callable[..., Any]
@@ -132,3 +136,18 @@ def test_a_daemon_that_restarts_keeps_what_it_has(
     wait_until(lambda: server.match(PROMPT).host_hit_length)
     assert server.run(PROMPT) == 36
     assert server.wrong == server.failed == 0
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_ranks_load_what_the_daemons_of_all_have(
+    server_args: Any, tmp_path: Path, kind: str
+) -> None:
+    command = [sys.executable, "-m", "support.sglang_rank"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), kind, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=TIMEOUT)[0].splitlines() for rank in ranks]
+    assert [json.loads(output[-1]) for output in outputs] == [[[36, 0], 0, 0]] * 2
