@@ -168,6 +168,20 @@ def test_impossible_sizes_are_damage(two: KillableDisk, change: dict[str, int]) 
     assert two.put([1]) == [OK]
 
 
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"\xff", b'{"model":"\xc6"}', b"[" * 5000], ids=lambda data: str(data[:12])
+)
+def test_a_file_that_is_no_json_is_damage(two: KillableDisk, data: bytes) -> None:
+    two.kill()
+    (two.root / NAMESPACE / "meta").write_bytes(data)
+    assert {each.namespace for each in command.list_namespaces(two.root) if each.problem} == {
+        NAMESPACE
+    }
+    two.open()
+    assert fetch_all(two, OTHER) == {OK}
+    assert fetch_all(two) == {MISS}
+
+
 def test_a_huge_file_is_not_read(two: KillableDisk) -> None:
     two.kill()
     for path in (two.root / NAMESPACE / "meta", two.root / "format"):

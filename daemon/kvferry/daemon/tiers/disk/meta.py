@@ -47,4 +47,8 @@ class StoreMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 def read_meta(directory: Path) -> StoreMeta:
     """Raises OSError, and MsgspecError if the file is damaged."""
-    return msgspec.json.decode(read_file(directory / META, _MAX_FILE_BYTES), type=StoreMeta)
+    data = read_file(directory / META, _MAX_FILE_BYTES)
+    try:
+        return msgspec.json.decode(data, type=StoreMeta)
+    except UnicodeDecodeError as error:  # msgspec passes it on
+        raise msgspec.DecodeError(str(error)) from error
