@@ -93,13 +93,21 @@ def test_stored_tensors_are_found(manager: FakeFdStore) -> None:
     assert restore_tensors(manager)[1] == {"c": b"c", "d": b"d"}
 
 
+def write_label(manager: FakeFdStore, name: str, data: bytes) -> None:
+    os.truncate(manager.store[f"{name}.label"], 0)
+    os.pwrite(manager.store[f"{name}.label"], data, 0)
+
+
 def test_unusable_kept_tensors_are_dropped(manager: FakeFdStore) -> None:
     first = KeptTensorStore(manager)
-    for number, engine in enumerate(("a", "refused", "no label", "no memory", "bad label")):
+    reasons = "refused", "no label", "no memory", "bad label", "no UTF-8", "nested"
+    for number, engine in enumerate(("a", *reasons)):
         store_tensors(first, number, engine)
     manager.remove_fd("tensors-3.label")
     manager.remove_fd("tensors-4.memory")
     os.pwrite(manager.store["tensors-5.label"], b"\xff\xff", 0)
+    write_label(manager, "tensors-6", b"\x81\xa6engine\xa1\xff")
+    write_label(manager, "tensors-7", b"\x81\xa6layout" + b"\x91" * 5000 + b"\xc0")
     manager.store_fd("block-table-1", 0)
     assert restore_tensors(manager)[1] == {"a": b"a"}
     assert sorted(manager.store) == ["block-table-1", "tensors-1.label", "tensors-1.memory"]

@@ -121,7 +121,10 @@ def encode_record(record: RegionRecord | KeptTensorsRecord) -> bytes:
 
 def decode_record(data: bytes, kind: type[T]) -> T:
     """Raises msgspec.MsgspecError or Refused if `data` is not such a record."""
-    return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_layout)
+    try:
+        return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_layout)
+    except (UnicodeDecodeError, RecursionError) as error:  # msgspec passes these on
+        raise msgspec.DecodeError(str(error)) from error
 
 
 def _to_lists(value: object) -> list[Any]:
