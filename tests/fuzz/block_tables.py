@@ -121,6 +121,7 @@ def seeds() -> list[bytes]:
         Case(other(epoch=7), empty, tuple(Change(n * size + 16, word(7)) for n in range(6))),
         Case(other(start=0, nbytes=16 * BLOCK), kept),
         Case(other(start=32 * BLOCK), kept),
+        Case(other(nbytes=-8 * BLOCK), empty),
         Case(other(policy="none", threshold=-1), empty),
         Case(other(pages=[[1 << 60] * 3, []], factor=-1), empty),
         Case(named, empty, is_old=True),

@@ -117,8 +117,11 @@ class HostileFrames:
         return msgspec.msgpack.encode(tree)
 
     def _change_tree(self, tree: Any) -> Any:
-        if not isinstance(tree, list) or not tree or self.random.random() < 0.1:
+        if not isinstance(tree, list | dict) or not tree or self.random.random() < 0.1:
             return self._value()
+        if isinstance(tree, dict):
+            at = self.random.choice(list(tree))
+            return {**tree, at: self._change_tree(tree[at])}
         tree = list(tree)
         at = self.random.randrange(len(tree))
         match self.random.randrange(8):

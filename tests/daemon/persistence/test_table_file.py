@@ -183,6 +183,16 @@ def test_a_hostile_record_is_refused() -> None:
             TableFile(os.dup(file.descriptor))
 
 
+def test_a_record_with_impossible_numbers_is_refused() -> None:
+    """Also if its file has the size that a negative number of lines needs."""
+    wrong: list[dict[str, Any]] = [{"nbytes": -blocks * 4096} for blocks in range(17)]
+    wrong += [{"start": -4096}, {"epoch": -1}, {"epoch": 1 << 62}, {"threshold": 0}, {"factor": -1}]
+    for fields in wrong:
+        with pytest.raises(Refused) as refused:
+            TableFile.create(msgspec.structs.replace(KEYED, **fields))
+        assert refused.value.code == Code.BAD_LAYOUT, fields
+
+
 def test_memory_that_can_shrink_is_refused(tmp_path: Any) -> None:
     for descriptor in (os.memfd_create("open"), os.open(tmp_path, os.O_RDONLY), os.pipe()[0]):
         with pytest.raises(Refused) as refused:

@@ -17,7 +17,7 @@ from kvferry.daemon.core.composition import Composition
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.layout import LayoutArrays
-from kvferry.proto.specs import KVLayout
+from kvferry.proto.specs import Count, Epoch, KVLayout, Positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,15 @@ class RegionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     name: str
-    start: int
-    nbytes: int
+    start: Count
+    nbytes: Positive
     layout: LayoutArrays | None = None
     fingerprint: Fingerprint | None = None
     policy: str = "lru"
-    threshold: int = 1
-    epoch: int = 0
+    threshold: Positive = 1
+    epoch: Epoch = 0
     pages: tuple[tuple[int, ...], ...] | None = None
-    factor: int = 0
+    factor: Count = 0
     uid: int | None = None
 
     @property
@@ -106,7 +106,7 @@ class KeptTensorsRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     engine: str
     layout: LayoutArrays
-    nbytes: int
+    nbytes: Positive
     owner: RegionOwner
     uid: int | None = None
 
