@@ -7,7 +7,7 @@ CUDA := daemon/kvferry/daemon/engine/cuda
 # The first pip that reads dependency groups. The one that comes with Python may be older.
 GROUPS_PIP := --quiet --disable-pip-version-check 'pip>=25.1'
 
-.PHONY: help demo demo-cluster demo-siblings test lowest trials static check coverage format faults fuzz soak load bench gpu kernels clean \
+.PHONY: help demo demo-cluster demo-siblings test lowest trials static check coverage format faults frames fuzz soak load bench gpu kernels clean \
 	sglang sglang-tests vllm vllm-tests release lock
 
 help:  ## list the targets
@@ -63,8 +63,17 @@ gpu: $(READY)  ## all tests, on a machine with a GPU
 faults: $(READY)  ## kills of daemons and engines, rude clients, attackers, small limits, tiers: 40 minutes
 	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_kills.py tests/faults/test_limits.py tests/faults/test_rude_clients.py tests/faults/test_attackers.py tests/faults/test_subscribers.py tests/faults/test_disk_tier.py tests/faults/test_disk_tier_kills.py tests/faults/test_power_cuts.py tests/faults/test_kills_with_a_tier.py tests/faults/test_mooncake_cluster.py tests/faults/test_sibling_kills.py
 
-fuzz: $(READY)  ## send a million hostile frames
+frames: $(READY)  ## send a million hostile frames to a daemon
 	$(BIN)/python -m pytest -v -rP -m "not gpu" --long tests/faults/test_fuzz.py
+
+TARGET ?=
+SECONDS ?= 1800
+fuzz: $(VENV)/.ready-fuzz  ## fuzz all targets with atheris, 4 hours; TARGET=codec SECONDS=600: one of them, shorter
+	$(BIN)/python -m fuzz $(TARGET) --seconds $(SECONDS)
+
+$(VENV)/.ready-fuzz: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group fuzz
+	touch $@
 
 # Supported versions of vLLM that the connector is tested with; each has an environment of its own.
 VLLM ?= 0.26.0 0.29.0 0.31.0 0.33.0
@@ -144,7 +153,7 @@ format: $(READY)  ## format the sources, and fix what ruff can fix
 	$(BIN)/ruff format .
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .sglang .vllm .lowest .release .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .sglang .vllm .fuzz .lowest .release .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 # The daemon and the command line, with or without Mooncake's client.
 $(VENV)/.ready-%: pyproject.toml constraints.txt

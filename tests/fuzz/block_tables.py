@@ -42,11 +42,16 @@ from kvferry.daemon.persistence.table_file import (
     _old_file_bytes,
 )
 from kvferry.proto import messages as wire
-from kvferry.proto.errors import Code
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.results import Outcome
-from kvferry.proto.specs import GPULoadStoreSpec, KeyLoadStoreSpec, KVLayout, TensorLayout, TensorRef
+from kvferry.proto.specs import (
+    GPULoadStoreSpec,
+    KeyLoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+)
 from kvferry.shm.memfd import sealed_memfd
 from support.old_table import old_table
 
@@ -54,12 +59,8 @@ BLOCK, BLOCKS = 4096, 6
 LAYOUT = KVLayout((TensorLayout(8, BLOCK, BLOCK),), ((TensorRef(0, BLOCK),),))
 FINGERPRINT, OTHER = Fingerprint("llama", BLOCK, key_bytes=4), Fingerprint("other", BLOCK)
 COMPOSED: dict[str, Any] = {"pages": ((BLOCK,),), "factor": 1}
-OTHER_RECORD = RegionRecord(
-    OTHER.name, 32 * BLOCK, BLOCKS * BLOCK, fingerprint=OTHER, **COMPOSED
-)
-RECORD = RegionRecord(
-    FINGERPRINT.name, BLOCK, BLOCKS * BLOCK, fingerprint=FINGERPRINT, **COMPOSED
-)
+OTHER_RECORD = RegionRecord(OTHER.name, 32 * BLOCK, BLOCKS * BLOCK, fingerprint=OTHER, **COMPOSED)
+RECORD = RegionRecord(FINGERPRINT.name, BLOCK, BLOCKS * BLOCK, fingerprint=FINGERPRINT, **COMPOSED)
 RAW_RECORD = RegionRecord(
     "engine", BLOCK, BLOCKS * BLOCK, layout=LayoutArrays.from_layout(LAYOUT), uid=1000
 )
@@ -71,7 +72,7 @@ MAX_FILE_BYTES = 8 << 20
 CONTENT = np.random.default_rng(1).integers(0, 256, POOL, np.uint8)
 
 
-class Case(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class TableCase(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """record: of the damaged table. kept: of kept tensors. changes: of the file, from the lines on.
 
     head: of its first page. crc: an error of that of the record. more: bytes of the file beyond
@@ -87,7 +88,7 @@ class Case(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     is_old: bool = False
 
 
-decode_case = case_decoder(Case)
+decode_case = case_decoder(TableCase)
 
 
 def key_of(number: int, nbytes: int = 4) -> bytes:
@@ -108,29 +109,31 @@ def seeds() -> list[bytes]:
         return value.to_bytes(nbytes, "little")
 
     cases = [
-        Case(named, kept),
-        Case(raw, kept),
-        Case(raw, empty, (Change(0, word(1 << 63)), Change(size + 24, b"\1\0\0\0\2"))),
-        Case(named, empty, (Change(version, b"\xff" * 8), Change(size + version + 5, b"\7\7"))),
-        Case(named, empty, (Change(16, word(5)), Change(size + 24, b"\0\0\0\0\1"))),
-        Case(named, empty, (Change(size + 37, b"\0\0\0\0"), Change(8, word(0)))),
-        Case(named, empty, (), (Change(0, MAGIC[:-1] + b"1"),)),
-        Case(named, empty, (), (Change(8, b"\1"),)),
-        Case(named, empty, crc=1),
-        Case(named, empty, more=-8),
-        Case(other(epoch=7), empty, tuple(Change(n * size + 16, word(7)) for n in range(6))),
-        Case(other(start=0, nbytes=16 * BLOCK), kept),
-        Case(other(start=32 * BLOCK), kept),
-        Case(other(nbytes=-8 * BLOCK), empty),
-        Case(other(policy="none", threshold=-1), empty),
-        Case(other(pages=[[1 << 60] * 3, []], factor=-1), empty),
-        Case(named, empty, is_old=True),
-        Case(raw, empty, (Change(0, b"\1"),), is_old=True),
+        TableCase(named, kept),
+        TableCase(raw, kept),
+        TableCase(raw, empty, (Change(0, word(1 << 63)), Change(size + 24, b"\1\0\0\0\2"))),
+        TableCase(
+            named, empty, (Change(version, b"\xff" * 8), Change(size + version + 5, b"\7\7"))
+        ),
+        TableCase(named, empty, (Change(16, word(5)), Change(size + 24, b"\0\0\0\0\1"))),
+        TableCase(named, empty, (Change(size + 37, b"\0\0\0\0"), Change(8, word(0)))),
+        TableCase(named, empty, (), (Change(0, MAGIC[:-1] + b"1"),)),
+        TableCase(named, empty, (), (Change(8, b"\1"),)),
+        TableCase(named, empty, crc=1),
+        TableCase(named, empty, more=-8),
+        TableCase(other(epoch=7), empty, tuple(Change(n * size + 16, word(7)) for n in range(6))),
+        TableCase(other(start=0, nbytes=16 * BLOCK), kept),
+        TableCase(other(start=32 * BLOCK), kept),
+        TableCase(other(nbytes=-8 * BLOCK), empty),
+        TableCase(other(policy="none", threshold=-1), empty),
+        TableCase(other(pages=[[1 << 60] * 3, []], factor=-1), empty),
+        TableCase(named, empty, is_old=True),
+        TableCase(raw, empty, (Change(0, b"\1"),), is_old=True),
     ]
     return [msgspec.msgpack.encode(case) for case in cases]
 
 
-class KeptFds:
+class TableFds:
     """The descriptor store: what is removed is closed."""
 
     def __init__(self) -> None:
@@ -187,12 +190,14 @@ class DamagedTables:
 
     def __init__(self) -> None:
         self._good = make_table(OTHER_RECORD)
-        self._lines = {key: make_table(each)[LINES_AT:] for key, each in ((4, RECORD), (0, RAW_RECORD))}
+        self._lines = {
+            key: make_table(each)[LINES_AT:] for key, each in ((4, RECORD), (0, RAW_RECORD))
+        }
         self._old = {4: _old_lines(RECORD), 0: _old_lines(RAW_RECORD)}
 
     def check_case(self, data: bytes) -> None:
         case = decode_case(data)
-        fds, served = KeptFds(), ServedCore()
+        fds, served = TableFds(), ServedCore()
         fds.fds[f"{TABLE}1"] = _memfd(self._good[:LINES_AT], self._good[LINES_AT:])
         fds.fds[f"{TABLE}2"] = self._damaged(case)
         kept = {f"{TENSORS}1{MEMORY}": os.memfd_create("tensors")}
@@ -205,15 +210,15 @@ class DamagedTables:
             for descriptor in fds.fds.values():
                 os.close(descriptor)
 
-    def _damaged(self, case: Case) -> int:
+    def _damaged(self, case: TableCase) -> int:
         """The descriptor of a damaged table, with the size that its record needs."""
-        record, nbytes, key_bytes = bytes(case.record), LINES_AT + 4096, 4
+        record, key_bytes = bytes(case.record), 4
         try:
             decoded = decode_record(record, RegionRecord)
             nbytes = (_old_file_bytes if case.is_old else _file_bytes)(decoded)
             key_bytes = decoded.key_bytes
-        except Exception:  # noqa: BLE001, S110
-            pass
+        except Exception:  # it is no record: the size is that of a small table
+            nbytes = LINES_AT + 4096
         lines = (self._old if case.is_old else self._lines).get(key_bytes, b"")
         nbytes = max(0, min(nbytes + case.more, MAX_FILE_BYTES))
         tail = bytearray(lines[: max(0, nbytes - LINES_AT)].ljust(max(0, nbytes - LINES_AT), b"\0"))
@@ -264,7 +269,7 @@ def _check_restored(
     store.restore_regions({name: os.dup(fd) for name, fd in fds.items()}, restore)
     assert regions, "a damaged table prevents that another is restored"
     assert regions[0].table.count(*UNCHECKED) == BLOCKS
-    tensors = KeptTensorStore(KeptFdsOf(kept))
+    tensors = KeptTensorStore(TensorFds(kept))
     found = tensors.restore_tensors(kept, core.restore_kept_tensors)
     for descriptor in found.values():
         os.close(descriptor)
@@ -284,7 +289,7 @@ def _check_restored(
     served.finish()
 
 
-class KeptFdsOf:
+class TensorFds:
     """A descriptor store whose descriptors are closed by their reader."""
 
     def __init__(self, fds: Mapping[str, int]) -> None:
@@ -308,7 +313,9 @@ def _check_use(served: ServedCore, fingerprint: Fingerprint, start: int, *, whol
     loadable = 0
     for number in range(BLOCKS):
         key = key_of(number, fingerprint.key_bytes)
-        served.receive(session, wire.Submit(number, KeyLoadStoreSpec((key,)), GPULoadStoreSpec([0])))
+        served.receive(
+            session, wire.Submit(number, KeyLoadStoreSpec((key,)), GPULoadStoreSpec([0]))
+        )
         for plan in served.plans:
             (extent,) = plan.extents
             assert extent.host_offsets.tolist() == [start + number * BLOCK], "wrong bytes"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -55,6 +55,22 @@ def case_decoder(kind: Any) -> Callable[[bytes], Any]:
             raise NotACaseError(str(error)) from error
 
     return decode
+
+
+def steps_decoder(kind: Any) -> Callable[[bytes], list[Any]]:
+    """As case_decoder, for a case of several steps. Those that are none are left out."""
+    decode_all, decode = case_decoder(tuple[msgspec.Raw, ...]), case_decoder(kind)
+
+    def decode_steps(data: bytes) -> list[Any]:
+        steps = list[Any]()
+        for raw in decode_all(data):
+            with suppress(NotACaseError):
+                steps.append(decode(bytes(raw)))
+        if not steps:
+            raise NotACaseError("no step")
+        return steps
+
+    return decode_steps
 
 
 def pick(values: Sequence[T], number: int) -> T:

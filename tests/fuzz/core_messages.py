@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from fuzz.case import Run, case_decoder, no_log
+from fuzz.case import Run, no_log, steps_decoder
 from fuzz.codec import golden
 from fuzz.served_core import ServedCore
 from kvferry.daemon.core.actions import BlocksCorrupted
@@ -39,14 +39,14 @@ MAX_STEPS = 64
 OUTCOMES = Outcome.DONE, Outcome.FAILED, Outcome.CANCELLED
 
 
-class Message(msgspec.Struct, array_like=True, tag=0):
+class Received(msgspec.Struct, array_like=True, tag=0):
     """A session receives a message, and is opened before."""
 
     session: int
     data: msgspec.Raw
 
 
-class End(msgspec.Struct, array_like=True, tag=1):
+class Ended(msgspec.Struct, array_like=True, tag=1):
     """Something that the core has begun ends. kind: of ServedCore; at: which one; how: it ends."""
 
     kind: int
@@ -54,23 +54,23 @@ class End(msgspec.Struct, array_like=True, tag=1):
     how: int = 0
 
 
-class Disconnect(msgspec.Struct, array_like=True, tag=2):
+class Disconnected(msgspec.Struct, array_like=True, tag=2):
     session: int
 
 
-class Advance(msgspec.Struct, array_like=True, tag=3):
+class Advanced(msgspec.Struct, array_like=True, tag=3):
     """Time passes."""
 
 
-class Corrupt(msgspec.Struct, array_like=True, tag=4):
+class Corrupted(msgspec.Struct, array_like=True, tag=4):
     """A block of a region is corrupt."""
 
     region: int
     block: int
 
 
-Step: TypeAlias = Message | End | Disconnect | Advance | Corrupt
-decode_case = case_decoder(tuple[Step, ...])
+Step: TypeAlias = Received | Ended | Disconnected | Advanced | Corrupted
+decode_steps = steps_decoder(Step)
 
 PAGE = 1024
 ROW = TensorLayout(16, PAGE, PAGE)
@@ -85,13 +85,13 @@ def seeds() -> list[bytes]:
     gpu, cpu, by_key = GPULoadStoreSpec, CPULoadStoreSpec, KeyLoadStoreSpec
     raw: list[Any] = [
         wire.AllocateKVCaches(1, LAYOUT, 8 * PAGE, 7, True),
-        End(0),
+        Ended(0),
         wire.Submit(1, gpu([0, 1, 2]), cpu([3, 4, 5]), 5),
         wire.Submit(2, cpu([3, 4]), gpu([5, 6])),
         wire.Cancel((1,)),
         wire.Wait(2, (1, 2)),
-        End(1),
-        End(1, 0, 2),
+        Ended(1),
+        Ended(1, 0, 2),
         wire.StatusRequest(3),
         wire.NamespacesRequest(4),
         wire.ReleaseKVCaches(5, "e0", True),
@@ -99,10 +99,10 @@ def seeds() -> list[bytes]:
     keyed: list[Any] = [
         wire.OpenNamespace(1, FINGERPRINT, 4 * PAGE, "arc", 2),
         wire.RegisterKVCaches(2, LAYOUT, (FdAllocation(1, 16 * PAGE),), (Location(0, 0),)),
-        End(0),
+        Ended(0),
         wire.Subscribe(),
         wire.Submit(1, gpu([0, 1, 2, 3]), by_key(KEYS[:4])),
-        End(1),
+        Ended(1),
         wire.Submit(2, by_key(KEYS[:2]), gpu([4, 5])),
         wire.Pin(KEYS[:2]),
         wire.Touch(KEYS, 1, 2, 3, 4, 0.5),
@@ -112,7 +112,7 @@ def seeds() -> list[bytes]:
         wire.Submit(3, gpu([6, 7]), by_key(KEYS[4:], 0, KEYS[:1])),
         Release(KEYS, "user"),
         ReleaseRetained(4, FINGERPRINT.name),
-        Corrupt(0, 1),
+        Corrupted(0, 1),
         wire.Reset(5, "weights"),
         BorrowMemory(6, FINGERPRINT.name, 1),
         Uses(FINGERPRINT.name, KEYS),
@@ -120,22 +120,22 @@ def seeds() -> list[bytes]:
     tiered: list[Any] = [
         wire.OpenNamespace(1, HYBRID_FINGERPRINT, None, "s3fifo"),
         wire.AllocateKVCaches(2, HYBRID),
-        End(0),
+        Ended(0),
         wire.Submit(1, gpu([0, 1, 2, 3], (3, 1), (0, 2)), by_key(KEYS[:2])),
-        End(1),
-        End(6),
-        End(7),
+        Ended(1),
+        Ended(6),
+        Ended(7),
         wire.FindInTiers(3, KEYS, 0.5),
-        End(3, 0, 1),
-        End(4),
-        End(5),
+        Ended(3, 0, 1),
+        Ended(4),
+        Ended(5),
         wire.Subscribe(),
         wire.Reset(4),
-        End(8),
-        Advance(),
+        Ended(8),
+        Advanced(),
         wire.FindInTiers(5, KEYS),
-        Disconnect(0),
-        Advance(),
+        Disconnected(0),
+        Advanced(),
     ]
     cases = [_case(steps) for steps in (raw, keyed, tiered)]
     cases += [_case([*opening, *others]) for opening, others in _golden_sequences(keyed[:3])]
@@ -160,15 +160,15 @@ def _case(steps: Sequence[Any]) -> bytes:
             else:
                 is_raw = isinstance(step, msgspec.Raw)
                 data = step if is_raw else msgspec.Raw(encode(step))
-                case.append(Message(session, data))
+                case.append(Received(session, data))
     return msgspec.msgpack.encode(case[:MAX_STEPS])
 
 
 def check_sequence(data: bytes) -> None:
     served = ServedCore()
-    for step in decode_case(data)[:MAX_STEPS]:
+    for step in decode_steps(data)[:MAX_STEPS]:
         match step:
-            case Message(number, raw):
+            case Received(number, raw):
                 session = f"s{number % SESSIONS}"
                 served.connect(session, f"e{number % SESSIONS % (ENGINES - 1)}")
                 try:
@@ -176,13 +176,13 @@ def check_sequence(data: bytes) -> None:
                 except Refused:
                     continue
                 served.receive(session, message)
-            case End(kind, at, how):
+            case Ended(kind, at, how):
                 _end(served, kind, at, how)
-            case Disconnect(number):
+            case Disconnected(number):
                 served.disconnect(f"s{number % SESSIONS}")
-            case Advance():
+            case Advanced():
                 served.advance()
-            case Corrupt(number, block):
+            case Corrupted(number, block):
                 regions = [region for _, region in served.records.regions.values()]
                 if regions:
                     region = regions[number % len(regions)]

@@ -11,7 +11,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import msgspec
 
-from fuzz.case import Run, case_decoder, no_log, pick
+from fuzz.case import Run, no_log, pick, steps_decoder
 from kvferry.daemon.transport.fd_server import FdServer
 from kvferry.proto.codec import decode_descriptor_reply, decode_descriptor_request, encode
 from kvferry.proto.errors import KVFerryError
@@ -43,7 +43,7 @@ class Packet(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         return isinstance(decode_descriptor_request(bytes(self.data)), kind)
 
 
-decode_case = case_decoder(tuple[Packet, ...])
+decode_packets = steps_decoder(Packet)
 
 
 def seeds() -> list[bytes]:
@@ -74,10 +74,10 @@ class ServedSocket:
         self._runner.close()
 
     def check_packets(self, data: bytes) -> None:
-        packets = decode_case(data)[:MAX_PACKETS]
+        packets = decode_packets(data)[:MAX_PACKETS]
         self._runner.run(self._exchange_all(packets))
 
-    async def _exchange_all(self, packets: tuple[Packet, ...]) -> None:
+    async def _exchange_all(self, packets: Sequence[Packet]) -> None:
         self._baseline = self._baseline or _count_fds()
         admission = SimpleNamespace(check_process=lambda process: None)
         endpoint = SimpleNamespace(admission=admission, descriptors=self._path)
@@ -114,10 +114,10 @@ class ServedSocket:
 
 async def _receive(client: socket.socket) -> tuple[bytes, list[int]]:
     loop = asyncio.get_running_loop()
-    readable = loop.create_future()
-    loop.add_reader(client, lambda: readable.done() or readable.set_result(None))
+    readable = asyncio.Event()
+    loop.add_reader(client, readable.set)
     try:
-        await asyncio.wait_for(readable, TIMEOUT)
+        await asyncio.wait_for(readable.wait(), TIMEOUT)
     finally:
         loop.remove_reader(client)
     try:

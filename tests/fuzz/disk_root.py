@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 
-from fuzz.case import Change, Run, case_decoder, no_log, pick
+from fuzz.case import Change, Run, no_log, pick, steps_decoder
 from kvferry.daemon.tiers.base import IN_TIER, Result
 from kvferry.daemon.tiers.disk import command
 from kvferry.daemon.tiers.disk.hints import HintFile
@@ -104,18 +104,18 @@ class Use(msgspec.Struct, array_like=True, tag="use"):
 Step: TypeAlias = (
     Overwrite | Replace | Resize | Exchange | Create | WriteHint | WriteHeader | CopySlot | Use
 )
-decode_case = case_decoder(tuple[Step, ...])
+decode_steps = steps_decoder(Step)
 
 
 def seeds() -> list[bytes]:
     restart, maintain, read, write, drop, listed = map(Use, range(6))
     meta = b'{"block_bytes":4096,"key_bytes":12,"slots_per_slab":%d,"model":""}'
-    cases: list[list[Step]] = [
+    cases: list[Sequence[Step]] = [
         [restart, maintain, read, write, read, listed],
-        *([Exchange(n, n), restart, read, write, read, listed] for n in range(4)),
-        *([Exchange(n, 3), restart, maintain, read, write] for n in range(4)),
-        *([Overwrite(n, Change(5, b"\xff" * 9)), restart, read, listed] for n in range(6)),
-        *([Resize(n, 5000), maintain, read, restart, read, write] for n in range(4)),
+        *((Exchange(n, n), restart, read, write, read, listed) for n in range(4)),
+        *((Exchange(n, 3), restart, maintain, read, write) for n in range(4)),
+        *((Overwrite(n, Change(5, b"\xff" * 9)), restart, read, listed) for n in range(6)),
+        *((Resize(n, 5000), maintain, read, restart, read, write) for n in range(4)),
         [Replace(0, meta % 8), restart, read, write],
         [Replace(0, meta % 1), restart, read, write, listed],
         [Replace(0, b'{"block_bytes":1,"key_bytes":64,"slots_per_slab":9}'), restart, write],
@@ -281,7 +281,7 @@ class DiskRoots:
         disk.close()
 
     def check_steps(self, data: bytes) -> None:
-        steps = decode_case(data)[:MAX_STEPS]
+        steps = decode_steps(data)[:MAX_STEPS]
         shutil.rmtree(self._root, ignore_errors=True)
         shutil.copytree(self._original, self._root)
         self._outside.write_bytes(b"outside")

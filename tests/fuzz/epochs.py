@@ -11,13 +11,13 @@ import msgspec
 
 from fuzz.case import Change, Run, apply_changes, case_decoder, no_log, pick
 from kvferry.daemon.persistence.epoch_page import NAME, NBYTES, EpochPage, is_plausible
-from kvferry.proto.errors import Code, Refused
+from kvferry.proto.errors import Refused
 
 NAMES = "0123456789abcdef", "fedcba9876543210", "third"
 MAX_CALLS = 64
 
 
-class Call(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class EpochCall(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """A daemon resets a namespace (0), adopts an epoch (1), publishes it (2), or restarts (3)."""
 
     kind: int
@@ -26,27 +26,33 @@ class Call(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     label: str = ""
 
 
-class Case(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class EpochCase(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """nbytes: of the file; None: as it must be."""
 
     changes: tuple[Change, ...] = ()
-    calls: tuple[Call, ...] = ()
+    calls: tuple[EpochCall, ...] = ()
     nbytes: int | None = None
 
 
-decode_case = case_decoder(Case)
+decode_case = case_decoder(EpochCase)
 
 
 def seeds() -> list[bytes]:
-    calls = (Call(0, 0), Call(0, 0, 0, "weights"), Call(1, 1, 1 << 40), Call(2, 0), Call(3))
+    calls = (
+        EpochCall(0, 0),
+        EpochCall(0, 0, 0, "weights"),
+        EpochCall(1, 1, 1 << 40),
+        EpochCall(2, 0),
+        EpochCall(3),
+    )
     word = (1 << 62).to_bytes(8, "little")
     cases = [
-        Case((), calls),
-        Case((Change(0, b"other"),), calls),
-        Case((Change(32, (9).to_bytes(8, "little")), Change(4096 + 8, word)), calls),
-        Case((Change(32, b"\xff" * 8), Change(40, word)), calls),
-        Case((), calls, 100),
-        Case((Change(0, b"\0" * 8),), (Call(0, 2), Call(3), Call(0, 2))),
+        EpochCase((), calls),
+        EpochCase((Change(0, b"other"),), calls),
+        EpochCase((Change(32, (9).to_bytes(8, "little")), Change(4096 + 8, word)), calls),
+        EpochCase((Change(32, b"\xff" * 8), Change(40, word)), calls),
+        EpochCase((), calls, 100),
+        EpochCase((Change(0, b"\0" * 8),), (EpochCall(0, 2), EpochCall(3), EpochCall(0, 2))),
     ]
     return [msgspec.msgpack.encode(case) for case in cases]
 
@@ -85,14 +91,13 @@ class EpochFile:
     def _open(self) -> EpochPage | None:
         try:
             page = EpochPage(self._directory)
-        except Refused as error:
-            assert error.code == Code.BAD_CONFIG
+        except Refused:
             return None
         assert all(is_plausible(page.current(name)) for name in NAMES)
         return page
 
 
-def _check_call(page: EpochPage, call: Call) -> None:
+def _check_call(page: EpochPage, call: EpochCall) -> None:
     name = pick(NAMES, call.namespace)
     before, changes, epoch = page.current(name), page.changes, call.epoch % (1 << 64)
     match call.kind % 4:

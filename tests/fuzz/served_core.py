@@ -206,22 +206,28 @@ class ServedCore:
                 case acts.FreeDeferred(deferred):
                     while deferred.free_some():
                         pass
-                case acts.MapTensors():
-                    self.mapping.append(action)
-                    self._layouts[action.registration] = action
-                case acts.UnmapTensors(number):
-                    self.unmapping.append(number)
-                case acts.StartTransfer(plan=plan):
-                    self._check_plan(plan)
-                    self.plans.append(plan)
-                case tiers.FindKeys():
-                    self.searches.append(action)
-                case tiers.FetchBlocks():
-                    self.fetches.append(action)
-                case tiers.LendMemory(session, request_id):
-                    self._check_reply(session, MemoryLent(request_id))
+                case _:
+                    self._begin(action)
         if any(isinstance(action, tiers.SyncEpochs) for action in actions):
             self.report(tiers.EpochsSynced(now=self.now))
+
+    def _begin(self, action: Action) -> None:
+        """Begin what ends with a report."""
+        match action:
+            case acts.MapTensors():
+                self.mapping.append(action)
+                self._layouts[action.registration] = action
+            case acts.UnmapTensors(number):
+                self.unmapping.append(number)
+            case acts.StartTransfer(plan=plan):
+                self._check_plan(plan)
+                self.plans.append(plan)
+            case tiers.FindKeys():
+                self.searches.append(action)
+            case tiers.FetchBlocks():
+                self.fetches.append(action)
+            case tiers.LendMemory(session, request_id):
+                self._check_reply(session, MemoryLent(request_id))
 
     def _check_reply(self, session: str, message: wire.DaemonMessage) -> None:
         _check_encoding(message)

@@ -55,7 +55,7 @@ class HostileFile(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     record: msgspec.Raw = NIL
 
 
-class Case(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class LentCase(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """replies: to BorrowMemory, in order. files: behind the handles, by number. later: changes of
     the files while they are mapped, as (file, offset, data). keys: that are searched, too."""
 
@@ -65,7 +65,7 @@ class Case(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     keys: tuple[bytes, ...] = ()
 
 
-decode_case = case_decoder(Case)
+decode_case = case_decoder(LentCase)
 
 
 def seeds() -> list[bytes]:
@@ -100,12 +100,12 @@ def seeds() -> list[bytes]:
         (replies, (honest[0], HostileFile(PAGE_FILE, (Change(0, b"\7"),)), *honest[2:])),
     ]
     later = (0, LINES_AT + 32, b"\2\0\0\0"), (1, 0, b"\7")
-    encoded = [Case(tuple(map(msgspec.Raw, r)), f, (), (key(3),)) for r, f in cases]
+    encoded = [LentCase(tuple(map(msgspec.Raw, r)), f, (), (key(3),)) for r, f in cases]
     encoded += [msgspec.structs.replace(encoded[0], later=(change,)) for change in later]
     return [msgspec.msgpack.encode(case) for case in encoded]
 
 
-class Registrar:
+class CheckedRegistrar:
     """Registers nothing."""
 
     numa_node: int | None = None
@@ -144,7 +144,7 @@ class HostileSiblings:
 
     def __init__(self, stack: ExitStack) -> None:
         self._runner = stack.enter_context(asyncio.Runner())
-        self._registrar = Registrar()
+        self._registrar = CheckedRegistrar()
         self._pool = HostPool(CHUNK, CHUNK)
         stack.callback(self._pool.close, self._registrar)
         self._pool.ready_bytes = self._pool.nbytes
@@ -161,13 +161,14 @@ class HostileSiblings:
     def check_case(self, data: bytes) -> None:
         case = decode_case(data)
         self._runner.run(self._check(case))
-        end = time.monotonic() + TIMEOUT
+        end, generation = time.monotonic() + TIMEOUT, 1
         while count_memfds("hostile"):  # the traceback of an error has mappings, in two threads
-            gc.collect()
+            gc.collect(generation)
+            generation = 2
             assert time.monotonic() < end, "descriptors are left open"
         assert not self._registrar.pinned
 
-    async def _check(self, case: Case) -> None:
+    async def _check(self, case: LentCase) -> None:
         replies = list[MemoryLent]()
         for raw in case.replies[:MAX_REPLIES]:
             try:
@@ -213,7 +214,7 @@ class HostileSiblings:
         os.pwrite(descriptor, memory[:size], 0)
         return descriptor
 
-    def _check_found(self, windows: MappedWindows, case: Case, files: list[int]) -> None:
+    def _check_found(self, windows: MappedWindows, case: LentCase, files: list[int]) -> None:
         own = self._contents
         keys = [key(n) for n in range(BLOCKS)]
         keys += [each for each in case.keys[:64] if len(each) == 8]

@@ -12,6 +12,7 @@ from fuzz import (
     descriptors,
     disk_root,
     epochs,
+    replies,
     siblings,
 )
 from fuzz.case import Target
@@ -19,13 +20,14 @@ from fuzz.case import Target
 CORPUS = Path(__file__).with_name("corpus")
 
 TARGETS: Mapping[str, Target] = {
-    "codec": Target(codec.open_codec, codec.seeds, 20_000),
-    "core": Target(core_messages.open_core, core_messages.seeds, 600),
-    "descriptors": Target(descriptors.open_socket, descriptors.seeds, 400),
-    "block_tables": Target(block_tables.open_tables, block_tables.seeds, 400),
-    "siblings": Target(siblings.open_siblings, siblings.seeds, 600),
-    "epochs": Target(epochs.open_page, epochs.seeds, 600),
-    "disk_root": Target(disk_root.open_root, disk_root.seeds, 200),
+    "codec": Target(codec.open_codec, codec.seeds, 30_000),
+    "core": Target(core_messages.open_core, core_messages.seeds, 1_500),
+    "descriptors": Target(descriptors.open_socket, descriptors.seeds, 1_000),
+    "block_tables": Target(block_tables.open_tables, block_tables.seeds, 800),
+    "siblings": Target(siblings.open_siblings, siblings.seeds, 1_200),
+    "replies": Target(replies.open_replies, replies.seeds, 4_000),
+    "epochs": Target(epochs.open_page, epochs.seeds, 1_500),
+    "disk_root": Target(disk_root.open_root, disk_root.seeds, 300),
 }
 
 
