@@ -51,6 +51,7 @@ def seeds() -> list[bytes]:
         EpochCase((Change(0, b"other"),), calls),
         EpochCase((Change(32, (9).to_bytes(8, "little")), Change(4096 + 8, word)), calls),
         EpochCase((Change(32, b"\xff" * 8), Change(40, word)), calls),
+        EpochCase((Change(24, b"\xff" * 8),), calls),
         EpochCase((), calls, 100),
         EpochCase((Change(0, b"\0" * 8),), (EpochCall(0, 2), EpochCall(3), EpochCall(0, 2))),
     ]

@@ -71,6 +71,13 @@ def test_a_word_is_never_seen_half_written(descriptor: int) -> None:
     assert seen <= {first, second}
 
 
+def test_a_word_with_any_value_is_counted_up(descriptor: int) -> None:
+    words = SharedWords(mmap.mmap(descriptor, PAGE), 0, 2)
+    words.write(1, (1 << 64) - 2)
+    assert [words.count_up(1) for _ in range(3)] == [(1 << 64) - 1, 0, 1]
+    assert (words.read(0), words.read(1)) == (0, 1)
+
+
 @pytest.mark.parametrize(("kind", "at", "field"), [(WORD, 4, None), (PACKED, 0, "number")])
 def test_values_that_are_not_aligned_are_refused(
     descriptor: int, kind: np.dtype[np.void], at: int, field: str | None

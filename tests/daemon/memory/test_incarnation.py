@@ -21,6 +21,12 @@ def test_each_daemon_changes_the_number_that_siblings_read() -> None:
         assert PoolIncarnation(os.dup(first.descriptor)).number == word.read() == number
 
 
+def test_a_page_with_any_number_is_used() -> None:
+    page = PoolIncarnation().descriptor
+    os.pwrite(page, b"\xff" * 8, 0)
+    assert [PoolIncarnation(os.dup(page)).number for _ in range(2)] == [0, 1]
+
+
 def test_a_file_that_is_no_page_is_refused() -> None:
     unsealed = os.memfd_create("kvferry-incarnation", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, PAGE)

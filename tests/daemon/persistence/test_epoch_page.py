@@ -175,6 +175,18 @@ def test_damaged_epochs_are_replaced_at_start(page: EpochPage, tmp_path: Path) -
     assert page.changes != changes  # daemons that run read it, too
 
 
+def test_a_file_with_any_number_of_changes_is_used(page: EpochPage, tmp_path: Path) -> None:
+    with (tmp_path / NAME).open("r+b") as file:
+        file.seek(24)
+        file.write(b"\xff" * 8)
+        file.seek(40)
+        file.write(struct.pack("<Q", 1 << 63))  # a damaged epoch
+    other = EpochPage(tmp_path)
+    assert page.changes == other.changes == 0
+    assert page.draw(A) == other.current(A)
+    assert other.changes == 1
+
+
 def test_a_file_that_is_replaced_is_noticed(page: EpochPage, tmp_path: Path) -> None:
     assert page.find_problem() is None
     (tmp_path / NAME).unlink()

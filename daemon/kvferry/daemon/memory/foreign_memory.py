@@ -89,6 +89,12 @@ class SharedWords:
     def write(self, row: int, value: int) -> None:
         self._words[row] = value
 
+    def count_up(self, row: int) -> int:
+        """Add one, and return the sum. The word may have any value: the largest becomes 0."""
+        value = (self.read(row) + 1) % (1 << 64)
+        self.write(row, value)
+        return value
+
 
 def _aligned(items: Items) -> Items:
     if not items.flags.aligned:

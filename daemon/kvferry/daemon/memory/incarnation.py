@@ -31,6 +31,4 @@ class PoolIncarnation:
                 message = f"the incarnation page of the pool has {nbytes} bytes, not {PAGE}"
                 raise Refused(Code.BAD_LAYOUT, message, nbytes)
         self.descriptor = sealed_memfd("kvferry-incarnation", PAGE) if kept is None else kept
-        word = SharedWords(mmap.mmap(self.descriptor, PAGE), 0, 1)
-        self.number = word.read(0) + 1
-        word.write(0, self.number)
+        self.number = SharedWords(mmap.mmap(self.descriptor, PAGE), 0, 1).count_up(0)

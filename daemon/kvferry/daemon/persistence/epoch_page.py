@@ -239,7 +239,7 @@ class EpochPage:
 
     def _note_change(self, words: SharedWords) -> None:
         """After an epoch. With the lock."""
-        words.write(_CHANGES, words.read(_CHANGES) + 1)
+        words.count_up(_CHANGES)
 
     def _wrong_file(self, what: str) -> Refused:
         message = (
