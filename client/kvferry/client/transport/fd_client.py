@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvferry.proto.codec import decode_descriptor_reply, encode
 from kvferry.proto.errors import Code, Gone, KVFerryError, error_of
-from kvferry.proto.fd_passing import FdRequest
+from kvferry.proto.fd_passing import FdRequest, FetchFd
 from kvferry.proto.messages import Error
 
 # The kernel passes 253 descriptors in one packet at most (SCM_MAX_FD).
@@ -33,7 +33,7 @@ class FdExchange:
     def __init__(
         self, directory: Path, request: FdRequest, descriptors: Sequence[int] = ()
     ) -> None:
-        self._directory = directory
+        self._directory, self._is_fetch = directory, isinstance(request, FetchFd)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         try:
@@ -56,7 +56,13 @@ class FdExchange:
         for descriptor in received:
             os.set_inheritable(descriptor, False)
         try:
-            return self._decode_handles(packet), received
+            handles = self._decode_handles(packet)
+            if self._is_fetch and not received:  # a sibling may answer anything
+                message = (
+                    f"the daemon in {self._directory} replied without a descriptor; restart it"
+                )
+                raise Gone(Code.DAEMON_GONE, message, list(handles))
+            return handles, received
         except KVFerryError:
             for descriptor in received:
                 os.close(descriptor)
