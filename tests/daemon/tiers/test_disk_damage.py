@@ -156,16 +156,32 @@ def test_a_namespace_that_cannot_be_opened_now_is_left_alone(
         {"block_bytes": -4096},
         {"block_bytes": 1 << 62},
         {"key_bytes": 1 << 40},
+        {"slots_per_slab": 1 << 20},  # one slab is larger than the tier
     ],
 )
 def test_impossible_sizes_are_damage(two: KillableDisk, change: dict[str, int]) -> None:
     two.kill()
-    meta = two.root / NAMESPACE / "meta"
-    meta.write_bytes(msgspec.json.encode(msgspec.json.decode(meta.read_bytes()) | change))
+    change_meta(two, change)
     two.open()
     assert fetch_all(two, OTHER) == {OK}
     assert fetch_all(two) == {MISS}
     assert two.put([1]) == [OK]
+    assert fetch_all(two, OTHER) == {OK}
+
+
+def change_meta(disk: KillableDisk, change: dict[str, int]) -> None:
+    meta = disk.root / NAMESPACE / "meta"
+    meta.write_bytes(msgspec.json.encode(msgspec.json.decode(meta.read_bytes()) | change))
+
+
+def test_slots_that_a_slab_file_has_not_are_not_listed(two: KillableDisk) -> None:
+    two.kill()
+    nbytes = sum(each.stat().st_size for each in (two.root / NAMESPACE).glob("slab-*"))
+    slots = nbytes // (2 * 4096)
+    change_meta(two, {"slots_per_slab": 1 << 20})
+    (listed,) = (each for each in command.list_namespaces(two.root) if each.problem)
+    assert 0 < int(listed.problem.partition(" ")[0]) < slots
+    two.open()
 
 
 @pytest.mark.parametrize(

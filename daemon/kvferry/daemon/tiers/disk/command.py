@@ -192,7 +192,9 @@ def _read_hints(directory: Path, meta: StoreMeta) -> Iterator[tuple[Path, Hints]
         for slab in sorted(directory.glob(SLABS)):
             if (number := slab_number(slab)) is not None:
                 first = number * meta.slots_per_slab
-                yield slab, file.read(range(first, first + meta.slots_per_slab))
+                # A damaged `meta` may state more than the file has.
+                slots = min(meta.slots_per_slab, slab.lstat().st_size // meta.slot_bytes)
+                yield slab, file.read(range(first, first + slots))
     finally:
         file.close()
 

@@ -196,7 +196,12 @@ class DiskTier:
         """Open a namespace's store. One that is damaged or has another encryption key is deleted,
         and one that cannot be opened now is left alone: other namespaces do not depend on it."""
         try:
-            store = self._make_store(directory, read_meta(directory))
+            meta = read_meta(directory)
+            if (needed := meta.slab_bytes + SMALL_FILES) > self._size:
+                # It could never be written, and would take the room of all others in vain.
+                text = f"its slabs of {format_size(needed)} exceed tiers.disk.size"
+                raise msgspec.ValidationError(text)
+            store = self._make_store(directory, meta)
         except DAMAGE as error:
             log.warning("namespace dropped from disk", namespace=directory.name, reason=str(error))
             shutil.rmtree(directory, ignore_errors=True)
