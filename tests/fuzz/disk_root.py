@@ -119,6 +119,7 @@ def seeds() -> list[bytes]:
         [Replace(0, meta % 8), restart, read, write],
         [Replace(0, meta % 1), restart, read, write, listed],
         [Replace(0, b'{"block_bytes":1,"key_bytes":64,"slots_per_slab":9}'), restart, write],
+        [Replace(0, meta % (1 << 20)), listed, restart, write, read],
         [Create("slab-00009", 4 * SLOT_BYTES), restart, maintain, read, write, listed],
         [Create("slab-9", 4 * SLOT_BYTES), Create("x", 3), restart, read, write, listed],
         [WriteHint(0, 5, 3), WriteHint(1, MAX_GENERATION, 3), restart, read, write, read],
@@ -136,7 +137,7 @@ class DamagedDisk(DirectSubject):
 
     def __init__(self, pool: PoolMemory, root: Path, outside: Path) -> None:
         self._root, self._outside, self._namespace = root, outside, root / NAMESPACE
-        self._root_is_damaged = False
+        self._root_is_damaged = self._takes_room = False
         super().__init__(pool, DiskTier(str(root), SIZE))
 
     def kill(self) -> None:
@@ -184,10 +185,14 @@ class DamagedDisk(DirectSubject):
         except Refused:
             assert self._root_is_damaged, "a damaged namespace prevents the start"
             raise
+        # A slab of a large part of the tier takes the room of others, as it would undamaged.
+        store = self.tier._stores.get(NAMESPACE)
+        self._takes_room |= store is not None and store.meta.slab_bytes > SIZE // 8
 
     def _check_reads(self) -> None:
         """`fetch` compares the bytes of what it finds."""
-        assert set(self.fetch(OTHER_KEYS, OTHER)) == {Result.OK}, "another namespace is damaged"
+        found = set(self.fetch(OTHER_KEYS, OTHER))
+        assert found == {Result.OK} or self._takes_room, "another namespace is damaged"
         missing = [n for n in KEYS if self.fetch([n])[0] is not Result.OK]
         for number in missing:
             if self.put([number])[0] in IN_TIER:
@@ -201,7 +206,8 @@ class DamagedDisk(DirectSubject):
         finally:
             self._open()
         assert {each.namespace for each in verified} == listed
-        assert {each.namespace for each in verified if each.good} >= {OTHER}
+        good = {each.namespace for each in verified if each.good}
+        assert OTHER in good or self._takes_room
 
     def _damage(self, step: Step) -> None:
         """May raise OSError: something else is at the name of the file."""
