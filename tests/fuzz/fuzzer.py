@@ -13,6 +13,7 @@ import hashlib
 import random
 import sys
 import traceback
+from itertools import count
 from pathlib import Path
 
 import atheris
@@ -23,6 +24,9 @@ with atheris.instrument_imports(include=["kvferry"]):
 
 from fuzz.case import NotACaseError, Run
 from support.fuzz import HostileFrames
+
+# Runs after which garbage is collected. Large arrays are in few objects, so Python does it late.
+COLLECT_EVERY = 200
 
 
 class Findings:
@@ -49,9 +53,16 @@ def main() -> None:
     seeds = list(target.seeds())
     with target.open() as run:
         gc.freeze()  # what is there now is never garbage
+        runs = count(1)
+
+        def run_one(data: bytes) -> int:
+            if next(runs) % COLLECT_EVERY == 0:
+                gc.collect()
+            return _run_one(run, findings, data)
+
         atheris.Setup(
             [f"{sys.executable} -m fuzz.fuzzer {name} {folder}", *options],
-            lambda data: _run_one(run, findings, data),
+            run_one,
             custom_mutator=lambda data, most, seed: _mutate(seeds, data, most, seed),
         )
         atheris.Fuzz()

@@ -1,4 +1,4 @@
-"""All targets, by name. The corpus of each is in a folder of its name."""
+"""All targets, by name. What a fuzzer found for each is in a folder of its name, in `corpus`."""
 
 from __future__ import annotations
 
@@ -33,4 +33,5 @@ TARGETS: Mapping[str, Target] = {
 
 def corpus(name: str) -> list[bytes]:
     """The inputs of a target: its seeds, and what a fuzzer found."""
-    return [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
+    found = [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
+    return [*TARGETS[name].seeds(), *found]
