@@ -6,7 +6,6 @@ its latency, alone and under attack.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fuzz.codec import golden
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, Refused
@@ -53,7 +53,6 @@ pytestmark = pytest.mark.timeout(1200)
 
 # The daemon queues 16 MiB of messages that it has not handled, and large ones fragment its heap.
 MAX_GROWTH = 64 << 20
-GOLDEN = json.loads((Path(__file__).parents[1] / "proto" / "golden.json").read_text())
 KEYS = tuple(bytes([number]) * 36 for number in range(4))
 # Messages that fit the pool of a test and the tensor that attackers register.
 SMALL: list[ClientMessage] = [
@@ -76,7 +75,7 @@ SMALL: list[ClientMessage] = [
     Submit(8, GPULoadStoreSpec([0, 1, 2, 3]), KeyLoadStoreSpec(KEYS)),
     Submit(9, KeyLoadStoreSpec(KEYS[:2]), GPULoadStoreSpec([4, 5])),
 ]
-HONEST = [bytes.fromhex(GOLDEN[name]) for name in GOLDEN if name.startswith("client/")]
+HONEST = [data for name, data in golden().items() if name.startswith("client/")]
 HONEST += [encode(message) for message in SMALL] * 2
 
 

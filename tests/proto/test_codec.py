@@ -1,20 +1,17 @@
-"""For any bytes, a decoder returns a message or raises Refused."""
+"""Bytes are one message, or they are refused. Random damage: fuzz/codec.py."""
 
 from __future__ import annotations
 
-import json
 import struct
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from fuzz.codec import DECODERS, golden
 from kvferry.proto import codec
 from kvferry.proto import messages as wire
 from kvferry.proto.codec import MAX_MESSAGE_BYTES, MAX_REPLY_BYTES, Decoder, encode
@@ -36,16 +33,7 @@ from kvferry.proto.specs import (
     TensorRef,
 )
 
-DECODERS: dict[str, Decoder[Any]] = {
-    "client": codec.decode_client_message,
-    "daemon": codec.decode_daemon_message,
-    "request": codec.decode_descriptor_request,
-    "reply": codec.decode_descriptor_reply,
-}
-GOLDEN = {
-    name: bytes.fromhex(data)
-    for name, data in json.loads(Path(__file__).with_name("golden.json").read_text()).items()
-}
+GOLDEN = golden()
 
 
 def decoder_of(name: str) -> Decoder[Any]:
@@ -344,37 +332,3 @@ def test_every_buffer_type_is_decoded(view: Callable[[bytes], Any]) -> None:
     valid = GOLDEN["client/submit-load-int64"]
     assert codec.decode_client_message(view(valid)) == codec.decode_client_message(valid)
     assert refusal_of(codec.decode_client_message, view(valid[:-1])) == Code.BAD_MESSAGE
-
-
-# Random damage
-
-
-@st.composite
-def damaged(draw: st.DrawFn) -> bytes:
-    data = bytearray(draw(st.sampled_from(list(GOLDEN.values()))))
-    for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, len(data)))
-        match draw(st.sampled_from(["overwrite", "insert", "cut", "splice"])):
-            case "overwrite":
-                data[at : at + 1] = bytes([draw(st.integers(0, 255))])
-            case "insert":
-                data[at:at] = draw(st.binary(min_size=1, max_size=6))
-            case "cut":
-                del data[at : at + draw(st.integers(1, 6))]
-            case _:
-                other = draw(st.sampled_from(list(GOLDEN.values())))
-                data[at:] = other[draw(st.integers(0, len(other))) :]
-    return bytes(data)
-
-
-@settings(max_examples=1500)
-@given(damaged())
-def test_damaged_bytes_are_decoded_or_refused(data: bytes) -> None:
-    for decode in DECODERS.values():
-        try:
-            message = decode(data)
-        except Refused as error:
-            assert error.code == Code.BAD_MESSAGE  # noqa: PT017
-        else:
-            encoded = encode(message)
-            assert encode(decode(encoded)) == encoded
