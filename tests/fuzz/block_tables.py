@@ -10,6 +10,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, cast
 
 import msgspec
@@ -269,6 +270,8 @@ def _check_restored(
     store.restore_regions({name: os.dup(fd) for name, fd in fds.items()}, restore)
     assert regions, "a damaged table prevents that another is restored"
     assert regions[0].table.count(*UNCHECKED) == BLOCKS
+    in_order = sorted(regions, key=lambda region: region.start)
+    assert all(one.end <= other.start for one, other in pairwise(in_order)), "regions overlap"
     tensors = KeptTensorStore(TensorFds(kept))
     found = tensors.restore_tensors(kept, core.restore_kept_tensors)
     for descriptor in found.values():

@@ -131,6 +131,9 @@ def seeds() -> list[bytes]:
         Ended(5),
         wire.Subscribe(),
         wire.Reset(4),
+        wire.Reset(14),
+        wire.Reset(15),
+        Ended(9),
         Ended(8),
         Advanced(),
         wire.FindInTiers(5, KEYS),
@@ -202,11 +205,12 @@ def _end(served: ServedCore, kind: int, at: int, how: int) -> None:
         [()],
         served.writes,
         [()],
-    )[kind % 9]
+        served.syncs,
+    )[kind % 10]
     if not begun:
         return
     number, works = at % len(begun), how % 2 == 0
-    match kind % 9:
+    match kind % 10:
         case 0:
             served.end_mapping(number, works=works)
         case 1:
@@ -223,8 +227,10 @@ def _end(served: ServedCore, kind: int, at: int, how: int) -> None:
             served.write_out(at)
         case 7:
             served.end_write(number, works=works)
-        case _:
+        case 8:
             served.settle()
+        case _:
+            served.end_sync(number)
 
 
 @contextmanager

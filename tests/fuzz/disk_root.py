@@ -187,7 +187,7 @@ class DamagedDisk(DirectSubject):
             raise
         # A slab of a large part of the tier takes the room of others, as it would undamaged.
         store = self.tier._stores.get(NAMESPACE)
-        self._takes_room |= store is not None and store.meta.slab_bytes > SIZE // 8
+        self._takes_room |= store is not None and SIZE // 8 < store.meta.slab_bytes <= SIZE
 
     def _check_reads(self) -> None:
         """`fetch` compares the bytes of what it finds."""

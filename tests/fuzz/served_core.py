@@ -58,6 +58,7 @@ class ServedCore:
         self.fetches: list[tiers.FetchBlocks] = []
         self.held_fetches: list[int] = []
         self.writes: list[tiers.WriteJob] = []
+        self.syncs: list[tiers.SyncEpochs] = []
         self._layouts: dict[int, acts.MapTensors] = {}
         # Replies that are due, by session and what they repeat.
         self._due = Counter[tuple[str, Any]]()
@@ -140,6 +141,10 @@ class ServedCore:
         job = self.writes.pop(at)
         self.report(tiers.BlocksWritten(job.number, (works,) * len(job.keys)))
 
+    def end_sync(self, at: int) -> None:
+        del self.syncs[at]
+        self.report(tiers.EpochsSynced(now=self.now))
+
     def settle(self) -> None:
         """The shared tier has the epochs of this host."""
         asked = self.core.resets.epochs_in_use()
@@ -178,6 +183,8 @@ class ServedCore:
             self.release_fetch(0)
         elif self.writes:
             self.end_write(0, works=True)
+        elif self.syncs:
+            self.end_sync(0)
         else:
             return False
         return True
@@ -208,8 +215,6 @@ class ServedCore:
                         pass
                 case _:
                     self._begin(action)
-        if any(isinstance(action, tiers.SyncEpochs) for action in actions):
-            self.report(tiers.EpochsSynced(now=self.now))
 
     def _begin(self, action: Action) -> None:
         """Begin what ends with a report."""
@@ -224,6 +229,8 @@ class ServedCore:
                 self.plans.append(plan)
             case tiers.FindKeys():
                 self.searches.append(action)
+            case tiers.SyncEpochs():
+                self.syncs.append(action)
             case tiers.FetchBlocks():
                 self.fetches.append(action)
             case tiers.LendMemory(session, request_id):

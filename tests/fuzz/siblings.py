@@ -126,6 +126,7 @@ class HostileClient:
 
     def __init__(self, replies: list[MemoryLent], files: list[int]) -> None:
         self._replies, self._files, self.asked = replies, files, 0
+        self.sent = set[int]()
         self.connected = True
 
     async def borrow_memory(self, contents: NamespaceContents, first: int | None = None) -> Any:
@@ -136,7 +137,8 @@ class HostileClient:
         return self._replies[min(self.asked, len(self._replies)) - 1]
 
     async def receive_fd(self, handle: int) -> int:
-        return os.dup(pick(self._files, handle))
+        self.sent.add(file := pick(self._files, handle))
+        return os.dup(file)
 
 
 class HostileSiblings:
@@ -184,10 +186,14 @@ class HostileSiblings:
         peer = SiblingPeer(SIBLING, windows, lambda: [self._contents], b"")
         files = [self._make_file(file) for file in case.files[:8]]
         try:
+            client = HostileClient(replies, files)
             try:
-                await peer._ask(cast(Any, HostileClient(replies, files)))
+                await peer._ask(cast(Any, client))
             except KVFerryError as error:
                 peer._lose(error)
+            if windows.mapped_bytes(str(SIBLING)):
+                for file in client.sent:  # else a read could end the daemon
+                    assert fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             self._check_found(windows, case, files)
             encode_status(peer)
         finally:
