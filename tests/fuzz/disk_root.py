@@ -218,8 +218,8 @@ class DamagedDisk(DirectSubject):
                 hints.write(slot % 64, generation, key_of(key % 16))
                 hints.close()
             case WriteHeader(slot, namespace, key, generation, nbytes, checksum):
-                numbers = (n % (1 << 64) for n in (generation, nbytes, checksum))
-                header = SlotHeader(namespace[:250], key[:250], *numbers)
+                first, second, third = (n % (1 << 64) for n in (generation, nbytes, checksum))
+                header = SlotHeader(namespace[:250], key[:250], first, second, third)
                 self._write_slot(slot, 0, header.encode())
             case CopySlot(source, target, block):
                 path, at = self._slot(source)

@@ -75,8 +75,8 @@ def publish_server_args(directory: Path, page_size: int) -> ServerArgs:
 
 @dataclass
 class Pools:
-    """What a server allocates. buffers: of the full attention layers; window_buffers: of layers with
-    a sliding window; states: of Mamba layers, by slot."""
+    """What a server allocates. buffers: of full attention layers; window_buffers: of those with a
+    sliding window; states: of Mamba layers, by slot."""
 
     pool: Any
     allocator: Any
@@ -376,7 +376,7 @@ class TreeServer:
         return result
 
     def _evict(self, tokens: int) -> None:
-        """Evict from the device until it has room for so many tokens, as far as that is possible."""
+        """Evict from the device until it has room for so many tokens, as far as it can."""
         allocator = self.allocator
         if not self.pools.window_buffers:
             short = EvictParams(num_tokens=max(0, tokens - allocator.available_size()))
