@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvferry.client.vllm.connection_log import ConnectionLog
+from kvferry.client.engines.connection_log import ConnectionLog
 from kvferry.client.vllm.engine_config import EngineConfig
 from kvferry.client.vllm.scheduler_side import KeysSpec, SchedulerSide
+from kvferry.client.vllm.vllm_log import vllm_log
 from kvferry.client.vllm.worker_side import WorkerSide
 from kvferry.testing.plugin import StartKvferryd
 from support.scheduler_helpers import LOOKUP_CODES
@@ -59,7 +59,7 @@ def manager(*clients: Any, writers: int = 1, gone: Any = None) -> Any:
 
 
 def log_of(*chunk_tokens: int) -> ConnectionLog:
-    return ConnectionLog(replace(engine_config_at("/"), chunk_tokens=chunk_tokens))
+    return ConnectionLog(vllm_log, chunk_tokens, ("store auto",))
 
 
 @pytest.mark.parametrize(

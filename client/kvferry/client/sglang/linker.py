@@ -17,6 +17,7 @@ import torch
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from kvferry.client.endpoint import find_daemon, locate_daemon
+from kvferry.client.engines.connection_log import ConnectionLog
 from kvferry.client.engines.options import namespace_options, read_directories
 from kvferry.client.engines.rank_session import RankIdentity, RankSession
 from kvferry.client.manager import OffloadingManager
@@ -96,6 +97,7 @@ class KVFerryLinker(UnifiedCacheLinker):
         if (client := self._session.client) is not None:
             self._manager = OffloadingManager(client)
             self._promises = Promises(client, self._manager)
+            self._connection_log = ConnectionLog(log, self._block_tokens)
             self._stores = Stores(self._session, self._manager, self._transfers, self._own_keys)
         if "mamba" in {source.name for source in self._offloaded.sources}:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
@@ -163,6 +165,7 @@ class KVFerryLinker(UnifiedCacheLinker):
             return 0
         self._transfers.poll()
         try:
+            self._connection_log.update(self._manager)
             self._stores.advance()
             self._promises.expire(time.monotonic())
             self._manager.flush()
@@ -192,6 +195,12 @@ class KVFerryLinker(UnifiedCacheLinker):
         if self._manager is not None:
             self._stores.end_all()
             self._promises.end_all()
+
+    @property
+    def _block_tokens(self) -> tuple[int, ...]:
+        """For each KV cache group that has each page: the tokens of its blocks."""
+        (kv, *_) = self._offloaded.sources
+        return (kv.slots,) * len(kv.groups)
 
     def _page_keys(self, name: str, hashes: Sequence[str]) -> list[PageKeys]:
         return self._offloaded.source(name).keys(hashes)

@@ -26,10 +26,10 @@ from kvferry.client.manager import OffloadingManager
 from kvferry.client.manager_outputs import ResidencyUsage
 from kvferry.client.residency_events import OffloadingEvent
 from kvferry.client.vllm.adapters import Adapters
-from kvferry.client.vllm.connection_log import vllm_log
 from kvferry.client.vllm.engine_config import EngineConfig
 from kvferry.client.vllm.options import StoreMode
 from kvferry.client.vllm.request_state import Keys, RequestState
+from kvferry.client.vllm.vllm_log import vllm_log
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.keys import Lookup, OffloadKey
 

@@ -11,8 +11,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 
+from kvferry.client.engines.connection_log import ConnectionLog
 from kvferry.client.vllm import compat
-from kvferry.client.vllm.connection_log import ConnectionLog
 from kvferry.client.vllm.draft_groups import DRAFT_MISSES
 from kvferry.client.vllm.engine_config import (
     BlockSizes,
@@ -25,6 +25,7 @@ from kvferry.client.vllm.fingerprint import offloaded_groups
 from kvferry.client.vllm.hinted_prefixes import HINT_COUNTERS
 from kvferry.client.vllm.options import StoreMode
 from kvferry.client.vllm.scheduler_side import KeysSpec, SchedulerSide
+from kvferry.client.vllm.vllm_log import vllm_log
 from kvferry.client.vllm.worker_side import WorkerSide
 from kvferry.proto.keys import Lookup
 
@@ -36,7 +37,8 @@ LOOKUP_CODES = {result: base.LookupResult[result.name] for result in Lookup}
 class KVFerryManager(SchedulerSide, base.OffloadingManager):
     def __init__(self, config: EngineConfig, *, events: bool) -> None:
         super().__init__(config, LOOKUP_CODES, events=events)
-        self._connection_log = ConnectionLog(config)
+        notes = (f"store {config.store_mode.value}",)
+        self._connection_log = ConnectionLog(vllm_log, config.chunk_tokens, notes)
         self._connection_log.update(self._manager)
 
     def on_schedule_end(self, context: Any = None) -> None:

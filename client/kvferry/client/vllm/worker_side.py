@@ -15,11 +15,11 @@ from kvferry.client.engines.connecting import CONNECT_TIMEOUT
 from kvferry.client.engines.rank_session import WAIT_TIMEOUT, RankIdentity, RankSession
 from kvferry.client.jobs import TransferResult
 from kvferry.client.tensors.canonical import CanonicalKVCaches
-from kvferry.client.vllm.connection_log import vllm_log
 from kvferry.client.vllm.engine_config import EngineConfig
 from kvferry.client.vllm.load_eta import LoadEta
 from kvferry.client.vllm.own_blocks import own_blocks
 from kvferry.client.vllm.scheduler_side import KeysSpec
+from kvferry.client.vllm.vllm_log import vllm_log
 from kvferry.proto.results import Outcome
 from kvferry.proto.sizes import format_size
 from kvferry.proto.specs import (

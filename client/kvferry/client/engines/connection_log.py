@@ -1,31 +1,32 @@
-"""What vLLM's log says of the connection: what the engine got when it is there, and why it is not.
+"""ConnectionLog: what an engine's log says of what it got of its daemons.
 
-Used by both sides of the connector, in their threads. Does not import vLLM.
+Called in the scheduler's thread.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 from kvferry.client.manager import OffloadingManager
 from kvferry.client.nonblocking import NonBlockingClient
-from kvferry.client.vllm.engine_config import EngineConfig
 from kvferry.proto.messages import SIBLINGS
 from kvferry.proto.sizes import format_size
 
-# A child of vLLM's logger, which is the only one that vLLM configures: of other loggers, Python
-# writes warnings as bare text, and nothing below.
-vllm_log = logging.getLogger("vllm.kvferry")
-
 
 class ConnectionLog:
-    """Logs what an engine got of its daemons: when all are connected, and when that changes."""
+    """Logs what an engine got of its daemons: when all are connected, and when that changes.
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+    log: the engine's. block_tokens: tokens of a host block, for each KV cache group; empty if not
+    known. notes: further parts of the line.
+    """
+
+    def __init__(
+        self, log: logging.Logger, block_tokens: Sequence[int] = (), notes: Sequence[str] = ()
+    ) -> None:
+        self._log, self._block_tokens, self._notes = log, block_tokens, notes
         # Number of sessions so far, of all ranks; the lines of the last message.
         self._sessions = 0
         self._logged: list[str] = []
@@ -40,9 +41,9 @@ class ConnectionLog:
         if said != self._logged:
             self._logged = said
             summary, *shortfalls = said
-            vllm_log.info("kvferry: %s", summary)
+            self._log.info("kvferry: %s", summary)
             for shortfall in shortfalls:
-                vllm_log.warning("kvferry: %s", shortfall)
+                self._log.warning("kvferry: %s", shortfall)
 
     def _summary(self, manager: OffloadingManager) -> str:
         clients = manager.clients
@@ -55,7 +56,7 @@ class ConnectionLog:
             self._tokens(sum(blocks) if manager.writers.count > 1 else min(blocks)),
             f"namespace {opened.name}",
             f"policy {opened.policy}",
-            f"store {self._config.store_mode.value}",
+            *self._notes,
             f"siblings {'enabled' if SIBLINGS in opened.tiers else 'disabled'}",
             f"tiers: {', '.join(t for t in opened.tiers if t != SIBLINGS) or 'none'}",
         ]
@@ -64,8 +65,8 @@ class ConnectionLog:
         return f"{', '.join(part for part in parts if part)}, {noun} {', '.join(daemons)}"
 
     def _tokens(self, blocks: int) -> str:
-        """A prompt takes a host block per chunk and KV cache group, or fewer of a window."""
-        groups = self._config.chunk_tokens
+        """A prompt takes host blocks of each KV cache group, or fewer of a window."""
+        groups = self._block_tokens
         if not groups:
             return ""
         tokens = math.floor(blocks / sum(Fraction(1, each) for each in groups))
