@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackPara
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import match_kv_cache, release_kv_cache
 from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
     HybridLinearKVPool,
     HybridReqToTokenPool,
     MHATokenToKVPool,
@@ -51,6 +52,9 @@ CONFIG = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidd
 "num_hidden_layers": 3, "vocab_size": 1000, "max_position_embeddings": 4096,
 "torch_dtype": "bfloat16", "rms_norm_eps": 1e-5}"""
 LAYERS, MAX_TOKENS, WINDOW = 3, 4096, 10
+# Of the kinds that cannot have others: Mamba layers with larger pages need SGLang's extra buffer.
+PAGE_SIZES = {"mamba": 1, "dsa": 64}
+Rows: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @cache
@@ -75,25 +79,27 @@ def publish_server_args(directory: Path, page_size: int) -> ServerArgs:
 
 @dataclass
 class Pools:
-    """What a server allocates. buffers: of full attention layers; window_buffers: of those with a
-    sliding window; states: of Mamba layers, by slot."""
+    """What a server allocates. buffers: pages of full attention layers; window_buffers: of sliding
+    windows; states: of Mamba layers; drafts: pools of a model that drafts tokens."""
 
     pool: Any
     allocator: Any
     requests: Any
     components: tuple[ComponentType, ...]
-    buffers: Sequence[torch.Tensor]
-    window_buffers: Sequence[torch.Tensor] = ()
-    states: Sequence[torch.Tensor] = ()
+    buffers: Sequence[Rows]
+    window_buffers: Sequence[Rows] = ()
+    states: Sequence[Rows] = ()
+    drafts: tuple[Any, ...] = ()
 
-    @property
-    def all_buffers(self) -> list[torch.Tensor]:
-        return [*self.buffers, *self.window_buffers, *self.states]
+    def overwrite(self) -> None:
+        for rows in (*self.buffers, *self.window_buffers, *self.states):
+            rows[:] = 0
 
 
 def make_pools(kind: str, pages: int, page_size: int) -> Pools:
-    """On the CPU, in shared memory. kind: "mha", "fp8", "mla", "swa" (one layer of full attention,
-    and two with a sliding window of WINDOW tokens) or "mamba" (one, and two with states)."""
+    """On the CPU, in shared memory. kind: "mha", "fp8", "mla", "dsa" (MLA with an indexer), "draft"
+    (MHA, and a drafting model's), "swa" (one layer of full attention, and two with a sliding window
+    of WINDOW tokens) or "mamba" (one, and two with states)."""
     full_only = (ComponentType.FULL,)
     requests: Any = ReqToTokenPool(8, MAX_TOKENS, "cpu", enable_memory_saver=False)
     sizes: dict[str, Any] = {
@@ -122,8 +128,8 @@ def make_pools(kind: str, pages: int, page_size: int) -> Pools:
             allocator,
             requests,
             (ComponentType.FULL, ComponentType.SWA),
-            [*full.k_buffer, *full.v_buffer],
-            [*window.k_buffer, *window.v_buffer],
+            rows_of(page_size, *full.k_buffer, *full.v_buffer),
+            rows_of(page_size, *window.k_buffer, *window.v_buffer),
         )
     elif kind == "mamba":
         requests = hybrid_requests()
@@ -134,29 +140,40 @@ def make_pools(kind: str, pages: int, page_size: int) -> Pools:
         tokens = TokenToKVPoolAllocator(sizes["size"], hybrid.dtype, "cpu", hybrid, need_sort=True)
         attention, cache = hybrid.full_kv_pool, mamba.mamba_cache
         for states in (cache.temporal, *cache.conv):
-            states.share_memory_()
+            states.share_memory_()  # its layers are views
         layers = range(mamba.num_mamba_layers)
         pools = Pools(
             hybrid,
             tokens,
             requests,
             (ComponentType.FULL, ComponentType.MAMBA),
-            [*attention.k_buffer, *attention.v_buffer],
-            states=[each[layer] for each in (cache.temporal, *cache.conv) for layer in layers],
+            rows_of(page_size, *attention.k_buffer, *attention.v_buffer),
+            states=rows_of(
+                1, *(each[layer] for each in (cache.temporal, *cache.conv) for layer in layers)
+            ),
         )
     else:
+        latent = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "layer_num": LAYERS}
+        drafts: tuple[Any, ...] = ()
+        index: list[torch.Tensor] = []
         if kind == "mla":
-            pool = MLATokenToKVPool(**sizes, kv_lora_rank=32, qk_rope_head_dim=16, layer_num=LAYERS)
+            pool = MLATokenToKVPool(**sizes, **latent)
             buffers = [*pool.kv_buffer]
+        elif kind == "dsa":
+            pool = DSATokenToKVPool(**sizes, **latent, index_head_dim=128, kv_cache_dim=48)
+            buffers, index = [*pool.kv_buffer], [*pool.index_k_with_scale_buffer]
         else:
             pool = MHATokenToKVPool(**sizes, **heads, layer_num=LAYERS)
             buffers = [*pool.k_buffer, *pool.v_buffer]
+        if kind == "draft":
+            draft = MHATokenToKVPool(**sizes, **heads, layer_num=1)
+            drafts = (draft,)
+            buffers += [*draft.k_buffer, *draft.v_buffer]
         paged = PagedTokenToKVPoolAllocator(
             sizes["size"], page_size, pool.dtype, "cpu", pool, need_sort=True
         )
-        pools = Pools(pool, paged, requests, full_only, buffers)
-    for buffer in (*pools.buffers, *pools.window_buffers):
-        buffer.share_memory_()  # type: ignore[no-untyped-call]
+        rows = [*rows_of(page_size, *buffers), *rows_of(1, *index)]
+        pools = Pools(pool, paged, requests, full_only, rows, drafts=drafts)
     return pools
 
 
@@ -203,11 +220,9 @@ class TreeServer:
         group: Any = None,
         **extra: Any,
     ) -> None:
-        # Mamba layers with pages of more tokens need SGLang's extra buffer, which needs a GPU.
-        self.page_size = 1 if kind == "mamba" else server_args.page_size
-        self.pools = make_pools(
-            kind, pages * server_args.page_size // self.page_size, self.page_size
-        )
+        self.page_size = PAGE_SIZES.get(kind, server_args.page_size)
+        size = pages if kind == "dsa" else pages * server_args.page_size // self.page_size
+        self.pools = make_pools(kind, size, self.page_size)
         self.pool, self.allocator = self.pools.pool, self.pools.allocator
         self.requests = self.pools.requests
         params = CacheInitParams(
@@ -219,6 +234,7 @@ class TreeServer:
             sliding_window_size=WINDOW if kind == "swa" else None,
             tree_components=self.pools.components,
             tree_core_backend=core,
+            sidecar_draft_device_pools=self.pools.drafts,
         )
         self.cache = UnifiedRadixCache(params)
         ranks = 1 if group is None else torch.distributed.get_world_size(group)
@@ -327,8 +343,7 @@ class TreeServer:
         """Evict all from the device, and overwrite it."""
         self.drain()
         self._evict(len(self.requests.req_to_token[0]))
-        for buffer in self.pools.all_buffers:
-            buffer.view(torch.uint8).zero_()
+        self.pools.overwrite()
 
     def close(self) -> None:
         self.cache.release_host_resources()
@@ -356,8 +371,7 @@ class TreeServer:
         self.failed += failed
         self._write(slots, wanted, kept, pages)
         for layer, states in enumerate(self.pools.states):
-            rows = page_rows(states, 1)
-            rows[int(req.kv.mamba_pool_idx)] = (wanted[-1] + layer).astype(np.uint8)
+            states[int(req.kv.mamba_pool_idx)] = (wanted[-1] + layer).astype(np.uint8)
         return failed
 
     def _allocate(self, prefix: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -408,18 +422,18 @@ class TreeServer:
             self.requests.mamba_pool.copy_from(req.kv.mamba_cow_src_index, target)
             req.kv.mamba_cow_src_index = None
         for layer, states in enumerate(self.pools.states):
-            found = page_rows(states, 1)[int(req.kv.mamba_pool_idx)]
+            found = states[int(req.kv.mamba_pool_idx)]
             self.wrong += int((found != (wanted[-1] + layer).astype(np.uint8)).any())
 
     def _compare_pages(
         self,
         slots: torch.Tensor,
         wanted: np.ndarray[Any, Any],
-        buffers: Sequence[torch.Tensor],
+        buffers: Sequence[Rows],
     ) -> None:
         pages = slots[:: self.page_size][: len(wanted)].numpy() // self.page_size
         for layer, buffer in enumerate(buffers):
-            found = page_rows(buffer, self.page_size)[pages]
+            found = buffer[pages]
             expected = (wanted + layer).astype(np.uint8)[:, None]
             self.wrong += int((found != expected).any(axis=1).sum())
 
@@ -437,11 +451,11 @@ class TreeServer:
         self,
         slots: torch.Tensor,
         wanted: np.ndarray[Any, Any],
-        buffers: Sequence[torch.Tensor],
+        buffers: Sequence[Rows],
     ) -> None:
         pages = slots[:: self.page_size].numpy() // self.page_size
         for layer, buffer in enumerate(buffers):
-            page_rows(buffer, self.page_size)[pages] = (wanted + layer).astype(np.uint8)[:, None]
+            buffer[pages] = (wanted + layer).astype(np.uint8)[:, None]
 
     def _release(self, req: Req, *, checkpoint: bool) -> None:
         req.finished_reason = FINISH_LENGTH(length=0)
@@ -449,12 +463,15 @@ class TreeServer:
         release_kv_cache(req, self.cache, checkpoint=checkpoint)
 
 
-def page_rows(buffer: torch.Tensor, page_size: int) -> np.ndarray[Any, Any]:
-    """A buffer as (pages, bytes)."""
-    pages = buffer.shape[0] // page_size
-    rows = buffer[: pages * page_size].view(torch.uint8).reshape(pages, -1)
-    result: np.ndarray[Any, Any] = rows.numpy()
-    return result
+def rows_of(slots: int, *buffers: torch.Tensor) -> list[Rows]:
+    """Buffers as (pages, bytes), moved to shared memory. slots: their rows per page."""
+    found: list[Rows] = []
+    for buffer in buffers:
+        if not buffer.is_shared():  # type: ignore[no-untyped-call]
+            buffer.share_memory_()  # type: ignore[no-untyped-call]
+        pages = buffer.shape[0] // slots
+        found.append(buffer[: pages * slots].view(torch.uint8).reshape(pages, -1).numpy())
+    return found
 
 
 def contents(tokens: Sequence[int], page_size: int, salt: str = "") -> np.ndarray[Any, Any]:

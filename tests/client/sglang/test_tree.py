@@ -26,7 +26,7 @@ def load(server: Any, tokens: list[int], **options: Any) -> int:
 
 
 @pytest.mark.parametrize("core", CORES)
-@pytest.mark.parametrize("kind", [*KINDS, "swa"])
+@pytest.mark.parametrize("kind", [*KINDS, "draft", "swa"])
 def test_what_the_device_has_lost_is_loaded(
     daemon: LocalDaemon, start_server: StartServer, kind: str, core: str
 ) -> None:
@@ -125,6 +125,18 @@ def test_promised_pages_are_not_evicted_before_they_are_loaded(
     wait_until(lambda: first.match(PROMPT).host_hit_length == 0)  # no longer held
 
 
+@pytest.mark.parametrize("core", CORES)
+def test_the_indexer_of_dsa_is_loaded_with_the_prefix(
+    daemon: LocalDaemon, start_server: StartServer, core: str
+) -> None:
+    server = start_server(daemon.directory, kind="dsa", core=core, pages=16)
+    prompt = [number % 1000 for number in range(300)]
+    server.run(prompt)
+    server.evict_all()
+    assert load(server, prompt) == 256
+    assert (server.wrong, server.failed) == (0, 0)
+
+
 def test_the_state_of_mamba_layers_is_loaded_with_the_prefix(
     daemon: LocalDaemon, start_server: StartServer
 ) -> None:
@@ -137,7 +149,7 @@ def test_the_state_of_mamba_layers_is_loaded_with_the_prefix(
 
 
 # Bytes of a page of four tokens, or of a token of a model with Mamba layers.
-PAGE_BYTES = {"mha": 768, "fp8": 384, "mla": 288, "swa": 512, "mamba": 256}
+PAGE_BYTES = {"mha": 1536, "fp8": 768, "mla": 1152, "swa": 512, "mamba": 256}
 
 
 @pytest.mark.parametrize("core", CORES)
