@@ -36,25 +36,22 @@ from kvferry.client.blocking import OffloadClient
 from kvferry.client.manager_outputs import PrepareStoreOutput, ResidencyUsage
 from kvferry.client.mirror import HIT, HIT_PENDING, MISS, RETRY, Mirror
 from kvferry.client.nonblocking import (
-    NOTHING_SAVED,
     ClientOptions,
     DaemonDirectory,
     NonBlockingClient,
-    Saved,
 )
 from kvferry.client.pending_keys import PendingKeys
 from kvferry.client.residency_events import OffloadingEvent, ResidencyEvents
 from kvferry.client.retentions import Retention
 from kvferry.client.session_state import NamespaceOptions, SessionState
 from kvferry.client.tier_searches import Prefetch
+from kvferry.client.uses import Uses
 from kvferry.client.writers import Writers
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.specs import KeyLoadStoreSpec
 
-# Touched keys that are collected before they are sent.
-MAX_TOUCHED = 4096
 # Seconds for which a key may be pending. After a restart a daemon verifies 64 GiB in about that
 # time; after it, computing a prefix is faster than waiting.
 PENDING_TIMEOUT = 5.0
@@ -69,7 +66,6 @@ class OffloadingManager:
         store, is a MISS: it is not verified yet, or another engine's store is stuck.
     replicated: whether all ranks hold the same bytes.
     clock: for tests.
-    `hits` and `misses` count the lookups with these results.
     """
 
     def __init__(
@@ -88,14 +84,7 @@ class OffloadingManager:
         mirrors = [namespace.mirror for namespace in self._namespaces]
         self._events = ResidencyEvents(mirrors) if events else None
         self._offered: set[OffloadKey] = set()
-        # Least recent first. Whether no lookup was for the key.
-        self._touched: dict[OffloadKey, bool] = {}
-        # Keys to be evicted first, the first one of all in front.
-        self._spare: dict[OffloadKey, None] = {}
-        self._saved = NOTHING_SAVED
-        self.hits = self.misses = 0
-        # `hits` and `misses` that were sent to the daemons.
-        self._reported = 0, 0
+        self._uses = Uses(self._clients, self.writers)
         self._own_clients = ExitStack()
 
     @classmethod
@@ -189,14 +178,14 @@ class OffloadingManager:
             at_writer = self._find(key, self.writers.clients_of(key))
             found = MISS if at_writer is HIT else at_writer
         if found is HIT:
-            self.hits += 1
+            self._uses.hits += 1
         elif found is MISS:
-            self.misses += 1
+            self._uses.misses += 1
         return found
 
     @property
     def ready_keys(self) -> tuple[Set[OffloadKey], ...]:
-        """For each rank, the keys that are a HIT. For callers with many lookups; see count_hits.
+        """For each rank, the keys that are a HIT. For callers with many lookups; see count_lookups.
 
         As old as the last call of any method, and valid until the next one. Do not change them.
         """
@@ -208,9 +197,20 @@ class OffloadingManager:
         mirrors_of = self.writers.mirrors()
         return lambda key: all(key in mirror.ready_keys for mirror in mirrors_of(key))
 
-    def count_hits(self, hits: int) -> None:
+    @property
+    def hits(self) -> int:
+        """How many lookups had this result so far."""
+        return self._uses.hits
+
+    @property
+    def misses(self) -> int:
+        """How many lookups had this result so far."""
+        return self._uses.misses
+
+    def count_lookups(self, hits: int, misses: int = 0) -> None:
         """Count lookups that the caller has answered from `ready_keys`."""
-        self.hits += hits
+        self._uses.hits += hits
+        self._uses.misses += misses
 
     @property
     def epochs(self) -> tuple[int, ...]:
@@ -310,22 +310,12 @@ class OffloadingManager:
         new: the last ones that no lookup was for, because they are of tokens that the engine has
         generated. The daemon counts the hits of pools of other sizes without them.
         """
-        keys = self._checked(keys)
-        old = len(keys) - new
-        fresh = {key: at >= old for at, key in reversed([*enumerate(keys)])}
-        touched = self._touched
-        for key in touched.keys() & fresh.keys():
-            del touched[key]
-        if len(touched) + len(fresh) > MAX_TOUCHED:
-            self.flush()
-        touched.update(fresh)
+        self._uses.touch(self._checked(keys), new)
 
     def spare(self, keys: Iterable[OffloadKey]) -> None:
         """Let the blocks of these keys be evicted first: see OffloadClient.spare. Sent by `flush`,
         after the touched keys."""
-        self._spare.update(dict.fromkeys(reversed(self._checked(keys))))
-        if len(self._spare) > MAX_TOUCHED:
-            self.flush()
+        self._uses.spare(self._checked(keys))
 
     def retain(
         self, keys: Iterable[OffloadKey], seconds: float, label: str = ""
@@ -362,7 +352,7 @@ class OffloadingManager:
     def count_saved(self, tokens: int, seconds: float) -> None:
         """The load of some tokens begins. seconds: in which the engine computes so many; 0 if not
         known. A load that fails is counted, too."""
-        self._saved = Saved(self._saved.tokens + tokens, self._saved.seconds + seconds)
+        self._uses.count_saved(tokens, seconds)
 
     def flush(self) -> None:
         """Send the touched keys, the numbers of hits and misses, and what loads saved.
@@ -370,22 +360,7 @@ class OffloadingManager:
         prepare_store and take_events do it too; prepare_load does not, because a request waits for
         it. Call it once per step of the engine.
         """
-        counts = self.hits, self.misses
-        hits, misses = counts[0] - self._reported[0], counts[1] - self._reported[1]
-        if self._touched or hits or misses or self._saved.tokens:
-            touched, self._touched = self._touched, {}
-            saved, self._saved = self._saved, NOTHING_SAVED
-            self._reported = counts
-            # The daemon of a key's writer has its block.
-            keys = self.writers.divide(tuple(reversed(touched)))
-            for client, own in zip(self._clients, keys, strict=True):
-                client.touch(own, hits, misses, sum(map(touched.__getitem__, own)), saved)
-        if self._spare:
-            spare, self._spare = self._spare, {}
-            for client, own in zip(
-                self._clients, self.writers.divide(tuple(reversed(spare))), strict=True
-            ):
-                client.spare(own)
+        self._uses.send()
 
     def take_events(self) -> list[OffloadingEvent]:
         """The keys that became a HIT, and those that ceased to be one, since the last call.
@@ -402,8 +377,7 @@ class OffloadingManager:
         OffloadClient.reset."""
         self._offered.clear()
         self._pending.since.clear()
-        self._touched.clear()
-        self._spare.clear()
+        self._uses.forget_keys()
         for client in self._clients:
             if client.gone is None or client.connecting:
                 client.reset_async(label)

@@ -352,7 +352,7 @@ def test_blocks_of_generated_tokens_are_used_but_not_looked_up(
     engine.step(new=[(request, range(1, 13))])
     request.num_computed_tokens = request.num_tokens
     engine.scheduler.request_finished(request, list(range(1, 13)))
-    touched = engine.scheduler.connector_scheduler.manager._manager._touched
+    touched = engine.scheduler.connector_scheduler.manager._manager._uses._touched
     assert [*touched.values()] == [True, True, False]  # the first chunk is the most recent
 
 

@@ -185,6 +185,5 @@ class Promises:
         """Count what a request has looked up, and mark it as used."""
         keys = [key for page in pages for key in page]
         groups = len(pages[0])
-        self._manager.count_hits(found * groups)
-        self._manager.misses += len(keys) - found * groups
+        self._manager.count_lookups(found * groups, len(keys) - found * groups)
         self._manager.touch(keys)

@@ -390,7 +390,7 @@ class SchedulerSide:
         manager = self._manager
         if manager.gone is not None:
             manager.poll()
-        manager.count_hits(self._hits)
+        manager.count_lookups(self._hits)
         self._hits = 0
         manager.flush()
         for keys in keys_to_unpin:
