@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from kvferry.daemon.core import keyed_transfers
 from kvferry.daemon.core.block_lines import BlockLines
 from kvferry.daemon.core.block_table import PENDING, BlockTable
 from kvferry.daemon.core.borrowed import BorrowedBlocks
@@ -130,13 +131,13 @@ def _void_late() -> Any:
 
 
 def _check_loads_only() -> Any:
-    check = Namespace._check_epoch
+    check = keyed_transfers._check_epoch
 
-    def check_epoch(self: Namespace, direction: Direction, host: Any) -> None:
+    def check_epoch(namespace: Namespace, direction: Direction, host: Any) -> None:
         if direction is Direction.LOAD:
-            check(self, direction, host)
+            check(namespace, direction, host)
 
-    return patch.object(Namespace, "_check_epoch", check_epoch)
+    return patch.object(keyed_transfers, "_check_epoch", check_epoch)
 
 
 def _adopt_only(self: Namespace, epoch: int) -> DeferredFree:

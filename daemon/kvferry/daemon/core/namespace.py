@@ -1,8 +1,6 @@
 """One namespace: a cache in a region of the host pool, and the sessions that use it.
 
-Resolves the keys of a transfer to host blocks. A store reserves blocks for the keys that are absent
-and leaves out the others together with their GPU blocks. A load pins all of its keys or is refused.
-The transfer holds a Lease on them until it ends. Called by the core, on the event loop.
+Called by the core, on the event loop.
 """
 
 from __future__ import annotations
@@ -10,16 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import msgspec
-import numpy as np
-
-from kvferry.daemon.core.block_lines import Part
-from kvferry.daemon.core.borrowed import BorrowedBlocks, BorrowedKeys
+from kvferry.daemon.core.borrowed import BorrowedKeys
 from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.cache.deferred_free import DeferredFree
-from kvferry.daemon.core.cache.jobs import Pins, Reservation
 from kvferry.daemon.core.composition import Composition
-from kvferry.daemon.core.layout import BlockLayout, GroupExtent, Int64s, ResolvedBlocks
 from kvferry.daemon.core.namespace_use import NamespaceUse
 from kvferry.daemon.core.ports import Ports
 from kvferry.daemon.core.records import RegionRecord
@@ -32,36 +24,11 @@ from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import Lookup, OffloadKey
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.messages import KeyEvent, KeyEvents, Snapshot
-from kvferry.proto.specs import MAX_KEYS, Direction, GPULoadStoreSpec, KeyLoadStoreSpec
+from kvferry.proto.specs import MAX_KEYS
 from kvferry.proto.status import NamespaceStatus
 
 # Host blocks whose keys are in one part of a snapshot, which is encoded between other messages.
 SNAPSHOT_BLOCKS = MAX_KEYS
-
-
-class Lease(msgspec.Struct, frozen=True):
-    """The blocks that a keyed transfer holds in its namespace. borrowed: those it reads from
-    siblings, which hold nothing."""
-
-    namespace: Namespace
-    held: Reservation | Pins
-    borrowed: BorrowedBlocks | None = None
-
-    def forget_changed(self) -> bool:
-        """Forget borrowed keys whose blocks have changed since they were found. Returns whether
-        there are any: the bytes of such a load must not be used."""
-        changed = [] if self.borrowed is None else self.borrowed.changed_keys()
-        self.namespace.borrowed.forget(changed)
-        return bool(changed)
-
-    def release_blocks(self, *, done: bool) -> None:
-        """End the lease. The keys of a completed store become loadable."""
-        if self.borrowed is not None:
-            self.borrowed.release(done=done)
-        if isinstance(self.held, Pins):
-            self.namespace.cache.complete_load(self.held)
-        else:
-            self.namespace.cache.complete_store(self.held, done)
 
 
 class Namespace:
@@ -225,29 +192,6 @@ class Namespace:
             )
             raise Refused(Code.BAD_KEY, message, wrong.hex())
 
-    def resolve_transfer(
-        self,
-        layout: BlockLayout,
-        direction: Direction,
-        gpu: GPULoadStoreSpec,
-        host: KeyLoadStoreSpec,
-    ) -> tuple[ResolvedBlocks, Lease]:
-        """Resolve a keyed transfer to held blocks. If it raises Refused, nothing has changed."""
-        keys = host.keys
-        self._check_epoch(direction, host)
-        self.check_keys(keys)
-        group_extents = layout.group_extents(direction, gpu, len(keys))
-        parts = _parts(layout, group_extents)
-        if direction is Direction.STORE:
-            self.check_keys(host.keep)
-            blocks, lease = self._reserve_keys(keys, parts, host.keep)
-        else:
-            blocks, lease = self._pin_keys(keys, parts, (0, layout.factor))
-        if (borrowed := lease.borrowed) is not None:
-            borrowed.hold()
-            return layout.resolve_borrowed(group_extents, blocks, borrowed.rows[1]), lease
-        return layout.resolve_extents(group_extents, blocks), lease
-
     def start_epoch(self, epoch: int) -> None:
         """The contents of a new namespace, without keys yet, are of this epoch."""
         if epoch != self.epoch:
@@ -324,84 +268,12 @@ class Namespace:
             **self.retained.fields(),
         )
 
-    def _pin_keys(
-        self, keys: Sequence[OffloadKey], parts: dict[int, Part], whole: Part
-    ) -> tuple[Int64s, Lease]:
-        """The host block of each key; -1 for those that are borrowed."""
-        away = self.borrowed.places(keys)
-        borrowed = None
-        if away and self.contents is not None:
-            borrowed = self.borrowed.blocks_of(self.contents, [keys[place] for place in away])
-        if borrowed is not None and (changed := borrowed.changed_keys()):
-            self.borrowed.forget(changed)
-            text = f"the sibling no longer has key {changed[0].hex()}; treat it as a miss"
-            raise Refused(Code.KEY_ABSENT, text, changed[0].hex())
-        here = sorted({*range(len(keys))} - {*away}) if away else range(len(keys))
-        pins = self.cache.prepare_load([keys[place] for place in here])
-        try:
-            for position in here if self.cache.has_parts else ():
-                self._check_part(keys[position], parts.get(position, whole))
-        except Refused:
-            self.cache.complete_load(pins)
-            raise
-        if borrowed is None:
-            return pins.blocks, Lease(self, pins)
-        blocks = np.full(len(keys), -1, np.int64)
-        blocks[here] = pins.blocks
-        return blocks, Lease(self, pins, borrowed)
-
-    def _check_epoch(self, direction: Direction, host: KeyLoadStoreSpec) -> None:
-        """Raise Refused if a transfer is of another epoch, or if nothing can be transferred now."""
-        if direction is Direction.STORE:
-            if self.is_behind or host.epoch not in (None, self.epoch):
-                raise Refused(
-                    Code.STALE,
-                    f"the blocks are of epoch {host.epoch}, but the namespace was reset since; "
-                    "compute them again before you store them",
-                    host.epoch,
-                )
-        elif self.is_behind and host.keys:
-            first = host.keys[0].hex()
-            text = f"the namespace was reset, so it has no key {first}; treat it as a miss"
-            raise Refused(Code.KEY_ABSENT, text, first)
-
     def _update_contents(self) -> None:
         record, region = self.record, self.region
         if record.composition:
             self.contents = NamespaceContents(
                 self.name, record.composition, self.epoch, region.block_bytes, region.start
             )
-
-    def _check_part(self, key: OffloadKey, wanted: Part) -> None:
-        stored = self.cache.stored_part(key)
-        if stored is not None and not stored[0] <= wanted[0] < wanted[1] <= stored[1]:
-            raise Refused(
-                Code.KEY_ABSENT,
-                f"key {key.hex()} has sub-blocks {stored[0]} to {stored[1] - 1} stored, but "
-                f"{wanted[0]} to {wanted[1] - 1} were requested; treat it as a miss",
-                key.hex(),
-            )
-
-    def _reserve_keys(
-        self, keys: Sequence[OffloadKey], parts: dict[int, Part], keep: Sequence[OffloadKey]
-    ) -> tuple[Int64s, Lease]:
-        """The host block of each key; -1 for keys that are not stored."""
-        # Of a key that occurs twice, the first place counts. One pass: each group has two parts.
-        first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True)) if parts else {}
-        named = {keys[at]: part for at, part in parts.items() if first[keys[at]] == at}
-        held = self.borrowed.held_elsewhere(self.contents, keys)
-        offered = [key for key in keys if key not in held] if held else keys
-        reservation = self.cache.prepare_store(offered, named, keep)
-        if reservation is None:
-            raise Refused(
-                Code.CACHE_FULL,
-                f"no room for {len(keys)} keys: too many of the {self.region.num_blocks} host "
-                "blocks of the namespace are pinned or being stored; try again later",
-                len(keys),
-            )
-        taken = dict(zip(reservation.keys, reservation.blocks, strict=True))
-        blocks = np.fromiter((taken.pop(key, -1) for key in keys), np.int64, len(keys))
-        return blocks, Lease(self, reservation)
 
 
 def _snapshots(cache: Cache, sequence: int, epoch: int, part_blocks: int) -> Iterator[Snapshot]:
@@ -416,16 +288,3 @@ def _snapshots(cache: Cache, sequence: int, epoch: int, part_blocks: int) -> Ite
         if pending:
             yield Snapshot(sequence, part, True, tuple(pending), last, epoch)
             part += 1
-
-
-def _parts(layout: BlockLayout, group_extents: Sequence[GroupExtent]) -> dict[int, Part]:
-    """Positions of host blocks that a transfer uses in part, and the part."""
-    whole = (0, layout.factor)
-    return {
-        position: part
-        for extent in group_extents
-        for position, part in zip(
-            (extent.begin, extent.end - 1), layout.end_parts(extent), strict=True
-        )
-        if part != whole
-    }

@@ -26,8 +26,8 @@ from kvferry.daemon.core.actions import (
     TransferCompleted,
 )
 from kvferry.daemon.core.dispatch import MessageTable, ReportTable
+from kvferry.daemon.core.keyed_transfers import Lease, resolve_keyed
 from kvferry.daemon.core.layout import ResolvedBlocks, split_spec
-from kvferry.daemon.core.namespace import Lease
 from kvferry.daemon.core.registration import OWN, Registration
 from kvferry.daemon.core.registrations import Registrations
 from kvferry.proto.errors import Code, ErrorInfo, Failed, Refused
@@ -321,7 +321,7 @@ def _resolve_blocks(
                 "blocks have no keys; name them by id, or open a namespace before registering",
                 registration.engine,
             )
-        return namespace.resolve_transfer(layout, direction, gpu, host)
+        return resolve_keyed(namespace, layout, direction, gpu, host)
     if namespace is not None:
         raise Refused(
             Code.BAD_SPEC,
