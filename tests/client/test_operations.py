@@ -22,7 +22,6 @@ from kvferry.client import (
     TensorLayout,
     TensorRef,
     Timeline,
-    operations,
 )
 from kvferry.client.call import Call
 from kvferry.client.tensors import shared_empty
@@ -133,7 +132,7 @@ def test_received_descriptors_are_closed_after_an_error() -> None:
     allocations = FdAllocation(1, 64), FdAllocation(2, 64)
     allocated = Allocated(1, HostRegion(1, 64, False), allocations, ())
     with pytest.raises(OSError, match="too many"):
-        operations._receive_descriptors(call, allocated).send(None)
+        registering._receive_descriptors(call, allocated).send(None)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(first)
 

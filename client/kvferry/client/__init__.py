@@ -19,7 +19,7 @@ from kvferry.client.jobs import TransferResult
 from kvferry.client.local import LocalDaemon
 from kvferry.client.manager import OffloadingManager
 from kvferry.client.manager_outputs import PrepareStoreOutput
-from kvferry.client.operations import AllocatedKVCaches
+from kvferry.client.registering import AllocatedKVCaches
 from kvferry.client.residency_events import OffloadingEvent
 from kvferry.client.retentions import Retention
 from kvferry.client.session_state import RegistrationState, SessionState

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Unpack
 
-from kvferry.client import operations
+from kvferry.client import operations, registering
 from kvferry.client.link import POLL_INTERVAL, ClientLink, Restore
 from kvferry.client.nonblocking import ClientOptions, DaemonDirectory, NonBlockingClient
 from kvferry.client.session import ClientSession
@@ -48,8 +48,8 @@ class AsyncOffloadClient(NonBlockingClient):
     open_namespace = operations.open_namespace
     reset = operations.reset
     hold = operations.hold
-    register_kv_caches = operations.register_kv_caches
-    allocate_kv_caches = operations.allocate_kv_caches
+    register_kv_caches = registering.register_kv_caches
+    allocate_kv_caches = registering.allocate_kv_caches
     release_kv_caches = operations.release_kv_caches
     release_retained = operations.release_retained
     wait = operations.wait

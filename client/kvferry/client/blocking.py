@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
-from kvferry.client import operations
+from kvferry.client import operations, registering
 from kvferry.client.link import ClientLink
 from kvferry.client.nonblocking import ClientOptions, DaemonDirectory, NonBlockingClient
 
@@ -57,8 +57,8 @@ class OffloadClient(NonBlockingClient):
     open_namespace = blocking(operations.open_namespace)
     reset = blocking(operations.reset)
     hold = blocking(operations.hold)
-    register_kv_caches = blocking(operations.register_kv_caches)
-    allocate_kv_caches = blocking(operations.allocate_kv_caches)
+    register_kv_caches = blocking(registering.register_kv_caches)
+    allocate_kv_caches = blocking(registering.allocate_kv_caches)
     release_kv_caches = blocking(operations.release_kv_caches)
     release_retained = blocking(operations.release_retained)
     wait = blocking(operations.wait)
