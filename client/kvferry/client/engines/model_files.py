@@ -47,11 +47,14 @@ def digest(*texts: str) -> str:
 
 
 def file_versions(path: str) -> Iterator[str]:
-    """The files of a local model, each with its version; nothing for a model of the hub."""
+    """The files of a local model, each with its version; nothing for a model of the hub.
+
+    Of a directory, those that can change KV. A path of one file names it, whatever its suffix.
+    """
     local = Path(path)
     if path and local.exists() and not hub_snapshot(path).commit:
         for file in sorted(local.iterdir()) if local.is_dir() else [local]:
-            if file.suffix in MODEL_SUFFIXES and file.is_file():
+            if (file == local or file.suffix in MODEL_SUFFIXES) and file.is_file():
                 stat = file.stat()
                 small = stat.st_size <= MAX_HASHED_BYTES
                 yield f"{file.name} {stat.st_size} {_hash_file(file) if small else _version(file)}"

@@ -42,11 +42,10 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "quantize_and_serve",
         "kt_method",
         "kt_num_gpu_experts",
-        "kt_weight_path",
+        "kt_max_deferred_experts_per_token",
         "enable_encoder_swa_bounded_replay",
         "enable_decoder_swa_bounded_replay",
         "dllm_algorithm",
-        "dllm_algorithm_config",
     ),
     "attention": (
         "attention_backend",
@@ -68,7 +67,12 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "triton_attention_reduce_in_fp32",
         "flashinfer_mxfp4_moe_precision",
         "enable_w4a4_mxfp4_megamoe",
+        # Some MoE and FP4 backends quantize activations, others do not.
+        "moe_runner_backend",
+        "moe_a2a_backend",
+        "fp4_gemm_runner_backend",
         "deepep_dispatcher_output_dtype",
+        "flashinfer_a2a_dispatch_type",
         "enable_quant_communications",
         "enable_precise_embedding_interpolation",
         "rl_on_policy_target",
@@ -91,6 +95,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "speculative_draft_kv_cache_dtype",
         "speculative_draft_model_quantization",
         "speculative_draft_attention_backend",
+        "speculative_moe_runner_backend",
+        "speculative_moe_a2a_backend",
+        "speculative_enable_w4a4_mxfp4_megamoe",
         "speculative_draft_window_size",
         "speculative_draft_sink_size",
         "speculative_token_map",
@@ -119,13 +126,30 @@ PATHS = (
     "decrypted_config_file",
     "decrypted_draft_config_file",
     "uno_lora_path",
+    "kt_weight_path",
+    "modelopt_checkpoint_restore_path",
+    "dllm_algorithm_config",
 )
+# The models of a server: the fields with their path, revision and load format.
+MODELS = {
+    "model": ("model_path", "revision", "load_format"),
+    "drafting model": (
+        "speculative_draft_model_path",
+        "speculative_draft_model_revision",
+        "speculative_draft_load_format",
+    ),
+}
 # Formats whose weights are in no file that can be identified here.
 UNVERSIONED_FORMATS = frozenset(
     {"dummy", "remote", "remote_instance", "flash_rl", "sharded_remote"}
 )
 # Fields with which the weights may be others than those of the model's files.
-UNVERSIONED_FIELDS = ("custom_weight_loader", "rl_quant_profile", "forward_hooks")
+UNVERSIONED_FIELDS = (
+    "custom_weight_loader",
+    "rl_quant_profile",
+    "forward_hooks",
+    "checkpoint_engine_wait_weights_before_ready",
+)
 # Values that mean "not set".
 UNSET = frozenset({"", "None", "False", "{}", "[]", "auto"})
 
@@ -161,7 +185,7 @@ def read_fingerprint(
             ("weights", digest(*_weights(server_args))),
             *((name, _options(server_args, fields)) for name, fields in FIELDS.items()),
             ("files", digest(*(one for path in PATHS for one in _files(server_args, path)))),
-            ("compute capability", _capability(server_args)),
+            ("compute capability", _capability()),
             ("sglang", installed_version("sglang") or ""),
             ("transformers", installed_version("transformers") or ""),
             ("salt", _salt(server_args, extra, rank.start)),
@@ -172,10 +196,7 @@ def read_fingerprint(
 def _weights(server_args: Any) -> list[str]:
     """Texts that identify the weights of the model, and of the one that drafts tokens."""
     texts = []
-    for path, revision in (
-        ("model_path", "revision"),
-        ("speculative_draft_model_path", "speculative_draft_model_revision"),
-    ):
+    for path, revision, _ in MODELS.values():
         name = _text(server_args, path)
         texts += [hub_snapshot(name).name or name, _commit(name, _text(server_args, revision))]
         texts += file_versions(name)
@@ -197,8 +218,13 @@ def _commit(model: str, revision: str) -> str:
     return hub_snapshot(str(Path(config).parent)).commit if isinstance(config, str) else ""
 
 
-def _files(server_args: Any, path: str) -> list[str]:
-    return [path, *file_versions(_text(server_args, path))]
+def _files(server_args: Any, field: str) -> list[str]:
+    """The files at a path, each with its version; the path itself if there are none, as of a name
+    in the hub."""
+    path = _text(server_args, field)
+    if hub_snapshot(path).commit:
+        return [field, *hub_snapshot(path)]
+    return [field, *(tuple(file_versions(path)) or (path,))]
 
 
 def _text(server_args: Any, field: str) -> str:
@@ -221,10 +247,9 @@ def _pages(layout: KVLayout) -> str:
     return digest(json.dumps(sizes))
 
 
-def _capability(server_args: Any) -> str:
-    """The GPU's compute capability, if the precision of quantized layers may depend on it."""
-    if not _text(server_args, "quantization"):
-        return ""
+def _capability() -> str:
+    """The GPU's compute capability: the precision of quantized layers depends on it, and SGLang's
+    options do not show whether the checkpoint is quantized."""
     import torch
 
     return str(torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
@@ -241,8 +266,11 @@ def _salt(server_args: Any, extra: Mapping[str, Any], start: str) -> str:
         )
     if any(_text(server_args, field) not in UNSET for field in UNVERSIONED_FIELDS):
         unknown.append("weights that are loaded or changed by code of yours")
-    if not _versioned(server_args):
-        unknown.append("the weights (no commit, no local file)")
+    for what, fields in MODELS.items():
+        if (name := _text(server_args, fields[0])) and not _versioned(
+            name, *[_text(server_args, field) for field in fields[1:]]
+        ):
+            unknown.append(f"the weights of the {what} (no commit, no local file)")
     if not unknown:
         return ""
     log.warning(
@@ -254,11 +282,8 @@ def _salt(server_args: Any, extra: Mapping[str, Any], start: str) -> str:
     return f"of this start {start}"
 
 
-def _versioned(server_args: Any) -> bool:
-    """Whether the fingerprint changes when the weights do."""
-    if _text(server_args, "load_format") in UNVERSIONED_FORMATS:
-        return False
-    model, revision = _text(server_args, "model_path"), _text(server_args, "revision")
-    if "://" in model:
+def _versioned(model: str, revision: str, load_format: str) -> bool:
+    """Whether the fingerprint changes when the weights of a model do."""
+    if load_format in UNVERSIONED_FORMATS or "://" in model:
         return False
     return bool(Path(model).exists() or COMMIT.fullmatch(revision) or _commit(model, revision))

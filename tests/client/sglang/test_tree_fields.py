@@ -1,0 +1,32 @@
+"""support/sglang_fields.py has each field of SGLang's ServerArgs."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.client.sglang.fingerprint import FIELDS, MODELS, PATHS, UNVERSIONED_FIELDS
+from support.sglang_fields import BY_NAME, OUTSIDE
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # SGLang's own
+
+
+def inside() -> list[str]:
+    return [*[name for fields in FIELDS.values() for name in fields], *PATHS, *UNVERSIONED_FIELDS]
+
+
+def outside() -> list[str]:
+    return [name for names in OUTSIDE.values() for name in names.split()]
+
+
+def test_each_field_is_listed_once() -> None:
+    listed = [*inside(), *BY_NAME, *outside()]
+    assert sorted(listed) == sorted(set(listed))
+    assert {fields[0] for fields in MODELS.values()} <= BY_NAME
+
+
+def test_the_table_has_all_fields_of_sglangs_options() -> None:
+    """Does a new field change the bytes of KV? Read what SGLang does with it."""
+    module = pytest.importorskip("sglang.srt.server_args")
+    real = {*module.ServerArgs.__struct_fields__}
+    listed = {*inside(), *BY_NAME, *outside()}
+    assert (real - listed, listed - real) == (set(), set())
