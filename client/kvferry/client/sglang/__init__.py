@@ -31,6 +31,9 @@ def __getattr__(name: str) -> Any:
     except (ImportError, AttributeError) as error:
         version = installed_version("sglang")
         found = "it is not installed" if version is None else f"{version} is installed"
-        message = f"kvferry supports SGLang {SUPPORTED}, but {found}: {error}"
+        message = (
+            f"kvferry supports SGLang {SUPPORTED}, but {found}: {error}; "
+            f"pip install 'sglang=={SUPPORTED}'"
+        )
         raise Refused(Code.BAD_CONFIG, message, version or "no SGLang") from error
     return KVFerryLinker

@@ -6,6 +6,7 @@ Called when a server starts, in each rank, when the pools exist. Does not import
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 from kvferry.client.engines.options import (
@@ -54,6 +55,12 @@ EXCLUDED: dict[str, tuple[str, str]] = {
 SINGLE = ("pp_size", "attn_cp_size", "dcp_size")
 
 
+def is_supported(version: str) -> bool:
+    """Whether a version is that release, or a build of it: 0.5.23.post1, 0.5.23+cu129."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    return release is not None and release[0] == SUPPORTED
+
+
 def check_version(interface: type) -> None:
     """Raise Refused (BAD_CONFIG) if the interface of linkers is another one. interface: SGLang's
     UnifiedCacheLinker."""
@@ -62,11 +69,14 @@ def check_version(interface: type) -> None:
         name: tuple(inspect.signature(getattr(interface, name)).parameters)[1:]
         for name in getattr(interface, "__abstractmethods__", ())
     }
-    if version.startswith(SUPPORTED) and found == SIGNATURES:
+    if is_supported(version) and found == SIGNATURES:
         return
     names = [name for name in {**found, **SIGNATURES} if found.get(name) != SIGNATURES.get(name)]
     moved = f" (its linkers differ in {', '.join(sorted(names))})" if names else ""
-    message = f"kvferry supports SGLang {SUPPORTED}, but {version} is installed{moved}"
+    message = (
+        f"kvferry supports SGLang {SUPPORTED}, but {version} is installed{moved}; "
+        f"pip install 'sglang=={SUPPORTED}'"
+    )
     raise Refused(Code.BAD_CONFIG, message, version)
 
 

@@ -1,0 +1,59 @@
+"""Which prefixes can be restored, against a plain model. No SGLang needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.client.sglang.restorable import Window, restorable_lengths
+
+FOUND = st.lists(st.booleans(), max_size=12)
+
+
+def is_restorable(length: int, pages: Sequence[bool], windows: Sequence[Window]) -> bool:
+    """Each page of the prefix is there, and of each window each of its last pages."""
+    return all(pages[:length]) and all(
+        found[page]
+        for found, needed in windows
+        for page in range(length)
+        if page >= length - needed
+    )
+
+
+@settings(max_examples=1000)
+@given(FOUND, st.lists(st.tuples(FOUND, st.integers(1, 14)), max_size=3))
+def test_all_lengths(pages: list[bool], others: list[tuple[list[bool], int]]) -> None:
+    count = [*pages, False].index(False)
+    windows = [
+        Window([*found, *[False] * len(pages)][: len(pages)], needed) for found, needed in others
+    ]
+    expected = [
+        length for length in range(1, len(pages) + 1) if is_restorable(length, pages, windows)
+    ]
+    cut = [Window(found[:count], needed) for found, needed in windows]
+    assert restorable_lengths(count, windows) == restorable_lengths(count, cut) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "needed", "expected"),
+    [
+        ("1111", 2, [1, 2, 3, 4]),
+        ("0011", 2, [4]),
+        ("0111", 2, [3, 4]),
+        ("1011", 2, [1, 4]),
+        ("0101", 1, [2, 4]),  # states
+        ("1110", 9, [1, 2, 3]),  # a window longer than the prefix
+        ("0111", 9, []),
+        ("0000", 1, []),
+    ],
+)
+def test_windows(found: str, needed: int, expected: list[int]) -> None:
+    assert restorable_lengths(4, [Window([each == "1" for each in found], needed)]) == expected
+
+
+def test_without_windows_every_length_can_be_restored() -> None:
+    assert restorable_lengths(3) == [1, 2, 3]
+    assert restorable_lengths(0) == restorable_lengths(0, [Window([], 1)]) == []
