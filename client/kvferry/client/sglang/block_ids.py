@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from kvferry.client.sglang.pools import Source
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import OffloadKey
 from kvferry.proto.specs import GPULoadStoreSpec
+
+if TYPE_CHECKING:
+    from kvferry.client.sglang.pools import Source
 
 
 @dataclass(frozen=True, slots=True)

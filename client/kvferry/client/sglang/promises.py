@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -53,10 +53,15 @@ class Promise:
 
 
 class Promises:
-    """The promises of one rank, whose client has the namespace of the manager."""
+    """The promises of one rank, whose client has the namespace of the manager. clock: for tests."""
 
-    def __init__(self, client: OffloadClient, manager: OffloadingManager) -> None:
-        self._client, self._manager = client, manager
+    def __init__(
+        self,
+        client: OffloadClient,
+        manager: OffloadingManager,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client, self._manager, self._clock = client, manager, clock
         # By request, the one that was looked up longest ago first; and those that load.
         self._promises: dict[str, Promise] = {}
         self._claimed: dict[str, Promise] = {}
@@ -71,7 +76,7 @@ class Promises:
         first. windows: for each other source the keys of the same pages, and how many of the last
         ones a prefix needs.
         """
-        now = time.monotonic()
+        now = self._clock()
         self._manager.poll()
         promise = self._promises.pop(rid, None) or Promise(now)
         self._promises[rid] = promise
@@ -155,7 +160,7 @@ class Promises:
             held = self._client.hold(keys, timeout=HOLD_SECONDS)
         except KVFerryError as error:
             log.debug("kvferry: a lookup is a miss: %s", error)
-            self._silent_until = time.monotonic() + SILENT_SECONDS
+            self._silent_until = self._clock() + SILENT_SECONDS
             return
         if held < len(keys):  # evicted meanwhile
             lengths = [] if exact else [n for n in lengths if n * groups <= held]
