@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -45,14 +46,15 @@ def write_model(directory: Path, weights: bytes = b"weights") -> Path:
 
 def read(
     model: Path | str,
+    options: Mapping[str, Any] = MappingProxyType({}),
     *,
     extra: dict[str, Any] | None = None,
     rank: Rank = ONE_RANK,
     pages: KVLayout | None = None,
     tokens: int = 64,
-    **options: Any,
+    **more: Any,
 ) -> Fingerprint:
-    server_args = SimpleNamespace(model_path=str(model), **options)
+    server_args = SimpleNamespace(model_path=str(model), **options, **more)
     return read_fingerprint(server_args, pages or layout(), rank, tokens, extra or {})
 
 
@@ -62,33 +64,33 @@ def salt(fingerprint: Fingerprint) -> str:
 
 @pytest.mark.parametrize("field", [name for fields in FIELDS.values() for name in fields])
 def test_each_option_changes_it(model: Path, field: str) -> None:
-    assert read(model, **{field: "one"}).name != read(model).name
-    assert read(model, **{field: "one"}).name != read(model, **{field: "other"}).name
-    assert read(model, **{field: True}).name != read(model).name
+    assert read(model, {field: "one"}).name != read(model).name
+    assert read(model, {field: "one"}).name != read(model, {field: "other"}).name
+    assert read(model, {field: True}).name != read(model).name
 
 
 @pytest.mark.parametrize("value", [None, "", False, {}, [], "auto"])
 def test_an_option_that_is_not_set_does_not(model: Path, value: object) -> None:
     options = {name: value for fields in FIELDS.values() for name in fields}
-    assert read(model, **options) == read(model)
+    assert read(model, options) == read(model)
 
 
 def test_options_that_change_no_kv_do_not(model: Path) -> None:
     for field in [name for names in OUTSIDE.values() for name in names.split()]:
-        assert read(model, **{field: "another"}) == read(model), field
+        assert read(model, {field: "another"}) == read(model), field
 
 
 def test_many_options_are_a_digest_that_fits(model: Path) -> None:
     options = {name: "x" * 40 for fields in FIELDS.values() for name in fields}
-    found = read(model, **options)
+    found = read(model, options)
     assert found == msgspec.json.decode(msgspec.json.encode(found), type=Fingerprint)
     last = FIELDS["parallel"][-1]
-    assert read(model, **{**options, last: "y" * 40}).name != found.name
+    assert read(model, {**options, last: "y" * 40}).name != found.name
 
 
 @pytest.mark.parametrize("option", ["revision", "dtype", "kv_cache_dtype"])
 def test_the_format_of_kv_changes_it(model: Path, option: str) -> None:
-    assert read(model, **{option: "other"}).name != read(model).name
+    assert read(model, {option: "other"}).name != read(model).name
 
 
 def test_pages_change_it(model: Path) -> None:
@@ -125,11 +127,11 @@ def test_weights_and_their_configuration_count(model: Path) -> None:
 def test_the_weights_of_a_drafting_model_count(model: Path, tmp_path: Path) -> None:
     draft = write_model(tmp_path / "draft")
     options = {"speculative_draft_model_path": str(draft)}
-    found = read(model, **options)
+    found = read(model, options)
     assert found.name != read(model).name
     assert salt(found) == ""
     (draft / "model.safetensors").write_bytes(b"others!")
-    assert read(model, **options).name != found.name
+    assert read(model, options).name != found.name
 
 
 @pytest.mark.parametrize("field", PATHS)
@@ -139,11 +141,11 @@ def test_a_path_counts_by_its_files(model: Path, tmp_path: Path, field: str) -> 
         directory.mkdir()
         (directory / "scales.yaml").write_text("1")  # a suffix that no model has
     there = {field: str(first / "scales.yaml")}
-    found = read(model, **there)
+    found = read(model, there)
     assert found.name != read(model).name
-    assert read(model, **{field: str(second / "scales.yaml")}) == found
+    assert read(model, {field: str(second / "scales.yaml")}) == found
     (first / "scales.yaml").write_text("2")
-    assert read(model, **there).name != found.name
+    assert read(model, there).name != found.name
 
 
 def test_a_path_of_a_directory_counts_by_its_files(model: Path, tmp_path: Path) -> None:
@@ -197,11 +199,11 @@ def test_what_cannot_be_identified_is_of_this_start(
     options = {"model_path": str(model), **options}
     path = options.pop("model_path")
     with caplog.at_level(logging.WARNING, "kvferry"):
-        found = read(path, **options)
+        found = read(path, options)
     assert "kvferry_salt" in caplog.text
     assert salt(found) == "of this start start"
-    assert read(path, rank=Rank(0, 1, "start"), **options) == found
-    assert read(path, rank=Rank(0, 1, "other start"), **options).name != found.name
+    assert read(path, options, rank=Rank(0, 1, "start")) == found
+    assert read(path, options, rank=Rank(0, 1, "other start")).name != found.name
 
 
 def test_a_users_salt_replaces_that_of_a_start(

@@ -47,7 +47,7 @@ class Lookups:
     ) -> list[int]:
         return self.promises.lookup(rid, pages, windows)
 
-    def sent(self) -> list[wire.ClientMessage]:
+    def sent(self) -> list[wire.Pin | wire.Unpin]:
         """The pins, with an answer or without, and unpins since the last call."""
         messages = [
             each for each in self.daemon.received if isinstance(each, wire.Pin | wire.Unpin)
@@ -59,7 +59,7 @@ class Lookups:
         """What was held since the last call; nothing was released."""
         messages = self.sent()
         assert all(isinstance(each, wire.Pin) for each in messages)
-        return [each.keys for each in messages]  # type: ignore[union-attr]
+        return [each.keys for each in messages]
 
     def released(self) -> list[tuple[bytes, ...]]:
         messages = self.sent()

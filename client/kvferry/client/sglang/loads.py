@@ -41,10 +41,18 @@ class Loads:
     """The loads of one rank. It is also the counter that SGLang's pools wait for (`wait_until`).
 
     consumer_index: of the batch that is computed, as SGLang sets it; -1 if it loads nothing.
+    timeout: seconds, see LOAD_TIMEOUT.
     """
 
-    def __init__(self, session: RankSession, transfers: Transfers, groups: int) -> None:
+    def __init__(
+        self,
+        session: RankSession,
+        transfers: Transfers,
+        groups: int,
+        timeout: float = LOAD_TIMEOUT,
+    ) -> None:
         self._session, self._transfers, self._groups = session, transfers, groups
+        self._timeout = timeout
         self._queued: dict[str, list[SourcePages]] = {}
         self._batches: dict[int, Batch] = {}
         self._numbers = count()
@@ -105,7 +113,7 @@ class Loads:
         return self._transfers.submit(spec, Direction.LOAD)
 
     def _wait(self, batch: Batch) -> None:
-        deadline = time.monotonic() + LOAD_TIMEOUT
+        deadline = time.monotonic() + self._timeout
         while batch.jobs:
             self._transfers.poll()
             for job_id in tuple(batch.jobs):
@@ -114,7 +122,7 @@ class Loads:
                     batch.success &= success
                     batch.jobs.remove(job_id)
             if batch.jobs and time.monotonic() > deadline:
-                message = f"a load has not ended within {LOAD_TIMEOUT:.0f} s"
+                message = f"a load has not ended within {self._timeout:g} s"
                 self._session.abandon(Gone(Code.TIMEOUT, message, batch.jobs[0]))
             elif batch.jobs:
                 time.sleep(POLL_INTERVAL)

@@ -38,7 +38,8 @@ class Store:
 
 
 class Stores:
-    """The stores of one rank. own: the keys that this rank stores; others may be another's."""
+    """The stores of one rank. own: the keys that this rank stores; others may be another's. clock:
+    for tests."""
 
     def __init__(
         self,
@@ -46,9 +47,10 @@ class Stores:
         manager: OffloadingManager,
         transfers: Transfers,
         own: Callable[[list[OffloadKey]], list[OffloadKey]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session, self._manager = session, manager
-        self._transfers, self._own = transfers, own
+        self._transfers, self._own, self._clock = transfers, own, clock
         # In the order of the offers.
         self._stores: deque[Store] = deque()
 
@@ -102,7 +104,7 @@ class Stores:
         try:
             spec = store.blocks.spec(store.keys), output.store_spec
             store.job_id = self._transfers.submit(spec, Direction.STORE)
-            store.since = time.monotonic()
+            store.since = self._clock()
         except KVFerryError as error:
             log.warning("kvferry: a node is not stored: %s", error)
             self._end(store, success=False)
@@ -111,9 +113,10 @@ class Stores:
         success = self._transfers.take(store.job_id)
         if success is not None:
             self._end(store, success=success)
-        elif time.monotonic() - store.since > WAIT_TIMEOUT:
+        elif self._clock() - store.since > WAIT_TIMEOUT:
             message = f"a store has not ended within {WAIT_TIMEOUT:.0f} s"
             self._session.abandon(Gone(Code.TIMEOUT, message, store.job_id))
+            self._transfers.poll()  # all jobs have ended, so no other is too late
 
     def _end(self, store: Store, *, success: bool) -> None:
         store.success, store.job_id = success, 0
