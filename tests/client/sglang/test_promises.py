@@ -269,8 +269,8 @@ def test_a_claimed_promise_is_held_until_its_load_has_ended(lookups: Lookups) ->
 
 
 def test_a_promise_ends_if_its_request_is_not_looked_up_again(lookups: Lookups) -> None:
-    lookups.find("leaves")
     lookups.find("waits", [(A,)])
+    lookups.find("leaves")
     lookups.now += 0.75 * PROMISE_SECONDS
     lookups.find("waits", [(A,)])
     lookups.sent()

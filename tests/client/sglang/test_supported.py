@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -50,12 +51,15 @@ def version_refusal(signatures: dict[str, tuple[str, ...]]) -> str:
 def test_the_supported_version_is_accepted(install: InstallVersion, version: str) -> None:
     install(version)
     supported.check_version(interface(SIGNATURES))
+    supported.check_version()
 
 
 @pytest.mark.parametrize("version", ["0.5.22", "0.5.230", "0.5.2", "0.6.0", "1.0.5.23", None])
 def test_another_version_is_refused(install: InstallVersion, version: str | None) -> None:
     install(version)
     message = version_refusal(SIGNATURES)
+    with pytest.raises(Refused, match=re.escape(message)):
+        supported.check_version()
     assert (version or "an unknown version") in message
     assert f"pip install 'sglang=={SUPPORTED}'" in message
 

@@ -38,11 +38,18 @@ CHECKS: tuple[Check, ...] = (
     environment.shared_memory,
     environment.allocator,
     environment.vllm,
+    environment.sglang,
     daemon.round_trip,
 )
 
 # Those of the engine's environment, which are made once for all daemons.
-OF_ENGINE = (environment.packages, environment.kernel, environment.allocator, environment.vllm)
+OF_ENGINE = (
+    environment.packages,
+    environment.kernel,
+    environment.allocator,
+    environment.vllm,
+    environment.sglang,
+)
 
 
 def run_checks(directory: Path | None = None, timeout: float = 5.0) -> list[Finding]:

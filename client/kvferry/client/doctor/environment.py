@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import re
+import warnings
 from collections.abc import Iterator
+from importlib import import_module
 
 from kvferry.client.doctor.check import CheckContext, Finding, fail, ok, warn
+from kvferry.client.sglang.supported import check_version
 from kvferry.proto.errors import Refused
 from kvferry.proto.process import check_system_calls
 from kvferry.proto.version import installed_version
@@ -117,6 +120,32 @@ def vllm(_: CheckContext) -> Iterator[Finding]:
             "is shared with other engines, or found again after a restart",
             "PYTHONHASHSEED=0 vllm serve ...",
         )
+
+
+def sglang(_: CheckContext) -> Iterator[Finding]:
+    """Yields nothing if SGLang is not installed. Importing it takes seconds."""
+    has = installed_version("sglang")
+    if has is None:
+        return
+    try:
+        check_version()
+        check_version(import_linkers())
+    except Refused as error:
+        found, _, change = error.message.partition("; ")
+        yield fail("SGLang", found, change)
+    except Exception as error:  # of any package that SGLang imports
+        found = f"{has} cannot be imported: {type(error).__name__}: {error}"
+        yield fail("SGLang", found, "run this in the environment that starts SGLang's server")
+    else:
+        yield ok("SGLang", f"{has}, with the interface that the linker needs")
+
+
+def import_linkers() -> type:
+    """SGLang's interface of linkers, imported with all that kvferry's linker uses of SGLang."""
+    with warnings.catch_warnings(action="ignore"):
+        module = import_module("kvferry.client.sglang.linker")
+    interface: type = module.UnifiedCacheLinker
+    return interface
 
 
 def parse_version(version: str) -> tuple[int, ...]:

@@ -61,14 +61,13 @@ def is_supported(version: str) -> bool:
     return release is not None and release[0] == SUPPORTED
 
 
-def check_version(interface: type) -> None:
-    """Raise Refused (BAD_CONFIG) if the interface of linkers is another one. interface: SGLang's
-    UnifiedCacheLinker."""
+def check_version(interface: type | None = None) -> None:
+    """Raise Refused (BAD_CONFIG) if SGLang has another version, or another interface of linkers.
+
+    interface: SGLang's UnifiedCacheLinker; None: the version alone is checked.
+    """
     version = installed_version("sglang") or "an unknown version"
-    found = {
-        name: tuple(inspect.signature(getattr(interface, name)).parameters)[1:]
-        for name in getattr(interface, "__abstractmethods__", ())
-    }
+    found = SIGNATURES if interface is None else _signatures(interface)
     if is_supported(version) and found == SIGNATURES:
         return
     names = [name for name in {**found, **SIGNATURES} if found.get(name) != SIGNATURES.get(name)]
@@ -78,6 +77,14 @@ def check_version(interface: type) -> None:
         f"pip install 'sglang=={SUPPORTED}'"
     )
     raise Refused(Code.BAD_CONFIG, message, version)
+
+
+def _signatures(interface: type) -> dict[str, tuple[str, ...]]:
+    """The methods that a linker must have, and their parameters."""
+    names = getattr(interface, "__abstractmethods__", ())
+    return {
+        name: tuple(inspect.signature(getattr(interface, name)).parameters)[1:] for name in names
+    }
 
 
 def check_config(server_args: Any, params: Any, ranks: int, extra: Options) -> None:
