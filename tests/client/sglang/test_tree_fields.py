@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.client.sglang.fingerprint import FIELDS, MODELS, PATHS, UNVERSIONED_FIELDS
+from kvferry.client.sglang.supported import EXCLUDED, SINGLE
 from support.sglang_fields import BY_NAME, OUTSIDE
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # SGLang's own
@@ -22,6 +23,7 @@ def test_each_field_is_listed_once() -> None:
     listed = [*inside(), *BY_NAME, *outside()]
     assert sorted(listed) == sorted(set(listed))
     assert {fields[0] for fields in MODELS.values()} <= BY_NAME
+    assert {*EXCLUDED, *SINGLE} <= {*listed}
 
 
 def test_the_table_has_all_fields_of_sglangs_options() -> None:

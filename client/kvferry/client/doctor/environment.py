@@ -131,7 +131,7 @@ def sglang(_: CheckContext) -> Iterator[Finding]:
         check_version()
         check_version(import_linkers())
     except Refused as error:
-        found, _, change = error.message.partition("; ")
+        found, change = error.message.split("; ", 1)
         yield fail("SGLang", found, change)
     except Exception as error:  # of any package that SGLang imports
         found = f"{has} cannot be imported: {type(error).__name__}: {error}"
