@@ -187,7 +187,7 @@ UNKNOWN: dict[str, dict[str, Any]] = {
     "hub without a commit": {"model_path": "org/no-such-model"},
     "hub with a branch": {"model_path": "org/no-such-model", "revision": "main"},
     "drafting model of the hub": {"speculative_draft_model_path": "org/no-such-model"},
-    **{name: {"load_format": name} for name in UNVERSIONED_FORMATS},
+    **{name: {"load_format": name} for name in sorted(UNVERSIONED_FORMATS)},
     **{name: {name: ["mine"]} for name in UNVERSIONED_FIELDS},
 }
 
