@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from kvferry.client.sglang.fingerprint import (
+    ENVIRONMENT,
     FIELDS,
     PATHS,
     UNVERSIONED_FIELDS,
@@ -78,6 +79,18 @@ def test_an_option_that_is_not_set_does_not(model: Path, value: object) -> None:
 def test_options_that_change_no_kv_do_not(model: Path) -> None:
     for field in [name for names in OUTSIDE.values() for name in names.split()]:
         assert read(model, {field: "another"}) == read(model), field
+
+
+@pytest.mark.parametrize("variable", ENVIRONMENT)
+def test_each_variable_changes_it(
+    model: Path, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(variable, raising=False)
+    names = {read(model).name}
+    for value in ("1", "other"):
+        monkeypatch.setenv(variable, value)
+        names.add(read(model).name)
+    assert len(names) == 3
 
 
 def test_many_options_are_a_digest_that_fits(model: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.client.sglang.fingerprint import FIELDS, MODELS, PATHS, UNVERSIONED_FIELDS
+from kvferry.client.sglang.fingerprint import ENVIRONMENT, FIELDS, MODELS, PATHS, UNVERSIONED_FIELDS
 from kvferry.client.sglang.supported import EXCLUDED, SINGLE
 from support.sglang_fields import BY_NAME, OUTSIDE
 
@@ -32,3 +32,8 @@ def test_the_table_has_all_fields_of_sglangs_options() -> None:
     real = {*module.ServerArgs.__struct_fields__}
     listed = {*inside(), *BY_NAME, *outside()}
     assert (real - listed, listed - real) == (set(), set())
+
+
+def test_sglang_reads_each_variable_of_the_fingerprint() -> None:
+    module = pytest.importorskip("sglang.srt.environ")
+    assert [name for name in ENVIRONMENT if not hasattr(module.envs, name)] == []

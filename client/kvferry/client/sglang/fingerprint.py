@@ -2,15 +2,16 @@
 
 It contains the options that change the format of KV (dtypes, layouts, sizes), and those that change
 the function that the model computes, its precision included. Not those that choose another kernel,
-schedule or collective for the same function. tests/support/sglang_fields.py has a table of all
-fields of SGLang's ServerArgs. Read when a server starts, in each rank. Does not import SGLang.
+schedule or collective for the same function. The same holds for environment variables.
+tests/support/sglang_fields.py has a table of all fields of SGLang's ServerArgs. Read when a server starts, in each rank. Does not import SGLang.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,38 @@ UNVERSIONED_FIELDS = (
     "forward_hooks",
     "checkpoint_engine_wait_weights_before_ready",
 )
+# Environment variables that change the format of KV, or the precision of layers.
+ENVIRONMENT = (
+    "SGLANG_USE_HND_KVCACHE",
+    "SGLANG_MAMBA_CONV_DTYPE",
+    "SGLANG_MAMBA_SSM_DTYPE",
+    "SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR",
+    "SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR",
+    "SGLANG_INT4_WEIGHT",
+    "SGLANG_CPU_QUANTIZATION",
+    "SGLANG_FORCE_FP8_MARLIN",
+    "SGLANG_OPT_HOPPER_BLOCK_FP8_BF16",
+    "SGLANG_FP8_IGNORED_LAYERS",
+    "SGLANG_FP4_IGNORED_LAYERS",
+    "SGLANG_QUANT_ALLOW_DOWNCASTING",
+    "SGLANG_MOE_NVFP4_DISPATCH",
+    "SGLANG_NVFP4_CKPT_FP8_GEMM_IN_ATTN",
+    "SGLANG_NVFP4_CKPT_FP8_NEXTN_MOE",
+    "SGLANG_GLM_NEXTN_MOE_PTPC",
+    "SGLANG_HUMMING_ONLINE_QUANT_CONFIG",
+    "SGLANG_HUMMING_INPUT_QUANT_CONFIG",
+    "SGLANG_HUMMING_USE_F16_ACCUM",
+    "SGLANG_FLASHINFER_MEGAMOE_COMBINE_DTYPE",
+    "SGLANG_FLASHINFER_NVFP4_PER_TOKEN_ACTIVATION",
+    "SGLANG_FLASHINFER_CUTEDSL_NVFP4_W4A16",
+    "FLASHINFER_NVFP4_4OVER6",
+    "FLASHINFER_NVFP4_4OVER6_E4M3_USE_256",
+    "SGLANG_ENABLE_DP_GATHER_FP8",
+    "SGLANG_DEEPEP_BF16_DISPATCH",
+    "SGLANG_NIXL_EP_BF16_DISPATCH",
+    "SGLANG_MINICPM_DENSE_AS_SPARSE",
+    "SGLANG_MINICPM_FORCE_DENSE",
+)
 # Values that mean "not set".
 UNSET = frozenset({"", "None", "False", "{}", "[]", "auto"})
 
@@ -184,6 +217,7 @@ def read_fingerprint(
             ("pages", _pages(layout)),
             ("weights", digest(*_weights(server_args))),
             *((name, _options(server_args, fields)) for name, fields in FIELDS.items()),
+            ("environment", _join((name, os.environ.get(name, "")) for name in ENVIRONMENT)),
             ("files", digest(*(one for path in PATHS for one in _files(server_args, path)))),
             ("compute capability", _capability()),
             ("sglang", installed_version("sglang") or ""),
@@ -235,9 +269,12 @@ def _text(server_args: Any, field: str) -> str:
 
 
 def _options(server_args: Any, fields: tuple[str, ...]) -> str:
-    """The fields that are set, as "name=value"; a digest if a fingerprint has no room for them."""
-    texts = ((field, _text(server_args, field)) for field in fields)
-    text = " ".join(f"{field}={value}" for field, value in texts if value not in UNSET)
+    return _join((field, _text(server_args, field)) for field in fields)
+
+
+def _join(settings: Iterable[tuple[str, str]]) -> str:
+    """Those that are set, as "name=value"; a digest if a fingerprint has no room for them."""
+    text = " ".join(f"{name}={value}" for name, value in settings if value not in UNSET)
     return text if len(text) <= 200 else digest(text)
 
 
