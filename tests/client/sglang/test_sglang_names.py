@@ -33,14 +33,8 @@ VARIABLES = frozenset(
         "transfer",
     }
 )
-MODULES = (
-    "cache_init_params",
-    "hicache_storage",
-    "memory_pool",
-    "swa_memory_pool",
-    "allocator.base",
-    "unified_cache.unified_cache_linker",
-)
+# Modules whose objects the linker gets, beside those that it imports.
+MODULES = ("mem_cache.cache_init_params", "mem_cache.allocator.base")
 
 
 def imported_names() -> Iterator[str]:
@@ -72,6 +66,10 @@ def names_on_page() -> list[str]:
     return [re.findall(r"`(?:\w+\.)?(\w+)`", row)[0] for row in rows_of(FOLDER)]
 
 
+def modules_on_page() -> set[str]:
+    return {*re.findall(r"(?m)^\| `\w+` \| `([\w.]+)`", page_of(FOLDER))}
+
+
 def test_each_name_of_sglang_is_on_the_page() -> None:
     by_a_variable = {"mamba_ckpt_pool"}  # getattr in a loop
     used = {*imported_names(), *attributes()} | by_a_variable
@@ -86,17 +84,16 @@ def test_each_file_on_the_page_exists_and_has_the_name() -> None:
 
 def test_each_module_on_the_page_is_imported_from() -> None:
     modules = {
-        (node.module or "").removeprefix("sglang.srt.mem_cache.")
+        (node.module or "").removeprefix("sglang.srt.")
         for node in nodes_of(FOLDER)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang.")
     }
-    assert modules == {*re.findall(r"(?m)^\| `\w+` \| `([\w.]+)`", page_of(FOLDER))}
+    assert modules == modules_on_page()
 
 
 @pytest.mark.filterwarnings("ignore")  # SGLang's own
 @pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
 def test_sglang_has_each_name_on_the_page() -> None:
-    text = "\n".join(
-        inspect.getsource(import_module(f"sglang.srt.mem_cache.{module}")) for module in MODULES
-    )
+    modules = {*MODULES, *modules_on_page()}
+    text = "\n".join(inspect.getsource(import_module(f"sglang.srt.{name}")) for name in modules)
     assert [name for name in names_on_page() if not re.search(rf"\b{name}\b", text)] == []

@@ -3,7 +3,8 @@
 It contains the options that change the format of KV (dtypes, layouts, sizes), and those that change
 the function that the model computes, its precision included. Not those that choose another kernel,
 schedule or collective for the same function. The same holds for environment variables.
-tests/support/sglang_fields.py has a table of all fields of SGLang's ServerArgs. Read when a server starts, in each rank. Does not import SGLang.
+tests/support/sglang_fields.py has a table of all fields of SGLang's ServerArgs. Read when a server
+starts, in each rank. Does not import SGLang.
 """
 
 from __future__ import annotations
