@@ -22,6 +22,7 @@ from kvferry.client import (
     TensorLayout,
     TensorRef,
     Timeline,
+    registering,
 )
 from kvferry.client.call import Call
 from kvferry.client.tensors import shared_empty

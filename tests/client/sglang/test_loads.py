@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvferry.client.sglang.loads import Loads
-from kvferry.client.sglang.transfers import Transfers
+from kvferry.client.sglang.transfers import RankTransfers
 from kvferry.proto.keys import OffloadKey
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KeyLoadStoreSpec
 from support.client_keys import A, B, C
@@ -22,7 +22,7 @@ class Batches:
     def __init__(self, timeout: float = 60.0) -> None:
         self.session = RecordingSession()
         session: Any = self.session
-        transfers = Transfers(session, "forward stream")
+        transfers = RankTransfers(session, "forward stream")
         self.loads = Loads(session, transfers, 1, timeout)
 
     def queue(self, rid: str, *keys: OffloadKey, first: int = 1) -> None:

@@ -9,7 +9,7 @@ import pytest
 from kvferry.client.engines.rank_session import WAIT_TIMEOUT
 from kvferry.client.sglang.block_ids import BlockIds
 from kvferry.client.sglang.stores import Stores
-from kvferry.client.sglang.transfers import Transfers
+from kvferry.client.sglang.transfers import RankTransfers
 from kvferry.proto.keys import OffloadKey
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KeyLoadStoreSpec
 from support.client_keys import HIT, MISS, PENDING, A, B, C, D, Start, answers, open_manager
@@ -34,7 +34,7 @@ class Node:
         self.daemon, self.manager = daemon, open_manager(daemon)
         self.session, self.now = RecordingSession(), 100.0
         session: Any = self.session
-        self.transfers = Transfers(session, "forward stream")
+        self.transfers = RankTransfers(session, "forward stream")
         self.left_out: set[OffloadKey] = set()
         self.stores = Stores(
             session, self.manager, self.transfers, self._own, clock=lambda: self.now

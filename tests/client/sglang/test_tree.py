@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.client import LocalDaemon
+from kvferry.client import LocalDaemon, Refused
 from support.eventually import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # SGLang's own
@@ -135,6 +135,14 @@ def test_the_indexer_of_dsa_is_loaded_with_the_prefix(
     server.evict_all()
     assert load(server, prompt) == 256
     assert (server.wrong, server.failed) == (0, 0)
+
+
+def test_a_layout_whose_rows_are_no_tokens_is_refused(
+    daemon: LocalDaemon, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    with pytest.raises(Refused, match="the layout hnd, which kvferry does not offload"):
+        start_server(daemon.directory)
 
 
 def test_the_state_of_mamba_layers_is_loaded_with_the_prefix(

@@ -14,6 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from kvferry.client.endpoint import find_daemon, locate_daemon
@@ -28,7 +29,7 @@ from kvferry.client.sglang.pools import pool_names, read_pools
 from kvferry.client.sglang.promises import PageKeys, Promises
 from kvferry.client.sglang.stores import Stores
 from kvferry.client.sglang.supported import check_config, check_version
-from kvferry.client.sglang.transfers import Transfers
+from kvferry.client.sglang.transfers import RankTransfers
 from kvferry.client.writers import writer_of
 from kvferry.proto.errors import Gone, KVFerryError
 from kvferry.proto.keys import OffloadKey
@@ -55,7 +56,9 @@ class KVFerryLinker(UnifiedCacheLinker):
         check_version(UnifiedCacheLinker)
         self._group = params.attn_tp_cache_group or params.tp_cache_group
         number, self._ranks = _rank(self._group)
-        check_config(server_args, params, self._ranks, extra_config)
+        # server_args has the values that the user gave; SGLang's decisions are beside them.
+        options = resolved_view(server_args)
+        check_config(options, params, self._ranks, extra_config)
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         self._offloaded = read_pools(kvcache, params, params.page_size)
         self.pools = pool_names(self._offloaded)
@@ -64,9 +67,7 @@ class KVFerryLinker(UnifiedCacheLinker):
         start = _common(uuid4().hex, self._group)
         layout = self._offloaded.kv_caches.layout
         identity = Rank(0 if replicated else number, self._ranks, start)
-        fingerprint = read_fingerprint(
-            server_args, layout, identity, params.page_size, extra_config
-        )
+        fingerprint = read_fingerprint(options, layout, identity, params.page_size, extra_config)
         if params.page_size < FEW_TOKENS:
             log.warning(
                 "kvferry: pages of %d tokens cost time for each token; start the server with "
@@ -89,7 +90,7 @@ class KVFerryLinker(UnifiedCacheLinker):
         self._rank, self._replicated = number, replicated
         groups = len(layout.groups)
         self._groups = groups
-        self._transfers = Transfers(self._session, forward_stream)
+        self._transfers = RankTransfers(self._session, forward_stream)
         self.layer_done_counter = self._loads = Loads(self._session, self._transfers, groups)
         # None if no daemon can serve the device.
         self._manager: OffloadingManager | None = None

@@ -14,7 +14,7 @@ from itertools import count
 
 from kvferry.client.engines.rank_session import RankSession
 from kvferry.client.sglang.block_ids import BlockIds, SourcePages
-from kvferry.client.sglang.transfers import Transfers
+from kvferry.client.sglang.transfers import RankTransfers
 from kvferry.proto.errors import Code, Gone, KVFerryError
 from kvferry.proto.specs import Direction, KeyLoadStoreSpec
 
@@ -47,7 +47,7 @@ class Loads:
     def __init__(
         self,
         session: RankSession,
-        transfers: Transfers,
+        transfers: RankTransfers,
         groups: int,
         timeout: float = LOAD_TIMEOUT,
     ) -> None:

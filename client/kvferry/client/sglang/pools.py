@@ -137,6 +137,8 @@ def _pages(pool: Any, page_size: int) -> Iterator[torch.Tensor]:
     if pool.page_size != page_size:
         raise _unsupported(kind, f"pages of {pool.page_size} tokens, not {page_size}")
     if kind is MHATokenToKVPool:
+        if pool.kv_cache_layout != "nhd":
+            raise _unsupported(kind, f"the layout {pool.kv_cache_layout}")
         scales = pool.k_scale_buffer, getattr(pool, "native_k_scale_buffer", None)
         if any(scale is not None for scale in scales):
             raise _unsupported(kind, "scales beside its KV; use --kv-cache-dtype auto or fp8_e4m3")

@@ -17,7 +17,7 @@ from itertools import takewhile
 from kvferry.client.engines.rank_session import WAIT_TIMEOUT, RankSession
 from kvferry.client.manager import OffloadingManager
 from kvferry.client.sglang.block_ids import BlockIds
-from kvferry.client.sglang.transfers import Transfers
+from kvferry.client.sglang.transfers import RankTransfers
 from kvferry.proto.errors import Code, Gone, KVFerryError
 from kvferry.proto.keys import OffloadKey
 from kvferry.proto.specs import Direction
@@ -45,7 +45,7 @@ class Stores:
         self,
         session: RankSession,
         manager: OffloadingManager,
-        transfers: Transfers,
+        transfers: RankTransfers,
         own: Callable[[list[OffloadKey]], list[OffloadKey]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,7 +62,7 @@ class Stores:
         self._stores.append(Store(blocks))
 
     def advance(self) -> None:
-        """Submit what can be, and note what has ended. Transfers.poll has received the results.
+        """Submit what can be, and note what has ended. RankTransfers.poll has received the results.
 
         During a reset nothing is submitted: the daemon would refuse it, as from before.
         """

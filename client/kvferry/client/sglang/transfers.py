@@ -9,7 +9,7 @@ from kvferry.client.engines.rank_session import RankSession
 from kvferry.proto.specs import Direction, TransferSpec
 
 
-class Transfers:
+class RankTransfers:
     """Submits jobs, and keeps how each ended until it is taken.
 
     stream: a torch.cuda.Stream. A store must read what its kernels have written, and a load must
