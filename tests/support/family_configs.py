@@ -58,6 +58,9 @@ DEEPSEEK_V4: dict[str, Any] = {
     "model_type": "deepseek_v4",
     "torch_dtype": "bfloat16",
     "num_hidden_layers": 6,
+    "head_dim": 512,
+    "index_head_dim": 128,
+    "sliding_window": 128,
     "n_routed_experts": 8,
     "layer_types": [
         "sliding_attention",

@@ -176,11 +176,20 @@ def specs_of(group: Any) -> dict[str, Any]:
     return dict(zip(group.layer_names, specs, strict=True))
 
 
+def kv_bytes_of(spec: Any) -> float:
+    """What a layer keeps: bytes per token; of a window or a state, bytes at the end of a prefix."""
+    if isinstance(spec, MambaSpec):
+        return float(spec.state_content_size_bytes)
+    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    return float(spec.unpadded_page_size_bytes / spec.block_size * (window or 1))
+
+
 def describe(group: Any, number: int, caches: Any) -> dict[str, Any]:
     kinds = {type(spec).__name__.removesuffix("Spec") for spec in specs_of(group).values()}
     return {
         "kinds": sorted(kinds),
         "layers": len(group.layer_names),
+        "kv bytes": sum(map(kv_bytes_of, specs_of(group).values())),
         "tokens": group.kv_cache_spec.block_size,
         "offloaded": number in caches.prefix_cacheable_group_ids,
         "drafts": group.is_eagle_group,
@@ -198,7 +207,7 @@ class StartedEngine:
         self._layers = allocate(config, worker)
         self._worker.register_kv_caches(self._layers)
         self._side: Any = self._worker.connector_worker.worker
-        wait_connected(self._side._client)
+        wait_connected(self._side.session.client)
 
     def round_trip(self) -> int:
         """Store two chunks of each group, and load them to others. Returns the bytes stored."""

@@ -17,6 +17,7 @@ import pytest
 from kvferry.client import LocalDaemon
 from kvferry.proto.version import installed_version
 from support.family_configs import FAMILIES
+from support.kv_bytes import kv_bytes
 from support.time_limits import TIMEOUT
 
 TESTS = Path(__file__).parents[2]
@@ -54,6 +55,8 @@ GROUPS = {
 }
 WITH_DRAFT = "eagle3", "mtp", "mtp hybrid"
 REFUSED = "whisper", "bert"
+# Their KV has other bytes than the config.json of the model says: options, and drafting layers.
+OTHER_KV = *WITH_DRAFT, "fp8", "nvfp4", "turboquant"
 # All tensor-parallel ranks hold the same bytes.
 REPLICATED = "deepseek-v3", "deepseek-v3.2", "glm-5", "deepseek-v4", "mtp"
 
@@ -99,6 +102,19 @@ def test_the_groups_of_a_model_are_stored_and_loaded(
     assert result["stored bytes"] > 0
     assert result["runner"] == "v2"
     assert result["replicated"] == (family in REPLICATED)
+
+
+@pytest.mark.parametrize("family", [name for name in GROUPS if name not in OTHER_KV])
+def test_the_bytes_of_a_config_are_those_that_vllm_plans(
+    started: dict[str, dict[str, Any]], family: str
+) -> None:
+    """So the table of deploy/README.md has vLLM's sizes."""
+    groups = [group for group in started[family]["groups"] if group["offloaded"]]
+    per_token = [group["kv bytes"] for group in groups if {*group["kinds"]} <= {FULL, LATENT}]
+    config = FAMILIES[family].config
+    computed = kv_bytes(config.get("text_config", config))
+    assert sum(per_token) == computed.per_token
+    assert sum(group["kv bytes"] for group in groups) - sum(per_token) == computed.per_prefix
 
 
 @pytest.mark.parametrize("family", REFUSED)
