@@ -16,6 +16,7 @@ from kvferry.client.vllm.fingerprint import read_fingerprint
 from kvferry.client.vllm.packed_groups import read_packed_groups
 from kvferry.client.vllm.scheduler_side import KeysSpec
 from kvferry.testing.plugin import StartKvferryd
+from support.vllm_pointer_worker import give_pointers
 from support.vllm_stand_ins import finished, wait_connected
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -68,11 +69,18 @@ class PackedWorker:
         self.connector.shutdown()
 
 
-@pytest.fixture
+@pytest.fixture(params=["block ids", "device pointers"])
 def worker(
-    model: Any, start_kvferryd: StartKvferryd, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    model: Any,
+    start_kvferryd: StartKvferryd,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[PackedWorker]:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import worker
+
     monkeypatch.setenv("PYTHONHASHSEED", "0")
+    if request.param == "device pointers":
+        give_pointers(monkeypatch, worker.OffloadingConnectorWorker)
     opened = PackedWorker(model, start_kvferryd(pool_size="128MiB").directory)
     yield opened
     opened.close()
@@ -96,14 +104,16 @@ def test_each_group_gets_its_own_bytes_back_and_no_others(worker: PackedWorker) 
     targets = [[BLOCKS - 1 - 2 * group, BLOCKS - 2 - 2 * group] for group in range(groups)]
     worker.rows.copy_(torch.from_numpy(noise))
     keys = [worker.keys(group, 2) for group in range(groups)]
-    worker.side.store(1, blocks_of(sources), KeysSpec(tuple(k for each in keys for k in each)))
+    worker.side.submit_store(
+        1, blocks_of(sources), KeysSpec(tuple(k for each in keys for k in each))
+    )
     (stored,) = finished(worker.side, 1).values()
     assert stored.success
     packed = worker.side._config.packed
     assert stored.transfer_size == 2 * sum(packed.group_bytes)
     worker.rows.fill_(77)
     back = KeysSpec(tuple(k for each in keys for k in reversed(each)))
-    worker.side.load(2, back, blocks_of(targets))
+    worker.side.submit_load(2, back, blocks_of(targets))
     assert finished(worker.side, 1)[2].success
     for group, mask in enumerate(worker.masks):
         assert 0 < int(mask.sum()) <= packed.group_bytes[group] <= worker.rows.shape[1]

@@ -95,13 +95,14 @@ class RankSession:
         """Start a transfer after the kernels of a stream; None: torch's current one."""
         client, timeline = self.client, self.timeline
         if client is None or timeline is None:
-            self._fail(job_id, direction, Gone(Code.DAEMON_GONE, "the rank has no daemon", job_id))
+            gone = Gone(Code.DAEMON_GONE, "the rank has no daemon", job_id)
+            self.note_failure(job_id, direction, gone)
             return
         value = timeline.last + 1
         try:
             client.transfer_async(job_id, spec, wait_for=value)
         except KVFerryError as error:
-            self._fail(job_id, direction, error)
+            self.note_failure(job_id, direction, error)
             return
         self._in_flight.add(job_id)
         try:  # signalled last: the daemon decodes the job meanwhile
@@ -112,6 +113,12 @@ class RankSession:
     def note_result(self, result: TransferResult) -> None:
         """Have get_finished return the result of a job that needs no transfer."""
         self._results.append(result)
+
+    def note_failure(self, job_id: int, direction: Direction, error: KVFerryError) -> None:
+        """Have get_finished return a failure of a job that was not submitted."""
+        log.debug("kvferry: job %d: %s", job_id, error)
+        kind = direction.transfer_type
+        self.note_result(TransferResult(job_id, False, 0, 0.0, kind, Outcome.LOST, error))
 
     def get_finished(self) -> list[TransferResult]:
         """Results of completed jobs. success is False for failed and lost jobs."""
@@ -183,11 +190,6 @@ class RankSession:
         log.warning("kvferry: %s abandons its session: %s", self._identity.who, error)
         self._abandoned = self.client.incarnation
         self.client.abandon()
-
-    def _fail(self, job_id: int, direction: Direction, error: KVFerryError) -> None:
-        log.debug("kvferry: job %d: %s", job_id, error)
-        kind = direction.transfer_type
-        self.note_result(TransferResult(job_id, False, 0, 0.0, kind, Outcome.LOST, error))
 
     def _abandon_if_lost(self) -> None:
         """Revoke the timeline of lost jobs."""

@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_offload import base
 
+from kvferry.client.tensors.canonical import CanonicalKVCaches
 from kvferry.client.vllm import NEWEST, OLDEST, SUPPORTED
 from kvferry.client.vllm.eviction_stores import EvictionJob
 from kvferry.proto.errors import Code, Refused
@@ -134,6 +135,20 @@ def store_job(store: EvictionJob) -> Any:
     """vLLM's job for a store that belongs to no request. Its chunks are whole."""
     source = base.GPULoadStoreSpec(store.blocks, store.sizes, [0] * len(store.sizes))
     return TransferJob("", source, store.target)
+
+
+def vllm_kv_caches(kv_caches: CanonicalKVCaches) -> Any:
+    """vLLM's form of kvferry's canonical KV caches, from which vLLM may compute pointers."""
+    layout = kv_caches.layout
+    tensors = [
+        base.CanonicalKVCacheTensor(tensor, one.page_size_bytes)
+        for tensor, one in zip(kv_caches.tensors, layout.tensors, strict=True)
+    ]
+    groups = [
+        [base.CanonicalKVCacheRef(ref.tensor, ref.page_size_bytes) for ref in refs]
+        for refs in layout.groups
+    ]
+    return base.CanonicalKVCaches(tensors, groups)
 
 
 def written_blocks(scheduler_output: Any) -> set[int]:

@@ -281,7 +281,8 @@ class FaultTolerantWorker(OffloadingConnectorWorker):
             super().register_kv_caches(kv_caches)
         else:
             first = next(iter(kv_caches.values()))
-            self._init_worker(config.packed.canonical(first, config.factor))
+            own = config.packed.canonical(first, config.factor)
+            self._init_worker(compat.vllm_kv_caches(own))
 
     def suspend(self) -> None:
         """The KV caches lose their memory."""

@@ -5,6 +5,7 @@ Like the scheduler's side, this does not import vLLM, and no method raises.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection
 from typing import Any
@@ -15,11 +16,13 @@ from kvferry.client.engines.connecting import CONNECT_TIMEOUT
 from kvferry.client.engines.rank_session import WAIT_TIMEOUT, RankIdentity, RankSession
 from kvferry.client.jobs import TransferResult
 from kvferry.client.tensors.canonical import CanonicalKVCaches
+from kvferry.client.vllm.device_pointers import DevicePointerReader
 from kvferry.client.vllm.engine_config import EngineConfig
 from kvferry.client.vllm.load_eta import LoadEta
 from kvferry.client.vllm.own_blocks import own_blocks
 from kvferry.client.vllm.scheduler_side import KeysSpec
 from kvferry.client.vllm.vllm_log import vllm_log
+from kvferry.proto.errors import KVFerryError
 from kvferry.proto.results import Outcome
 from kvferry.proto.sizes import format_size
 from kvferry.proto.specs import (
@@ -30,6 +33,8 @@ from kvferry.proto.specs import (
     TensorLayout,
     TensorRef,
 )
+
+log = logging.getLogger("kvferry")
 
 # Seconds between two polls for a load that is about to complete.
 POLL_INTERVAL = 20e-6
@@ -54,6 +59,8 @@ class WorkerSide:
             kv_caches = canonical_kv_caches(kv_caches, config.factor)
         self._load_eta = LoadEta()
         self._has_loaded = False
+        self._pointers = DevicePointerReader(kv_caches)
+        self._has_refused = False
         self.session = RankSession(
             RankIdentity(
                 "the worker",
@@ -70,8 +77,11 @@ class WorkerSide:
         )
 
     def store(self, job_id: int, blocks: Any, keys: KeysSpec) -> None:
-        """blocks: vLLM's GPULoadStoreSpec."""
-        gpu, names, rank = gpu_spec(blocks), keys.keys, self._config.rank
+        """blocks: vLLM's GPULoadStoreSpec or DevicePointers."""
+        gpu = self._gpu_spec(job_id, blocks, Direction.STORE)
+        if gpu is None:
+            return
+        names, rank = keys.keys, self._config.rank
         if keys.writers > 1:
             gpu, names = own_blocks(gpu, names, self._config.factor, rank, keys.writers)
         if not names:
@@ -83,7 +93,10 @@ class WorkerSide:
         self.session.submit(job_id, (gpu, host), Direction.STORE)
 
     def load(self, job_id: int, keys: KeysSpec, blocks: Any) -> None:
-        gpu = gpu_spec(blocks)
+        """blocks: as `store`."""
+        gpu = self._gpu_spec(job_id, blocks, Direction.LOAD)
+        if gpu is None:
+            return
         self.session.submit(job_id, (KeyLoadStoreSpec(keys.keys), gpu), Direction.LOAD)
         self._load_eta.load_submitted(job_id, self._nbytes(gpu), time.monotonic())
 
@@ -122,6 +135,20 @@ class WorkerSide:
             size, ms = format_size(result.transfer_size), 1000 * result.transfer_time
             vllm_log.info("kvferry: first load from host memory: %s in %.2f ms", size, ms)
 
+    def _gpu_spec(self, job_id: int, blocks: Any, direction: Direction) -> GPULoadStoreSpec | None:
+        """None if these are no blocks of the registered tensors: the job has failed then."""
+        if (ids := getattr(blocks, "block_ids", None)) is not None:
+            sizes, indices = tuple(blocks.group_sizes), tuple(blocks.block_indices)
+            return GPULoadStoreSpec(np.asarray(ids), sizes, indices)
+        try:
+            return self._pointers.gpu_spec(blocks)
+        except KVFerryError as error:
+            if not self._has_refused:
+                self._has_refused = True
+                log.warning("kvferry: transfers of this vLLM fail: %s", error)
+            self.session.note_failure(job_id, direction, error)
+            return None
+
     def _nbytes(self, blocks: GPULoadStoreSpec) -> int:
         layout = self.session.kv_caches.layout
         sizes = blocks.group_sizes or (len(blocks.block_ids),)
@@ -140,8 +167,3 @@ def canonical_kv_caches(kv_caches: Any, factor: int) -> CanonicalKVCaches:
         for refs in kv_caches.group_data_refs
     )
     return CanonicalKVCaches(KVLayout(layouts, groups, factor), tensors)
-
-
-def gpu_spec(spec: Any) -> GPULoadStoreSpec:
-    sizes, indices = tuple(spec.group_sizes), tuple(spec.block_indices)
-    return GPULoadStoreSpec(np.asarray(spec.block_ids), sizes, indices)
