@@ -13,7 +13,7 @@ from kvferry.client import (
     OffloadingManager,
     Refused,
 )
-from kvferry.client.uses import MAX_KEYS as MAX_TOUCHED
+from kvferry.client.use_report import MAX_KEYS as MAX_TOUCHED
 from kvferry.proto import messages as wire
 from kvferry.proto.keys import EventKind
 from kvferry.proto.specs import MAX_KEYS

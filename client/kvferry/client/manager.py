@@ -45,7 +45,7 @@ from kvferry.client.residency_events import OffloadingEvent, ResidencyEvents
 from kvferry.client.retentions import Retention
 from kvferry.client.session_state import NamespaceOptions, SessionState
 from kvferry.client.tier_searches import Prefetch
-from kvferry.client.uses import Uses
+from kvferry.client.use_report import UseReport
 from kvferry.client.writers import Writers
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.fingerprint import Fingerprint
@@ -84,7 +84,7 @@ class OffloadingManager:
         mirrors = [namespace.mirror for namespace in self._namespaces]
         self._events = ResidencyEvents(mirrors) if events else None
         self._offered: set[OffloadKey] = set()
-        self._uses = Uses(self._clients, self.writers)
+        self._uses = UseReport(self._clients, self.writers)
         self._own_clients = ExitStack()
 
     @classmethod

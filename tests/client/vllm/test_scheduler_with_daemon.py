@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.client import Code
 from kvferry.client import namespace as client_namespace
-from kvferry.client.vllm import request_state
+from kvferry.client.engines import search_answers
 from kvferry.client.vllm.scheduler_side import (
     KeysSpec,
     SchedulerSide,
@@ -120,7 +120,7 @@ def test_the_first_lookup_waits_for_the_answer_to_the_search(
     start_kvferryd: StartKvferryd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So vLLM schedules a new prompt in the next step, although siblings are asked."""
-    monkeypatch.setattr(request_state, "ANSWER_SECONDS", TIMEOUT)
+    monkeypatch.setattr(search_answers, "ANSWER_SECONDS", TIMEOUT)
     side = open_side(start_kvferryd(siblings_enabled="true"))
     side.request_arrived("request", [A, B], 0.0)
     assert answers(side, A) == ["miss"]

@@ -1,4 +1,4 @@
-"""Uses: what the engine has used, found and saved, collected until it is sent to the daemons.
+"""UseReport: what the engine has used, found and saved, collected until it is sent to the daemons.
 
 They evict by it, and derive from it what another size of the pool would find. Used by
 OffloadingManager, in its thread.
@@ -16,7 +16,7 @@ from kvferry.proto.keys import OffloadKey
 MAX_KEYS = 4096
 
 
-class Uses:
+class UseReport:
     """Of one manager. hits, misses: of all lookups so far."""
 
     def __init__(self, clients: Sequence[NonBlockingClient], writers: Writers) -> None:
