@@ -169,8 +169,9 @@ def test_random_requests(
     core: str,
     request: pytest.FixtureRequest,
 ) -> None:
-    """Two servers, whose devices hold a part of the prompts, and whose host memory holds most. A
-    prompt is continued, branches, is repeated, or its client leaves."""
+    """Two servers, whose devices hold a part of the prompts, and whose host memory holds most."""
+    from support.sglang_requests import run_random_requests
+
     pages = 20_000 if request.config.getoption("--long") else 1_500
     blocks = 3_000 if kind == "mamba" else 600
     servers = [
@@ -180,27 +181,5 @@ def test_random_requests(
         for _ in range(2)
     ]
     draw = random.Random(f"{kind} {core}")
-
-    def tokens(least: int, most: int) -> list[int]:
-        return [draw.randrange(1000) for _ in range(draw.randrange(least, most))]
-
-    prompts = [tokens(8, 100) for _ in range(40)]
-    loaded = 0
-    while loaded < pages:
-        server = draw.choice(servers)
-        number, event = draw.randrange(len(prompts)), draw.random()
-        prompt = prompts[number]
-        if event < 0.3:
-            prompt = prompts[number] = [*prompt, *tokens(4, 16)]
-        elif event < 0.5:
-            prompt = [*prompt[: draw.randrange(4, len(prompt))], *tokens(4, 16)]
-        if len(prompts[number]) > 120:
-            prompts[number] = tokens(8, 100)
-        leaves = kind in KINDS and draw.random() < 0.05
-        loaded += server.run(prompt, abort=leaves) // server.page_size
-        event = draw.random()
-        if event < 0.1:
-            server.evict_all()
-        elif event < 0.102:
-            server.flush()
+    run_random_requests(servers, draw, pages, leaving=kind in KINDS)
     assert [server.wrong for server in servers] == [server.failed for server in servers] == [0, 0]
