@@ -51,7 +51,6 @@ class RandomKind:
     multiplies the lengths of prompts."""
 
     kind: str
-    core: str
     pages: int
     host: int
     shape: ModelShape = SMALL
@@ -61,14 +60,13 @@ class RandomKind:
 
 # Devices hold a part of the prompts, and host memory most.
 RANDOM = {
-    "mha": RandomKind("mha", "rust", 64, 600 * 1536),
-    "mha python": RandomKind("mha", "python", 64, 600 * 1536),
-    "fp8": RandomKind("fp8", "rust", 64, 600 * 768),
-    "mla": RandomKind("mla", "rust", 64, 600 * 1152),
-    "swa": RandomKind("swa", "rust", 64, 600 * 512),
-    "mamba": RandomKind("mamba", "python", 64, 3000 * 256),
-    "llama": RandomKind("mha", "rust", 512, 1200 << 21, LLAMA, 16, 4),
-    "deepseek": RandomKind("mla", "rust", 512, 1200 * 1_124_352, DEEPSEEK, 16, 4),
+    "mha": RandomKind("mha", 64, 600 * 1536),
+    "fp8": RandomKind("fp8", 64, 600 * 768),
+    "mla": RandomKind("mla", 64, 600 * 1152),
+    "swa": RandomKind("swa", 64, 600 * 512),
+    "mamba": RandomKind("mamba", 64, 3000 * 256),
+    "llama": RandomKind("mha", 512, 1200 << 21, LLAMA, 16, 4),
+    "deepseek": RandomKind("mla", 512, 1200 * 1_124_352, DEEPSEEK, 16, 4),
 }
 # kind, shape and page size of each row of `speed`.
 SPEED = {
@@ -85,7 +83,7 @@ class Bench:
         self.device, self.small, self.reps = chosen.device, chosen.small, chosen.reps
         self.pages, self.seconds, self.tokens = chosen.pages, chosen.seconds, chosen.tokens
         self.failed: list[str] = []
-        self._root, self._path = root, chosen.json
+        self._root, self._path, self._core = root, chosen.json, chosen.core
 
     def report(self, what: str, **row: Any) -> None:
         print_figures(what, **row)
@@ -124,7 +122,8 @@ class Bench:
         directory = self._root / f"pages of {page_size}"
         directory.mkdir(exist_ok=True)
         args = publish_server_args(directory, page_size)
-        server = TreeServer(args, daemon.directory, device=self.device, **options)
+        options |= {"device": self.device, "core": self._core}
+        server = TreeServer(args, daemon.directory, **options)
         running.callback(server.close)
         return server
 
@@ -148,7 +147,6 @@ def compare_pages(bench: Bench, daemon: LocalDaemon, name: str, it: RandomKind) 
                 daemon,
                 it.page_size,
                 kind=it.kind,
-                core=it.core,
                 pages=it.pages,
                 shape=it.shape,
                 cpu_bytes_to_use=it.host,
@@ -242,7 +240,6 @@ def measure_speed(bench: Bench) -> None:
                 daemon,
                 page_size,
                 kind=kind,
-                core="rust",
                 pages=tokens // page_size + 8,
                 shape=bench.shape(shape),
             )
@@ -349,7 +346,6 @@ def measure_fences(bench: Bench) -> None:
                         running,
                         daemon,
                         64,
-                        core="rust",
                         pages=tokens // 64 * 3 // 2,
                         shape=bench.shape(LLAMA),
                         kvferry_salt=what,
@@ -479,6 +475,7 @@ def main() -> None:
     )
     parser.add_argument("what", help=f"figures, comma-separated: {', '.join(FIGURES)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--core", choices=("python", "rust"), default="python", help="the tree's")
     parser.add_argument("--small", action="store_true", help="small shapes, for a trial")
     parser.add_argument("--pages", type=int, default=5000, help="to load, of each kind")
     parser.add_argument("--seconds", type=float, default=10.0, help="at most, of each kind")
@@ -497,7 +494,7 @@ def main() -> None:
             with bench.guarded(name):
                 FIGURES[name](bench)
     bench.report("all", failed=bench.failed)
-    sys.exit(bool(bench.failed))
+    sys.exit(1 if bench.failed else 0)
 
 
 if __name__ == "__main__":
