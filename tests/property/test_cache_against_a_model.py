@@ -17,7 +17,7 @@ FREQUENT += ["make_spare"]
 PARTS = st.dictionaries(KEYS, st.sampled_from([(0, 2), (0, 3), (1, 4)]), max_size=3)
 Step: TypeAlias = tuple[str, list[bytes], int, bool, dict[bytes, tuple[int, int]]]
 RARE = ["end_store", "end_store", "end_again", "lookup", "drain", "reset", "restart", "discard"]
-RARE += ["verify", "verify"]
+RARE += ["verify", "verify", "end_in_part"]
 TIERS = ["promote", "promote", "end_promotion", "release_promotion", "take_writes", "end_writes"]
 NAMES = FREQUENT * 2 + RARE + TIERS * 2
 STEPS = st.lists(
@@ -53,6 +53,8 @@ def run_step(
         case "pin":
             ready = sorted(model.keys_that_are(READY))
             model.pin(ready[index : index + 2] + ready[index : index + 1] if success else keys)
+        case "end_in_part":
+            model.end_store(index, success=True, lost=1 + success)
         case "end_store" | "end_again":
             getattr(model, name)(index, success)
         case "promote":

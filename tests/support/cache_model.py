@@ -179,19 +179,23 @@ class CacheModel(CacheModelState):
         self.ended.append(job)
         return job
 
-    def end_store(self, which: int, success: bool) -> None:
+    def end_store(self, which: int, success: bool, lost: int = 0) -> None:
+        """lost: how many of its keys, from the first on, a store that succeeds does not store."""
         job = self.ending(Reservation, which)
         if job is None:
             return
-        self.cache.complete_store(job.handle, success)
+        keys = job.handle.keys
+        stored = keys[lost:] if success else ()
+        self.cache.complete_store(job.handle, success, np.array(job.handle.blocks[:lost], np.int64))
         if job.epoch < self.epoch:
             return
+        self.state.update(dict.fromkeys(stored, READY))
+        self.parts.update({key: part for key, part in job.handle.parts.items() if key in stored})
+        self.counts["stored"] += len(stored)
         if success:
-            self.state.update(dict.fromkeys(job.handle.keys, READY))
-            self.parts.update(job.handle.parts)
-            self.counts["stored"] += len(job.handle.keys)
-        else:
-            for key in job.handle.keys:
+            self.counts["stores_unpackable"] += min(lost, len(keys))
+        for key in keys:
+            if key not in stored:
                 self.policy.forget(key)
                 self.forget(key)
 

@@ -28,7 +28,7 @@ from kvferry.daemon.core.actions import (
     TransferCompleted,
 )
 from kvferry.daemon.core.hazards import HazardTracker
-from kvferry.daemon.core.layout import BlockLayout, Extent
+from kvferry.daemon.core.layout import BlockLayout, Extent, Int64s
 from kvferry.daemon.device.command_queue import Ping
 from kvferry.daemon.device.device_worker import DeviceWorker
 from kvferry.daemon.device.mappings import MapCommand
@@ -169,6 +169,9 @@ class StubEngine:
         if ticket.error is not None:
             raise ticket.error
         return ticket.done
+
+    def unpackable_blocks(self, submission: object) -> Int64s:
+        raise AssertionError("no layout is packed")
 
     def elapsed(self, first: object, last: object, before: object | None) -> float:
         assert isinstance(first, FakeChunk)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvferry.proto.errors import Code, Refused
+from kvferry.proto.packing import TILE_BYTES, packed_bytes
 from kvferry.proto.specs import MAX_GROUPS, MAX_REFS, MAX_TENSORS, KVLayout
 
 Int64s: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
@@ -25,6 +26,7 @@ class LayoutArrays:
     tensors: (3, tensors) int64: number of blocks, page size and row stride of each tensor.
     refs: (2, refs) int64: tensor and page size of each reference, group by group.
     starts: (groups + 1,) int64: index in `refs` of the first reference of each group.
+    host_pages: (refs,) int64: the size of each reference's page in host memory.
     Sizes and strides are in bytes. Equal layouts are equal.
     """
 
@@ -33,17 +35,27 @@ class LayoutArrays:
         "group_bytes",
         "group_of_ref",
         "host_block_bytes",
+        "host_pages",
+        "packed",
         "refs",
         "starts",
         "tensors",
     )
 
-    def __init__(self, tensors: Int64s, refs: Int64s, starts: Int64s, factor: int) -> None:
+    def __init__(
+        self,
+        tensors: Int64s,
+        refs: Int64s,
+        starts: Int64s,
+        factor: int,
+        packed: bool = False,
+    ) -> None:
         self.tensors, self.refs, self.starts = tensors, refs, starts
-        self.block_size_factor = factor
+        self.block_size_factor, self.packed = factor, packed
+        self.host_pages: Int64s = packed_bytes(refs[1]) if packed else refs[1]
         self.group_of_ref: Int64s = np.repeat(np.arange(starts.size - 1), np.diff(starts))
-        # Bytes of one GPU block of each group, as copied by a transfer.
-        self.group_bytes: list[int] = np.add.reduceat(refs[1], starts[:-1]).tolist()
+        # Bytes of one GPU block of each group in host memory.
+        self.group_bytes: list[int] = np.add.reduceat(self.host_pages, starts[:-1]).tolist()
         # Bytes of one host block: of the largest group, because all groups share one id space.
         self.host_block_bytes: int = max(self.group_bytes) * factor
 
@@ -66,21 +78,23 @@ class LayoutArrays:
             np.array(pairs, dtype=np.int64),
             np.array(starts, dtype=np.int64),
             layout.block_size_factor,
+            layout.packed,
         )
         arrays._check()
         return arrays
 
     def to_lists(self) -> list[Any]:
-        """The lists that a KVLayout is encoded as: [tensors, groups, block_size_factor]."""
+        """The lists that a KVLayout is encoded as."""
         refs = self.refs.T.tolist()
         groups = [refs[start:end] for start, end in pairwise(self.starts.tolist())]
-        return [self.tensors.T.tolist(), groups, self.block_size_factor]
+        return [self.tensors.T.tolist(), groups, self.block_size_factor, self.packed]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LayoutArrays):
             return NotImplemented
         return (
             self.block_size_factor == other.block_size_factor
+            and self.packed == other.packed
             and np.array_equal(self.starts, other.starts)
             and np.array_equal(self.refs, other.refs)
             and np.array_equal(self.tensors, other.tensors)
@@ -132,6 +146,13 @@ class LayoutArrays:
                 Code.BAD_LAYOUT,
                 f"group {self.group_of_ref[ref]} copies {sizes[ref]} bytes per page of tensor "
                 f"{named[ref]}, whose pages have {pages[named[ref]]}; correct page_size_bytes",
+                int(sizes[ref]),
+            )
+        for ref in np.flatnonzero(sizes % TILE_BYTES)[: self.packed].tolist():
+            raise Refused(
+                Code.BAD_LAYOUT,
+                f"group {self.group_of_ref[ref]} has a page of {sizes[ref]} bytes, not a multiple "
+                f"of {TILE_BYTES}; register it without `packed`",
                 int(sizes[ref]),
             )
         uses = np.sort(self.group_of_ref * self.num_tensors + named)

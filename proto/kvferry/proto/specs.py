@@ -26,6 +26,7 @@ from msgspec.msgpack import Ext
 
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import MAX_KEY_BYTES, OffloadKey
+from kvferry.proto.packing import packed_bytes
 
 # Blocks of a transfer: four million tokens in blocks of 16. The client sends it in parts.
 MAX_BLOCK_IDS = 1 << 18
@@ -105,15 +106,20 @@ Group: TypeAlias = Annotated[tuple[TensorRef, ...], Meta(min_length=1, max_lengt
 
 
 class KVLayout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The shape of an engine's KV caches, in canonical form."""
+    """The shape of an engine's KV caches, in canonical form.
+
+    packed: all pages are bfloat16 values, and are packed in host memory (kvferry.proto.packing).
+    """
 
     tensors: Annotated[tuple[TensorLayout, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
     groups: Annotated[tuple[Group, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
     block_size_factor: Annotated[int, Meta(ge=1, le=4096)] = 1
+    packed: bool = False
 
     def group_bytes(self, group: int) -> int:
-        """Bytes of one GPU block of `group`."""
-        return sum(ref.page_size_bytes for ref in self.groups[group])
+        """Bytes of one GPU block of `group` in host memory."""
+        nbytes = sum(ref.page_size_bytes for ref in self.groups[group])
+        return packed_bytes(nbytes) if self.packed else nbytes
 
     @property
     def host_block_bytes(self) -> int:

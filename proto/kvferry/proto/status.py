@@ -77,7 +77,7 @@ class PoolStatus(Part):
 
 
 class GroupCopying(Part):
-    """The copy modes of a KV cache group: "direct" or "staged"; "cpu" without a GPU."""
+    """The copy modes of a KV cache group: "direct", "staged" or "packed"; "cpu" without a GPU."""
 
     store: str
     load: str
@@ -139,6 +139,9 @@ class NamespaceStatus(Part):
     stores_skipped: Annotated[
         int,
         counter("Blocks offered and not stored: no room, or store_threshold was not reached."),
+    ] = 0
+    stores_unpackable: Annotated[
+        int, counter("Blocks that were not stored, because their KV cannot be packed.")
     ] = 0
     evictions: Annotated[int, counter("Blocks that were evicted.", text="{} evicted", top=True)] = 0
     shortfall: str = ""

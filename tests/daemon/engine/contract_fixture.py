@@ -32,10 +32,12 @@ from kvferry.daemon.device.mappings import MapCommand
 from kvferry.daemon.engine.base import CopyEngine, Mapping
 from kvferry.daemon.engine.cuda import cuda_engine
 from kvferry.daemon.engine.cuda.cuda_engine import CudaEngine, CudaOptions
+from kvferry.daemon.engine.packing import pack_tiles, unpack_tiles
 from kvferry.daemon.engine.reference import ReferenceEngine
 from kvferry.daemon.memory.pool import HostPool
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.layout import LayoutArrays
+from kvferry.proto.packing import PACKED_TILE_BYTES, TILE_BYTES, packed_bytes
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus
 from support.time_limits import TIMEOUT
@@ -90,11 +92,17 @@ def has_gpu() -> bool:
     return False
 
 
-def layout(pages: list[int], paddings: list[int], groups: list[list[int]], factor: int) -> KVLayout:
+def layout(
+    pages: list[int],
+    paddings: list[int],
+    groups: list[list[int]],
+    factor: int,
+    packed: bool = False,
+) -> KVLayout:
     """Tensors with these page sizes and paddings of rows. Groups use complete pages."""
     tensors = [TensorLayout(40, p, p + pad) for p, pad in zip(pages, paddings, strict=True)]
     refs = [tuple(TensorRef(t, pages[t]) for t in group) for group in groups]
-    return KVLayout(tuple(tensors), tuple(refs), factor)
+    return KVLayout(tuple(tensors), tuple(refs), factor, packed)
 
 
 LAYOUTS = {
@@ -111,6 +119,8 @@ LAYOUTS = {
         3,
     ),
     "large": layout([300_000, 300_000], [0, 0], [[0, 1]], 2),
+    "packed": layout([4096, 2048, 65536], [0, 16, 32], [[0, 1, 2]], 3, packed=True),
+    "packed groups": layout([2048] * 8, [0] * 8, [[0, 1, 2, 3, 4], [5, 6, 7]], 2, packed=True),
 }
 # JOBS of these use a staging buffer several times.
 MIXED = {
@@ -119,6 +129,7 @@ MIXED = {
     "staged and direct": layout(
         [2048] * 32 + [65536] * 2, [0] * 34, [list(range(32)), [32, 33]], 2
     ),
+    "packed": layout([8192] * 4, [0] * 4, [list(range(4))], 1, packed=True),
 }
 
 
@@ -186,11 +197,20 @@ class ModelledRegistration:
     block_layout: BlockLayout
     mapping: Mapping
     rows: list[Bytes] = field(default_factory=list)
+    # Byte offsets in the pool of GPU blocks of the last store that could not be packed.
+    unpackable: list[int] = field(default_factory=list)
 
     def fill(self) -> None:
+        """Random tensors; if they are packed, some of the pages cannot be."""
         rng = np.random.default_rng(7)
         for index, span in enumerate(self.block_layout.layout_arrays.span_bytes):
-            self.rows.append(rng.integers(0, 256, span, dtype=np.uint8))
+            rows = rng.integers(0, 256, span, dtype=np.uint8)
+            if self.block_layout.packed:  # most exponents of three quarters are 120 to 127
+                values = rows[: span // 8 * 6].view("<u2")
+                values &= 0x83FF
+                values |= 0x3C00
+                values[rng.random(values.size) < 0.004] &= 0x80FF
+            self.rows.append(rows)
             self.write(index, self.rows[index])
         self.fill_host()
 
@@ -257,6 +277,7 @@ class ModelledRegistration:
 
     def model(self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]) -> None:
         shape, host_blocks, gpu_blocks = self.shape, list(hosts), spec.block_ids.tolist()
+        self.unpackable = []
         for group, (size, first) in enumerate(
             zip(spec.group_sizes or (), spec.block_indices or (), strict=True)
         ):
@@ -272,16 +293,20 @@ class ModelledRegistration:
                     + group_blocks[block] * shape.host_block_bytes
                     + sub * shape.group_bytes(group)
                 )
-                row = gpu_blocks.pop(0)
+                row, fits, begin = gpu_blocks.pop(0), True, at
                 for ref in shape.groups[group]:
                     start = row * shape.tensors[ref.tensor].row_stride_bytes
                     paged = self.rows[ref.tensor][start : start + ref.page_size_bytes]
-                    packed = self.host[at : at + ref.page_size_bytes]
+                    nbytes = packed_bytes(paged.size) if shape.packed else paged.size
+                    hosted = self.host[at : at + nbytes]
                     if direction is Direction.STORE:
-                        packed[:] = paged
+                        hosted[:], page_fits = _packed(paged) if shape.packed else (paged, True)
+                        fits &= page_fits
                     else:
-                        paged[:] = packed
-                    at += ref.page_size_bytes
+                        paged[:] = _unpacked(hosted) if shape.packed else hosted
+                    at += nbytes
+                if not fits:
+                    self.unpackable.append(begin)
 
     def check(self) -> None:
         for index, rows in enumerate(self.rows):
@@ -307,6 +332,15 @@ class ModelledRegistration:
             (Direction.STORE, *transfer(layout, half, rng, range(20))),
             (Direction.LOAD, *transfer(layout, half, rng, range(20, 40), half)),
         )
+
+
+def _packed(paged: Bytes) -> tuple[Bytes, bool]:
+    packed, fits = pack_tiles(paged.reshape(-1, TILE_BYTES))
+    return packed.ravel(), bool(fits.all())
+
+
+def _unpacked(hosted: Bytes) -> Bytes:
+    return unpack_tiles(hosted.reshape(-1, PACKED_TILE_BYTES)).ravel()
 
 
 def transfer(

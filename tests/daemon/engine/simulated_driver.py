@@ -14,20 +14,23 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
 import numpy as np
 
 from kvferry.cuda.driver import Event, Parameters
+from kvferry.daemon.engine.packing import pack_tiles, unpack_tiles
 from kvferry.proto.errors import Code, Failed
+from kvferry.proto.packing import PACKED_TILE_BYTES, TILE_BYTES, packed_bytes
 from kvferry.proto.specs import Direction
 from support.simulated_memory import Refusal, SimulatedMemory
 
 POISON = 0xEE
 # Steps of a copy or kernel.
 PARTS = 3
-_PIECE = struct.Struct("QQQIII4x")
+_PIECE = struct.Struct("QQQIII4xQQ")
 _PAGE = struct.Struct("QQQQ")
 
 
@@ -85,14 +88,19 @@ class SimulatedDriver:
         while any(stream.ops for stream in self._streams.values()):
             assert self.step([*self._streams.values()]), "streams wait for each other"
 
-    def _copy(self, pairs: list[tuple[int, int, int]], stream: int) -> None:
+    def _copy(
+        self,
+        pairs: list[tuple[int, int, int]],
+        stream: int,
+        copy: Callable[[int, int, int], object] = ctypes.memmove,
+    ) -> None:
         """Copy (to, from, bytes) in a random order, in PARTS steps."""
         self._rng.shuffle(pairs)
         for part in range(PARTS):
 
             def copy_part(part_pairs: list[tuple[int, int, int]] = pairs[part::PARTS]) -> bool:
                 for to, origin, nbytes in part_pairs:
-                    ctypes.memmove(to, origin, nbytes)
+                    copy(to, origin, nbytes)
                 return True
 
             self._streams[stream].ops.append(copy_part)
@@ -108,7 +116,12 @@ class SimulatedDriver:
     def copy_to_device(self, pointer: int, array: np.ndarray[Any, Any]) -> None:
         ctypes.memmove(pointer, array.ctypes.data, array.nbytes)
 
-    def register_host(self, address: int, nbytes: int, *, writable: bool = True) -> None: ...
+    def register_host(
+        self, address: int, nbytes: int, *, mapped: bool = False, writable: bool = True
+    ) -> None: ...
+
+    def host_device_pointer(self, address: int) -> int:
+        return address
 
     # Streams and events
 
@@ -204,13 +217,18 @@ class SimulatedDriver:
         if self.refuse("launch"):
             raise self.error("cuLaunchKernel", 1)
         assert grid > 0
-        gather = self._names[function].startswith("gather")
+        name = self._names[function]
+        store = name.startswith(("gather", "pack"))
         pairs = [*_pairs(piece, ids)]
-        if gather:
+        if store:
             pairs = [(packed, paged, nbytes) for paged, packed, nbytes in pairs]
-        direction = Direction.STORE if gather else Direction.LOAD
-        self.launches.append((direction, _PIECE.unpack(piece.tobytes())[3]))
-        self._copy(pairs, stream)
+        self.launches.append(
+            (Direction.STORE if store else Direction.LOAD, _PIECE.unpack(piece.tobytes())[3])
+        )
+        if name.startswith("pack"):
+            self._copy(pairs, stream, partial(_pack, piece.copy()))
+        else:
+            self._copy(pairs, stream, _unpack if name.startswith("unpack") else ctypes.memmove)
 
     # The host
 
@@ -242,11 +260,27 @@ class _Batch:
         return self.driver.batch(dst, src, sizes, fragments, rest[-1])
 
 
+def _pack(piece: np.ndarray[Any, Any], to: int, origin: int, nbytes: int) -> None:
+    """Pack a page; mark its block as in kernels.cu if it cannot be packed."""
+    pages = np.frombuffer(ctypes.string_at(origin, nbytes), np.uint8)
+    packed, fits = pack_tiles(pages.reshape(-1, TILE_BYTES))
+    ctypes.memmove(to, packed.tobytes(), packed.size)
+    stage, _, block_bytes, *_, marks, at = _PIECE.unpack(piece.tobytes())
+    if not fits.all():
+        block = (to - stage) // block_bytes
+        ctypes.memset(marks + (at + block * block_bytes) // 1024, 1, 1)
+
+
+def _unpack(to: int, origin: int, nbytes: int) -> None:
+    packed = np.frombuffer(ctypes.string_at(origin, packed_bytes(nbytes)), np.uint8)
+    ctypes.memmove(to, unpack_tiles(packed.reshape(-1, PACKED_TILE_BYTES)).tobytes(), nbytes)
+
+
 def _pairs(
     piece: np.ndarray[Any, Any], ids: np.ndarray[Any, Any]
 ) -> Iterator[tuple[int, int, int]]:
     """(address in the tensors, address in the buffer, bytes) of every page, as in kernels.cu."""
-    stage, table, block_bytes, blocks, pages, _ = _PIECE.unpack(piece.tobytes())
+    stage, table, block_bytes, blocks, pages, *_ = _PIECE.unpack(piece.tobytes())
     rows = [_PAGE.unpack(ctypes.string_at(table + 32 * page, 32)) for page in range(pages)]
     for position, block in enumerate(ids[:blocks].tolist()):
         for base, stride, nbytes, offset in rows:

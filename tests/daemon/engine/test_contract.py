@@ -92,10 +92,12 @@ def test_every_byte_equals_the_model(fixture: ContractFixture, name: str) -> Non
             ended = fixture.report(TransferCompleted)
             assert (ended.serial, ended.outcome, ended.error) == (serial, Outcome.DONE, None)
             assert ended.seconds >= 0
+            unpackable = [] if ended.unpackable is None else ended.unpackable.tolist()
+            assert unpackable == engine.unpackable
         engine.check()
 
 
-@pytest.mark.parametrize("name", ["layers", "odd widths", "two groups", "large"])
+@pytest.mark.parametrize("name", ["layers", "odd widths", "two groups", "large", "packed"])
 def test_loads_read_another_pool_that_is_mapped_read_only(
     fixture: ContractFixture, name: str
 ) -> None:

@@ -76,6 +76,7 @@ def canonicalize(
     block_size_factor: int = 1,
     page_size_bytes: Mapping[str, int] | None = None,
     block_dim: int | None = None,
+    packed: bool = False,
 ) -> CanonicalKVCaches:
     """Canonical form of an engine's KV caches, given as layer name -> tensor or tensors.
 
@@ -84,6 +85,8 @@ def canonicalize(
     groups: the layers of each KV cache group; None: one group with all layers.
     page_size_bytes: for layers whose blocks end with padding, the bytes of one block without it.
     block_dim: the dimension that counts blocks, if it is ambiguous.
+    packed: all of them are bfloat16, and are packed in host memory. Needs a namespace, and pages of
+        a multiple of 2 KiB. A block whose values are too far apart is not stored.
     Raises Refused (BAD_LAYOUT) with the layer's name if there is no canonical form.
     """
     num_blocks = checked_number("num_blocks", num_blocks, least=1)
@@ -111,6 +114,7 @@ def canonicalize(
         tuple(view.layout for view in views),
         tuple(_group(names, refs) for names in groups or [list(kv_caches)]),
         block_size_factor,
+        packed,
     )
     LayoutArrays.from_layout(layout)  # checks it
     return CanonicalKVCaches(layout, tuple(view.tensor() for view in views))

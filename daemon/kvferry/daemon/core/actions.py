@@ -278,7 +278,10 @@ class TensorsUnmapped:
 
 
 class TransferCompleted(msgspec.Struct, frozen=True):
-    """A started transfer has ended. Reported exactly once per transfer."""
+    """A started transfer has ended. Reported exactly once per transfer.
+
+    unpackable: byte offsets in the pool of GPU blocks that a store could not pack.
+    """
 
     serial: int
     outcome: Outcome
@@ -286,6 +289,7 @@ class TransferCompleted(msgspec.Struct, frozen=True):
     error: ErrorInfo | None = None
     # Seconds from acceptance until the first chunk was submitted.
     queued: float = 0.0
+    unpackable: Int64s | None = None
 
 
 @dataclass(frozen=True, slots=True)

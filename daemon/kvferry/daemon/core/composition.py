@@ -15,15 +15,15 @@ from kvferry.proto.layout import LayoutArrays
 
 
 class Composition(NamedTuple):
-    """pages: the bytes of each page of a GPU block, by KV cache group. factor: the number of GPU
-    blocks in a host block."""
+    """pages: the bytes of each page of a GPU block in host memory, by KV cache group. factor: the
+    number of GPU blocks in a host block."""
 
     pages: tuple[tuple[int, ...], ...]
     factor: int
 
     @classmethod
     def of_layout(cls, arrays: LayoutArrays) -> Composition:
-        groups = np.split(arrays.refs[1], arrays.starts[1:-1])
+        groups = np.split(arrays.host_pages, arrays.starts[1:-1])
         pages = tuple(tuple(group.tolist()) for group in groups)
         return cls(pages, arrays.block_size_factor)
 

@@ -15,7 +15,7 @@ import numpy as np
 from kvferry.daemon.core.block_lines import Part
 from kvferry.daemon.core.borrowed import BorrowedBlocks
 from kvferry.daemon.core.cache.jobs import Pins, Reservation
-from kvferry.daemon.core.layout import BlockLayout, GroupExtent, Int64s, ResolvedBlocks
+from kvferry.daemon.core.layout import NO_BLOCKS, BlockLayout, GroupExtent, Int64s, ResolvedBlocks
 from kvferry.daemon.core.namespace import Namespace
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import OffloadKey
@@ -37,14 +37,15 @@ class Lease(msgspec.Struct, frozen=True):
         self.namespace.borrowed.forget(changed)
         return bool(changed)
 
-    def release_blocks(self, *, done: bool) -> None:
-        """End the lease. The keys of a completed store become loadable."""
+    def release_blocks(self, *, done: bool, lost: Int64s = NO_BLOCKS) -> None:
+        """End the lease. The keys of a completed store become loadable, without those of `lost`
+        blocks."""
         if self.borrowed is not None:
             self.borrowed.release(done=done)
         if isinstance(self.held, Pins):
             self.namespace.cache.complete_load(self.held)
         else:
-            self.namespace.cache.complete_store(self.held, done)
+            self.namespace.cache.complete_store(self.held, done, lost)
 
 
 def resolve_keyed(

@@ -45,7 +45,7 @@ from kvferry.proto.specs import (
     LoadStoreSpec,
 )
 
-_NONE = np.empty(0, dtype=np.int64)
+NO_BLOCKS = np.empty(0, dtype=np.int64)
 
 
 class Extent(msgspec.Struct, frozen=True):
@@ -112,8 +112,8 @@ class ResolvedBlocks(msgspec.Struct, frozen=True):
     extents: tuple[Extent, ...]
     gpu_slots: Int64s
     host_blocks: Int64s
-    sub_blocks: Int64s = _NONE
-    sizes: Int64s = _NONE
+    sub_blocks: Int64s = NO_BLOCKS
+    sizes: Int64s = NO_BLOCKS
 
 
 def split_spec(
@@ -159,7 +159,7 @@ class BlockLayout:
         self.region_start = region_start
         self.host_blocks = host_blocks
         self.factor = layout_arrays.block_size_factor
-        self.group_bytes = layout_arrays.group_bytes
+        self.group_bytes, self.packed = layout_arrays.group_bytes, layout_arrays.packed
         self.host_block_bytes = host_block_bytes or layout_arrays.host_block_bytes
         self.refs = _group_refs(layout_arrays)
         self._host_block = np.array([self.host_block_bytes])  # faster than an int
@@ -271,7 +271,10 @@ class BlockLayout:
         )
 
     def copy_batch(self, extent: Extent, bases: Int64s, pool: int) -> CopyBatch:
-        """One copy per page. bases: (tensors,) addresses. pool: address of the host pool."""
+        """One copy per page. bases: (tensors,) addresses. pool: address of the host pool.
+
+        size: on the GPU; packed pages are smaller in host memory.
+        """
         refs = self.refs[extent.group]
         table = np.empty((3, extent.gpu_blocks.size, refs.pages.size), dtype=np.int64)
         gpu, host, size = table
@@ -313,7 +316,7 @@ class BlockLayout:
 
     def _sizes_of(self, group_extents: tuple[GroupExtent, ...]) -> Int64s:
         if self.sizes == 1:
-            return _NONE
+            return NO_BLOCKS
         return np.repeat(
             np.array([self._size_of_group[part.group] for part in group_extents], dtype=np.int64),
             np.array([part.end - part.begin for part in group_extents], dtype=np.int64),
@@ -362,10 +365,7 @@ class BlockLayout:
 
 
 class GroupRefs:
-    """The references of a group as arrays of shape (refs,); views of the layout's arrays.
-
-    pages, strides, offsets: in bytes.
-    """
+    """The references of a group as arrays of shape (refs,); in bytes on the GPU."""
 
     __slots__ = ("offsets", "pages", "smallest_page", "strides", "tensors")
 
@@ -381,9 +381,8 @@ class GroupRefs:
 
 
 def _group_refs(layout_arrays: LayoutArrays) -> list[GroupRefs]:
-    pages = layout_arrays.refs[1]
-    ends = np.cumsum(pages)
-    offsets = ends - pages
+    pages = layout_arrays.host_pages
+    offsets = np.cumsum(pages) - pages
     offsets -= offsets[layout_arrays.starts[:-1]][layout_arrays.group_of_ref]
     strides = layout_arrays.tensors[2][layout_arrays.refs[0]]
     return [

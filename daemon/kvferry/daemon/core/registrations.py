@@ -266,6 +266,7 @@ class Registrations:
             self._regions.record_updated(namespace.record)
             region = namespace.region
         else:
+            _check_unpacked(layout_arrays)
             region, reattached = self._assign_region(engine, layout_arrays, request.host_bytes)
         locations = request.locations if isinstance(request, RegisterKVCaches) else None
         block_bytes = region.contents.host_block_bytes
@@ -327,3 +328,13 @@ class Registrations:
             self._regions.mark_deserted(engine_owner(registration.engine))
         else:
             self._regions.free_region(engine_owner(registration.engine))
+
+
+def _check_unpacked(layout_arrays: LayoutArrays) -> None:
+    """Raise Refused for packed host blocks without keys: some blocks may be left out of a store."""
+    if layout_arrays.packed:
+        message = (
+            "packed host blocks need a namespace; open one before registering, or register without "
+            "`packed`"
+        )
+        raise Refused(Code.BAD_LAYOUT, message, True)

@@ -27,7 +27,7 @@ from kvferry.daemon.core.actions import (
 )
 from kvferry.daemon.core.dispatch import MessageTable, ReportTable
 from kvferry.daemon.core.keyed_transfers import Lease, resolve_keyed
-from kvferry.daemon.core.layout import ResolvedBlocks, split_spec
+from kvferry.daemon.core.layout import NO_BLOCKS, Int64s, ResolvedBlocks, split_spec
 from kvferry.daemon.core.registration import OWN, Registration
 from kvferry.daemon.core.registrations import Registrations
 from kvferry.proto.errors import Code, ErrorInfo, Failed, Refused
@@ -225,7 +225,7 @@ class Transfers:
         result = self._result(job, report)
         done = result.outcome is Outcome.DONE
         if job.lease is not None:
-            job.lease.release_blocks(done=done)
+            job.lease.release_blocks(done=done, lost=_lost_blocks(job, report))
         elif job.registration.region.states is not None and job.direction is Direction.STORE:
             job.registration.region.states.end_store(job.serial, job.blocks, done=done)
         if job.registration.engine != OWN:
@@ -306,6 +306,14 @@ def _cancel_jobs(jobs: Iterable[Transfer]) -> list[Action]:
     for job in jobs:
         serials[job.registration.number].append(job.serial)
     return [CancelTransfers(number, tuple(each)) for number, each in serials.items()]
+
+
+def _lost_blocks(job: Transfer, report: TransferCompleted) -> Int64s:
+    """The host blocks of a store that have GPU blocks which could not be packed."""
+    if report.unpackable is None:
+        return NO_BLOCKS
+    layout = job.registration.layout
+    return np.unique((report.unpackable - layout.region_start) // layout.host_block_bytes)
 
 
 def _resolve_blocks(

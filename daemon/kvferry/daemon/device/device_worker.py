@@ -229,6 +229,8 @@ class DeviceWorker:
             try:
                 if not self._engine.poll(chunk.submission):
                     return
+                if queue.direction is Direction.STORE and chunk.registration.mapping.layout.packed:
+                    chunk.add_unpackable(self._engine.unpackable_blocks(chunk.submission))
                 if transfer.in_flight == 1 and not transfer.rest:
                     transfer.seconds = self._engine.elapsed(
                         transfer.first, chunk.submission, transfer.before
@@ -348,5 +350,5 @@ class DeviceWorker:
             if accepted := transfer.plan.accepted:
                 transfer.queued = time.monotonic() - accepted
         nbytes = layout.count_bytes((extent,))
-        queue.inflight.append(InflightChunk(registration, transfer, submission, nbytes))
+        queue.inflight.append(InflightChunk(registration, transfer, submission, extent, nbytes))
         return True

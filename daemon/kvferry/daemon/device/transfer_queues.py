@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from kvferry.daemon.core.actions import CopyPlan, TransferCompleted
-from kvferry.daemon.core.layout import Extent
+from kvferry.daemon.core.layout import Extent, Int64s
 from kvferry.daemon.engine.base import Mapping, Submission
 from kvferry.daemon.memory.shared_memory import TimelineReader
 from kvferry.proto.errors import ErrorInfo
@@ -32,7 +33,8 @@ class ActiveTransfer(msgspec.Struct, eq=False):
 
     rest: extents that were not submitted yet. in_flight: chunks on the device. first: its first
     chunk. before: the chunk that was the last in flight when `first` was submitted. failed_store:
-    serial of a store that it requires and that did not complete.
+    serial of a store that it requires and that did not complete. unpackable: byte offsets in the
+    pool of GPU blocks that were not stored, of each chunk that has any.
     """
 
     plan: CopyPlan
@@ -46,6 +48,7 @@ class ActiveTransfer(msgspec.Struct, eq=False):
     outcome: Outcome = Outcome.DONE
     error: ErrorInfo | None = None
     failed_store: int | None = None
+    unpackable: list[Int64s] = []
 
     def abort(self, outcome: Outcome, error: ErrorInfo | None = None) -> None:
         """Submit no further chunk of it. The first outcome other than DONE is reported."""
@@ -60,7 +63,14 @@ class ActiveTransfer(msgspec.Struct, eq=False):
     @property
     def completion(self) -> TransferCompleted:
         seconds = self.seconds if self.outcome is Outcome.DONE else 0.0
-        return TransferCompleted(self.plan.serial, self.outcome, seconds, self.error, self.queued)
+        return TransferCompleted(
+            self.plan.serial,
+            self.outcome,
+            seconds,
+            self.error,
+            self.queued,
+            np.concatenate(self.unpackable) if self.unpackable else None,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -204,12 +214,18 @@ class InflightChunk(msgspec.Struct, eq=False):
     registration: RegistrationQueues
     transfer: ActiveTransfer
     submission: Submission
+    extent: Extent
     nbytes: int
 
     def fail_transfer(self, error: ErrorInfo) -> None:
         """Fail the transfer, unless its engine has revoked the timeline: then it is cancelled."""
         if not self.registration.revoked:
             self.transfer.abort(Outcome.FAILED, error)
+
+    def add_unpackable(self, positions: Int64s) -> None:
+        """The GPU blocks at these positions of the extent could not be packed."""
+        if positions.size:
+            self.transfer.unpackable.append(self.extent.host_offsets[positions])
 
     def mark_done(self) -> None:
         """The chunk is done or has failed."""

@@ -183,6 +183,10 @@ class CopyEngine(Protocol):
         It must not be polled again after True or an error.
         """
 
+    def unpackable_blocks(self, submission: Submission) -> Int64s:
+        """The positions in a chunk's extent of GPU blocks that could not be packed: what is in host
+        memory are not their bytes. For a store of a packed layout that is done."""
+
     def elapsed(self, first: Submission, last: Submission, before: Submission | None) -> float:
         """Seconds on the device from the start of chunk `first` to the end of chunk `last`.
 

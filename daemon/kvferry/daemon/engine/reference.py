@@ -12,7 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
@@ -28,9 +28,11 @@ from kvferry.daemon.engine.base import (
     packed_locations,
     revoked_error,
 )
+from kvferry.daemon.engine.packing import Bytes, pack_tiles, unpack_tiles
 from kvferry.daemon.memory.shared_memory import IOV_MAX, PAGE, MappedFile, copy_vectors
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
 from kvferry.proto.memory import Allocation, FdAllocation, Location
+from kvferry.proto.packing import PACKED_TILE_BYTES, TILE_BYTES, packed_bytes
 from kvferry.proto.process import SPARE_ADDRESS_SPACE, address_space_left
 from kvferry.proto.sizes import format_size
 from kvferry.proto.specs import Direction
@@ -58,14 +60,18 @@ class Faults:
 class _Chunk:
     """Fragments that are copied together.
 
-    gpu, host: (fragments, 2) the address and the size in bytes of each fragment.
+    gpu, host: (fragments, 2) the address and the size in bytes of each fragment. packed: whether
+    those on the host are. unpackable: of a store, positions of the GPU blocks.
     """
 
     direction: Direction
     gpu: Int64s
     host: Int64s
+    blocks: int
+    packed: bool
     fails: bool
     revoked: Callable[[], bool] = lambda: False
+    unpackable: Int64s = field(default_factory=lambda: np.empty(0, np.int64))
     done: bool = False
     began: float = 0.0
     ended: float = 0.0
@@ -159,7 +165,8 @@ class ReferenceEngine:
         gpu, host = _vectors(mapping, extent, self._pool)
         number, every = next(self._chunks[id(mapping)]), self.faults.fail_every
         fails = bool(every) and number % every == 0
-        chunk = _Chunk(direction, gpu, host, fails, mapping.revoked)
+        blocks, packed = extent.gpu_blocks.size, mapping.layout.packed
+        chunk = _Chunk(direction, gpu, host, blocks, packed, fails, mapping.revoked)
         self._in_flight[direction] += 1
         self._queues[direction].put(chunk)
         return chunk
@@ -177,6 +184,11 @@ class ReferenceEngine:
         if submission.error is not None:
             raise submission.error
         return True
+
+    def unpackable_blocks(self, submission: object) -> Int64s:
+        self._owner.assert_owner()
+        assert isinstance(submission, _Chunk)
+        return submission.unpackable
 
     def elapsed(self, first: object, last: object, before: object | None) -> float:
         self._owner.assert_owner()
@@ -263,16 +275,46 @@ def _check_fit(nbytes: int) -> None:
 def _copy(chunk: _Chunk) -> None:
     """Copy the fragments of a chunk. If memory is missing, the chunk has failed."""
     gpu, host = chunk.gpu, chunk.host
-    dst, src = (host, gpu) if chunk.direction is Direction.STORE else (gpu, host)
+    store = chunk.direction is Direction.STORE
     try:
-        for start in range(0, len(dst), IOV_MAX):
-            copy_vectors(src[start : start + IOV_MAX], dst[start : start + IOV_MAX])
+        if not chunk.packed:
+            _copy_fragments(*((gpu, host) if store else (host, gpu)))
+        elif store:
+            packed, fits = pack_tiles(_read(gpu).reshape(-1, TILE_BYTES))
+            _write(packed, host)
+            chunk.unpackable = np.flatnonzero(~fits.reshape(chunk.blocks, -1).all(axis=1))
+        else:
+            _write(unpack_tiles(_read(host).reshape(-1, PACKED_TILE_BYTES)), gpu)
     except OSError as error:
         message = f"the engine's memory cannot be accessed ({error}); register it again"
         chunk.error = Failed(Code.COPY_FAILED, message)
 
 
+def _read(fragments: Int64s) -> Bytes:
+    """The bytes of fragments, one after another."""
+    data = np.empty(fragments[:, 1].sum(), np.uint8)
+    _copy_fragments(fragments, _cut(data, fragments))
+    return data
+
+
+def _write(data: Bytes, fragments: Int64s) -> None:
+    """Write contiguous bytes to fragments."""
+    _copy_fragments(_cut(data, fragments), fragments)
+
+
+def _cut(data: Bytes, fragments: Int64s) -> Int64s:
+    """Consecutive parts of `data` with the sizes of fragments."""
+    sizes = fragments[:, 1]
+    return np.stack((data.ctypes.data + np.cumsum(sizes) - sizes, sizes), axis=1)
+
+
+def _copy_fragments(src: Int64s, dst: Int64s) -> None:
+    for start in range(0, len(dst), IOV_MAX):
+        copy_vectors(src[start : start + IOV_MAX], dst[start : start + IOV_MAX])
+
+
 def _vectors(mapping: Mapping, extent: Extent, pool: int) -> tuple[Int64s, Int64s]:
     """(fragments, 2) on the GPU's side and on the host's: addresses, and sizes in bytes."""
     batch = mapping.layout.copy_batch(extent, mapping.bases, pool)
-    return np.stack((batch.gpu, batch.size), axis=1), np.stack((batch.host, batch.size), axis=1)
+    sizes = packed_bytes(batch.size) if mapping.layout.packed else batch.size
+    return np.stack((batch.gpu, batch.size), axis=1), np.stack((batch.host, sizes), axis=1)

@@ -18,7 +18,8 @@ NVCC_VERSION = "V13.0.88"
 
 def test_every_launched_kernel_is_in_the_ptx() -> None:
     entries = re.findall(r"\.entry (\w+)\(", PACKAGE.joinpath("kernels.ptx").read_text())
-    names = [f"{kind}{v}_{n}" for kind in ("gather", "scatter") for v in VECTORS for n in IDS]
+    kinds = [f"{kind}{v}" for kind in ("gather", "scatter") for v in VECTORS]
+    names = [f"{kind}_{n}" for kind in (*kinds, "pack", "unpack") for n in IDS]
     assert sorted(entries) == sorted(names)
 
 

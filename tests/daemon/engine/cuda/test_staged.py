@@ -7,16 +7,19 @@ from operator import contains
 from typing import cast
 
 import numpy as np
+import pytest
 
 from kvferry.cuda.driver import Driver
 from kvferry.daemon.core.layout import BlockLayout, Extent
+from kvferry.daemon.engine.cuda.calibration import CopyModes
 from kvferry.daemon.engine.cuda.chunk import Chunk
 from kvferry.daemon.engine.cuda.dma import Dma
 from kvferry.daemon.engine.cuda.staged import StagedCopy
 from kvferry.daemon.engine.cuda.staging import UNITS, Staging
-from kvferry.proto.errors import Code
+from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
+from kvferry.proto.status import GroupCopying
 
 from ..simulated_driver import SimulatedDriver
 
@@ -36,8 +39,8 @@ class StagedStores:
         self.tensor = np.arange(BLOCKS * PAGE, dtype=np.uint8).reshape(BLOCKS, PAGE)
         self.pool = np.zeros_like(self.tensor)
         dma = Dma(device, self.pool.ctypes.data, self.pool.nbytes)
-        self.copy = StagedCopy(device, dma, write_back * PAGE)
         staging = Staging(device, UNITS * PAGE)
+        self.copy = StagedCopy(device, dma, staging, write_back * PAGE)
         block_layout = BlockLayout(LayoutArrays.from_layout(LAYOUT), 0, BLOCKS)
         table = self.copy.table(block_layout, 0, np.array([self.tensor.ctypes.data]))
         self.chunks: list[Chunk] = []
@@ -91,3 +94,25 @@ def test_no_kernel_is_launched_for_a_revoked_engine() -> None:
     )
     copied = stores.pool.any(axis=1)
     assert copied.tolist() == [True, False, True, True, False, True]
+
+
+@pytest.mark.parametrize("stride", [2048 + 8, 2048 + 2])
+def test_packed_rows_must_be_aligned(stride: int) -> None:
+    shape = KVLayout((TensorLayout(4, 2048, stride),), ((TensorRef(0, 2048),),), packed=True)
+    stores = StagedStores()
+    layout = BlockLayout(LayoutArrays.from_layout(shape), 0, 4)
+    with pytest.raises(Refused, match="packed tensors must be aligned to 16 bytes") as refused:
+        stores.copy.table(layout, 0, np.array([1 << 20]))
+    assert refused.value.code == Code.BAD_LAYOUT
+
+
+def test_packed_blocks_must_fit_into_the_buffer() -> None:
+    shape = KVLayout((TensorLayout(4, 4096, 4096),), ((TensorRef(0, 4096),),), packed=True)
+    layout = BlockLayout(LayoutArrays.from_layout(shape), 0, 4)
+    modes = CopyModes(dict.fromkeys(Direction, 0), largest_block=layout.group_bytes[0])
+    modes.check_fit(layout)
+    assert not modes.is_direct(Direction.STORE, layout, 0)
+    assert modes.modes_of(layout, 0) == GroupCopying("packed", "packed")
+    small = CopyModes(dict.fromkeys(Direction, 0), largest_block=layout.group_bytes[0] - 1)
+    with pytest.raises(Refused, match=r"raise copy\.staging"):
+        small.check_fit(layout)

@@ -18,6 +18,7 @@ be evicted, and only then the policy names the victims. Event loop only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import compress
 
 import numpy as np
 
@@ -40,6 +41,7 @@ from kvferry.daemon.core.cache.jobs import CacheUsage, Parts, Pins, Reservation
 from kvferry.daemon.core.cache.keyed_blocks import KeyedBlocks
 from kvferry.daemon.core.cache.policies import POLICIES
 from kvferry.daemon.core.cache.tier_access import TierAccess
+from kvferry.daemon.core.layout import NO_BLOCKS
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind, Lookup
 from kvferry.proto.layout import Int64s
@@ -158,8 +160,13 @@ class Cache:
         finally:
             self._blocks.release_blocks(held)
 
-    def complete_store(self, reservation: Reservation, success: bool) -> None:
-        """End a store: its keys become loadable, or absent. A second call has no effect."""
+    def complete_store(
+        self, reservation: Reservation, success: bool, lost: Int64s = NO_BLOCKS
+    ) -> None:
+        """End a store: its keys become loadable, or absent. A second call has no effect.
+
+        lost: blocks of a successful store that could not be packed: their keys become absent.
+        """
         if reservation not in self._jobs:
             return
         self._jobs.remove(reservation)
@@ -167,7 +174,15 @@ class Cache:
         present = self.table.state(reservation.blocks[0]) == PENDING
         self._blocks.release_blocks(blocks)
         if present and success:
-            self._blocks.set_stored(blocks, keys, reservation.block_parts)
+            if lost.size:
+                stored = ~np.isin(blocks, lost)
+                self._blocks.discard_blocks(blocks[~stored], "could not be packed")
+                self.counts["stores_unpackable"] += lost.size
+                blocks, keys = blocks[stored], tuple(compress(keys, stored.tolist()))
+                parts = {key: parts[key] for key in keys if key in parts}
+            places = zip(blocks.tolist(), keys, strict=True) if parts else ()
+            in_part = {block: parts[key] for block, key in places if key in parts}
+            self._blocks.set_stored(blocks, keys, in_part)
             self.counts["stored"] += len(keys)
             whole = [key for key in keys if key not in parts] if parts else keys
             self.events.add(EventKind.STORED, whole)

@@ -24,12 +24,6 @@ class Reservation:
     evicted: tuple[bytes, ...]
     parts: Parts = field(default_factory=dict)
 
-    @property
-    def block_parts(self) -> dict[int, Part]:
-        """The sub-blocks of blocks that are stored in part."""
-        stored = zip(self.keys, self.blocks, strict=True) if self.parts else ()
-        return {block: self.parts[key] for key, block in stored if key in self.parts}
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pins:

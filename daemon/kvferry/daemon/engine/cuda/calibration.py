@@ -21,6 +21,7 @@ from kvferry.daemon.engine.base import Mapping
 from kvferry.daemon.engine.cuda.direct import DirectCopy
 from kvferry.daemon.engine.cuda.dma import Dma
 from kvferry.daemon.memory.shared_memory import MappedFiles
+from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import Direction, KVLayout, TensorLayout, TensorRef
 from kvferry.proto.status import CalibrationPoint, CopyStatus, GroupCopying
@@ -53,14 +54,24 @@ class CopyModes:
     largest_block: int
 
     def is_direct(self, direction: Direction, layout: BlockLayout, group: int) -> bool:
-        return (
+        return not layout.packed and (
             layout.refs[group].smallest_page >= self.direct_from[direction]
             or layout.group_bytes[group] > self.largest_block
         )
 
+    def check_fit(self, layout: BlockLayout) -> None:
+        """Raise Refused if packed GPU blocks do not fit into the staging buffer."""
+        if layout.packed and (largest := max(layout.group_bytes)) > self.largest_block:
+            message = (
+                f"a packed GPU block has {largest} bytes, more than the {self.largest_block} that "
+                "fit into the staging buffer; raise copy.staging, or register without `packed`"
+            )
+            raise Refused(Code.BAD_LAYOUT, message, largest)
+
     def modes_of(self, layout: BlockLayout, group: int) -> GroupCopying:
+        staged = "packed" if layout.packed else "staged"
         store, load = (
-            "direct" if self.is_direct(direction, layout, group) else "staged"
+            "direct" if self.is_direct(direction, layout, group) else staged
             for direction in (Direction.STORE, Direction.LOAD)
         )
         return GroupCopying(store, load)

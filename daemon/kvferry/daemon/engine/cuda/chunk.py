@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.cuda.driver import Driver, Event
-from kvferry.daemon.core.layout import CopyBatch, Int64s
+from kvferry.daemon.core.layout import NO_BLOCKS, CopyBatch, Int64s
 from kvferry.daemon.engine.cuda.staging import Slot
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.specs import Direction
@@ -23,7 +23,8 @@ class PageTable:
     """The pages of a group as the kernel reads them, at `address` in device memory.
 
     pages: per GPU block. vector: bytes of one access of the kernel: 16, 4 or 1, depending on the
-    alignment of all addresses. units_per_page: units of the kernel (kernels.cu) in one page.
+    alignment of all addresses; 0: pages are packed. units_per_page: units of the kernel
+    (kernels.cu) in one page.
     """
 
     address: int
@@ -54,7 +55,8 @@ class Chunk(msgspec.Struct, eq=False):
 
     begun: event before its first copy; None if it is not the first chunk of a transfer. moved:
     event after its copies over the link. done: event after everything; None until its kernel is
-    launched. error: set if the device refused it. revoked: see base.Mapping.
+    launched. error: set if the device refused it. revoked: see base.Mapping. unpackable: positions
+    of blocks, once it is done.
     """
 
     direction: Direction
@@ -65,6 +67,7 @@ class Chunk(msgspec.Struct, eq=False):
     done: Event | None = None
     error: KVFerryError | None = None
     revoked: Callable[[], bool] = _never
+    unpackable: Int64s = NO_BLOCKS
 
     @property
     def units(self) -> int:

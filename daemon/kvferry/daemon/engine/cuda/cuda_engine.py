@@ -33,7 +33,7 @@ from kvferry.daemon.engine.cuda.calibration import calibrate, forced, modes_from
 from kvferry.daemon.engine.cuda.chunk import Chunk, PageTable
 from kvferry.daemon.engine.cuda.direct import CHUNK, MAX_IN_FLIGHT, DirectCopy
 from kvferry.daemon.engine.cuda.dma import FEW, Dma
-from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, WRITE_BACK, StagedCopy
+from kvferry.daemon.engine.cuda.staged import MAX_BLOCKS, PACKED, WRITE_BACK, StagedCopy
 from kvferry.daemon.engine.cuda.staging import Staging
 from kvferry.daemon.memory.numa import node_of
 from kvferry.proto.errors import Code, Failed, KVFerryError, Refused
@@ -112,7 +112,7 @@ class CudaEngine:
         dma = Dma(driver, pool_address, options.chunk_bytes, options.few_copies)
         self._staging = Staging(driver, options.staging_bytes)
         self._direct = DirectCopy(driver, dma)
-        self._staged = StagedCopy(driver, dma, options.write_back_bytes)
+        self._staged = StagedCopy(driver, dma, self._staging, options.write_back_bytes)
         status = calibrate(driver, self._staging.address, options.staging_bytes)
         if options.mode != "auto":
             status = forced(options.mode, status)
@@ -222,8 +222,15 @@ class CudaEngine:
             self._remove_chunk(chunk)
             raise
         if done:
+            if chunk.stage is not None and chunk.stage.table.vector == PACKED:
+                chunk.unpackable = self._staged.unpackable_blocks(chunk.stage)
             self._remove_chunk(chunk)
         return done
+
+    def unpackable_blocks(self, submission: object) -> Int64s:
+        self._owner.assert_owner()
+        assert isinstance(submission, Chunk)
+        return submission.unpackable
 
     def elapsed(self, first: object, last: object, before: object | None) -> float:
         """As base.CopyEngine. If more chunks follow, `last` ends with its copies over the link."""
@@ -246,6 +253,7 @@ class CudaEngine:
     def shutdown(self) -> None:
         self._owner.assert_owner()
         self._driver.call("cuCtxSynchronize")
+        self._staged.close()
 
     def _submit_direct(self, direction: Direction, mapping: Mapping, extent: Extent) -> Chunk:
         nbytes = extent.gpu_blocks.size * mapping.layout.group_bytes[extent.group]
@@ -297,6 +305,7 @@ class CudaEngine:
         """A mapping whose handles are `handles`, followed by the page tables of its groups."""
         tables: list[PageTable] = []
         try:
+            self._modes.check_fit(layout)
             for group in range(layout.layout_arrays.num_groups):
                 tables.append(self._staged.table(layout, group, bases))
         except BaseException:

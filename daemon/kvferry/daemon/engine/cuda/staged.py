@@ -8,6 +8,9 @@ pages, so the work of the CPU does not grow with the number of layers.
     load    pool --dma stream--> slot  --event-->  kernel stream: scatter to the tensors
     store   kernel stream: gather from the tensors --> slot  --event-->  dma stream --> pool
 
+Packed layouts have other kernels, which pack and unpack the pages on the way. So slots, the link
+and the pool have packed bytes only.
+
 `enqueue` accepts a chunk and starts the DMA of a load. `flush` launches the kernels that are due
 (kernel_batching.py), and enqueues the DMA of store chunks whose gather was launched. Called by the
 device worker.
@@ -16,6 +19,7 @@ device worker.
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -32,8 +36,9 @@ from kvferry.daemon.engine.cuda.chunk import Chunk, PageTable, Stage, fail_chunk
 from kvferry.daemon.engine.cuda.coalescing import coalesce
 from kvferry.daemon.engine.cuda.dma import Dma
 from kvferry.daemon.engine.cuda.kernel_batching import KernelBatching
-from kvferry.daemon.engine.cuda.staging import Slot
-from kvferry.proto.errors import KVFerryError
+from kvferry.daemon.engine.cuda.staging import Slot, Staging
+from kvferry.proto.errors import Code, KVFerryError, Refused
+from kvferry.proto.packing import TILE_BYTES
 from kvferry.proto.specs import Direction
 
 THREADS = 256
@@ -43,29 +48,43 @@ WARPS = THREADS // 32
 MAX_GRID = 8448
 # As in kernels.cu: 8 accesses by each of 32 threads.
 VECTORS_PER_UNIT = 256
+# Bytes of the buffer for each mark of UnpackableMarks, as in kernels.cu.
+MARK = 1024
 # Maximum of block ids of each variant of a kernel.
 IDS = (128, 1000, 8000)
 MAX_BLOCKS = IDS[-1]
 VECTORS = (16, 4, 1)
+# In place of a vector: the kernels that pack and unpack.
+PACKED = 0
 # Bytes of gathered stores whose DMA is enqueued in one flush. The driver takes 1.5 to 3 us per
 # fragment, and a load that arrives meanwhile waits. The link copies them in 0.6 ms, and flush is
 # called every 0.1 ms.
 WRITE_BACK = 32 << 20
 # struct Chunk of kernels.cu.
-_KERNEL_ARGUMENT = struct.Struct("QQQIII4x")
+_KERNEL_ARGUMENT = struct.Struct("QQQIII4xQQ")
+# Tensors of packed layouts begin at multiples of this, and so do their rows.
+PACKED_ALIGNMENT = 16
 
 
 class Kernels:
-    """The gather and scatter kernels, loaded as PTX, which the driver compiles."""
+    """The kernels, loaded as PTX, which the driver compiles.
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    buffer: address of the staging buffer. marks: for the blocks that cannot be packed.
+    """
+
+    def __init__(self, driver: Driver, buffer: int, marks: UnpackableMarks) -> None:
+        self._driver, self._buffer, self._marks = driver, buffer, marks
         ptx = files("kvferry.daemon.engine.cuda").joinpath("kernels.ptx").read_bytes()
         module = driver.load_module(ptx)
-        self._functions = {
-            (direction, vector, ids): driver.module_function(module, f"{name}{vector}_{ids}")
+        names = {
+            (direction, vector): f"{name}{vector}"
             for direction, name in ((Direction.STORE, "gather"), (Direction.LOAD, "scatter"))
             for vector in VECTORS
+        }
+        names |= {(Direction.STORE, PACKED): "pack", (Direction.LOAD, PACKED): "unpack"}
+        self._functions = {
+            (*kind, ids): driver.module_function(module, f"{name}_{ids}")
+            for kind, name in names.items()
             for ids in IDS
         }
         self._argument = bytearray(_KERNEL_ARGUMENT.size)
@@ -75,7 +94,7 @@ class Kernels:
     def launch(
         self, direction: Direction, table: PageTable, stage: int, blocks: Int64s, stream: int
     ) -> None:
-        """Gather (store) or scatter (load) blocks between the tensors and a staging slot.
+        """Gather or pack (store), scatter or unpack (load) blocks between the tensors and a slot.
 
         stage: address of the slot, in which the blocks are contiguous. blocks: (n,) block ids, at
         most MAX_BLOCKS. Raises Failed (DRIVER).
@@ -92,6 +111,8 @@ class Kernels:
             blocks.size,
             table.pages,
             table.units_per_page,
+            self._marks.device_address,
+            stage - self._buffer,
         )
         self._driver.launch(
             self._functions[direction, table.vector, ids],
@@ -102,17 +123,47 @@ class Kernels:
         )
 
 
+class UnpackableMarks:
+    """Bytes in host memory that the kernel sets for blocks that cannot be packed.
+
+    Such blocks are rare, so kernels write few bytes over the link. Each block of the buffer has a
+    byte of its own, because it has more than MARK bytes. buffer_bytes: of the staging buffer.
+    """
+
+    def __init__(self, driver: Driver, buffer_bytes: int) -> None:
+        memory = mmap.mmap(-1, buffer_bytes // MARK + 1)
+        self._driver, self._marks = driver, np.frombuffer(memory, dtype=np.uint8)
+        self._address = self._marks.ctypes.data
+        driver.register_host(self._address, len(memory), mapped=True)
+        self.device_address = driver.host_device_pointer(self._address)
+
+    def take(self, offsets: Int64s) -> Int64s:
+        """Which of the blocks at these offsets in the buffer are marked. Removes the marks."""
+        places = offsets // MARK
+        found = np.flatnonzero(self._marks[places])
+        self._marks[places[found]] = 0
+        return found
+
+    def close(self) -> None:
+        """Release the memory. No kernel may be in flight."""
+        self._driver.call("cuMemHostUnregister", self._address)
+
+
 class StagedCopy:
     """Enqueues staged chunks, on a DMA stream and a kernel stream per direction.
 
     write_back_bytes: see WRITE_BACK.
     """
 
-    def __init__(self, driver: Driver, dma: Dma, write_back_bytes: int = WRITE_BACK) -> None:
+    def __init__(
+        self, driver: Driver, dma: Dma, staging: Staging, write_back_bytes: int = WRITE_BACK
+    ) -> None:
         self._driver = driver
         self._write_back_bytes = write_back_bytes
         self._dma = dma
-        self._kernels = Kernels(driver)
+        self._buffer = staging.address
+        self._marks = UnpackableMarks(driver, staging.nbytes)
+        self._kernels = Kernels(driver, staging.address, self._marks)
         self._dma_streams, self._kernel_streams = (
             {d: driver.create_stream(urgent=d is Direction.LOAD) for d in Direction}
             for _ in range(2)
@@ -121,6 +172,10 @@ class StagedCopy:
         # Store chunks whose gather was launched and whose DMA was not enqueued, and the event after
         # the gather.
         self._gathered: deque[tuple[Chunk, Event]] = deque()
+
+    def close(self) -> None:
+        """Release host memory. No chunk may be in flight."""
+        self._marks.close()
 
     def streams(self, direction: Direction) -> tuple[int, int]:
         """Both streams of a direction; a chunk begins on the first."""
@@ -138,10 +193,25 @@ class StagedCopy:
         block_bytes = layout.group_bytes[group]
         common = math.gcd(block_bytes, int(np.gcd.reduce(table, axis=None)))
         vector = next(width for width in VECTORS if common % width == 0)
+        unit = vector * VECTORS_PER_UNIT
+        if layout.packed:
+            if vector < PACKED_ALIGNMENT:
+                message = (
+                    f"packed tensors must be aligned to {PACKED_ALIGNMENT} bytes, with their rows; "
+                    "register them without `packed`"
+                )
+                raise Refused(Code.BAD_LAYOUT, message, common)
+            vector, unit = PACKED, TILE_BYTES
         address = self._driver.allocate(table.nbytes)
         self._driver.copy_to_device(address, table)
-        units = -(-int(refs.pages.max()) // (vector * VECTORS_PER_UNIT))
+        units = -(-int(refs.pages.max()) // unit)
         return PageTable(address, refs.pages.size, block_bytes, vector, units)
+
+    def unpackable_blocks(self, stage: Stage) -> Int64s:
+        """The positions of a stored chunk's blocks that could not be packed. Called once, when it
+        is done, while it has its slot."""
+        at = stage.slot.address - self._buffer
+        return self._marks.take(at + np.arange(stage.blocks.size) * stage.table.block_bytes)
 
     def ahead(self) -> int:
         """Units of the buffer in store chunks whose kernels have not started."""

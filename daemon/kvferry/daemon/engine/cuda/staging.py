@@ -51,7 +51,7 @@ class Staging:
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self.unit_bytes = nbytes // UNITS // ALIGNED * ALIGNED
         self.chunk_bytes = CHUNK_UNITS * self.unit_bytes
-        self.address = driver.allocate(nbytes)
+        self.address, self.nbytes = driver.allocate(nbytes), nbytes
         self._used = dict.fromkeys(Direction, 0)
         self._next = {Direction.STORE: 0, Direction.LOAD: UNITS // 2}
 
