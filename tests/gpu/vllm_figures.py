@@ -15,13 +15,14 @@ itl         milliseconds between tokens of streams that decode, beside requests 
 Engines of all connectors run at the same time and alternate, so that slow changes of the machine
 affect all of them. Figures of one model share the engines. --apart starts the engines one after
 another, for a GPU of 80 GB. A connector `kvferry@DIR` is the kvferry of another source tree, client
-and daemon, which compares two versions in one run. If PegaFlow is installed beside vLLM,
-`--connectors none,vllm,pegaflow,kvferry` measures it, too. `ideal` copies nothing and waits for the
-link's time (support.vllm_ideal). Newer versions of vLLM's own connector keep their host tier in
-/dev/shm, and do not start if it has less than --host-gib. The lower bound of a host hit is the
-GPU-hit time of the same engine plus the bytes over the link, both of the same run: of_floor is
-relative to GPU hits in a row, of_rested to GPU hits after a rest, as host hits are. found: the
-share of the prompts' tokens, in `chat` of those of earlier rounds, that were found in a cache.
+and daemon, which compares two versions in one run. `unpacked` is kvferry with "kvferry_pack":
+"off". If PegaFlow is installed beside vLLM, `--connectors none,vllm,pegaflow,kvferry` measures it,
+too. `ideal` copies nothing and waits for the link's time (support.vllm_ideal). Newer versions of
+vLLM's own connector keep their host tier in /dev/shm, and do not start if it has less than --host-
+gib. The lower bound of a host hit is the GPU-hit time of the same engine plus the bytes over the
+link, both of the same run: of_floor is relative to GPU hits in a row, of_rested to GPU hits after a
+rest, as host hits are. found: the share of the prompts' tokens, in `chat` of those of earlier
+rounds, that were found in a cache.
 """
 
 from __future__ import annotations
@@ -157,10 +158,12 @@ def engines(chosen: Any, names: list[str], model: Record, **options: Any) -> Ite
         }
         for name in names:
             connector, _, tree = name.partition("@")
-            if connector == "kvferry":
+            if connector in ("kvferry", "unpacked"):
                 daemon = running.enter_context(GpuDaemon(pool=f"{chosen.host_gib}GiB", tree=tree))
                 extras[name] = {"kvferry_dirs": daemon.directory, "cpu_bytes_to_use": host}
                 extras[name] |= chosen.extra
+                if connector == "unpacked":
+                    extras[name]["kvferry_pack"] = "off"
             if connector == "pegaflow":
                 server = running.enter_context(PegaFlow(pool=f"{chosen.host_gib}gb"))
                 extras[name] = {"pegaflow.port": server.port}

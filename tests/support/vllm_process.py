@@ -36,6 +36,10 @@ CONNECTORS: dict[str, dict[str, Any] | None] = {
         "kv_connector": "KVFerryConnector",
         "kv_connector_module_path": "kvferry.client.vllm",
     },
+    "unpacked": {
+        "kv_connector": "KVFerryConnector",
+        "kv_connector_module_path": "kvferry.client.vllm",
+    },
     "multi": {"kv_connector": "MultiConnector", "kv_load_failure_policy": "recompute"},
     "pegaflow": {
         "kv_connector": "PegaKVConnector",

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from kvferry.proto.sizes import parse_bytes
 from kvferry.proto.specs import MAX_COUNT
 
 # The keys that kvferry defines, and those with the names of vLLM's.
-DIRECTORIES, SALT = "kvferry_dirs", "kvferry_salt"
+DIRECTORIES, SALT, PACK = "kvferry_dirs", "kvferry_salt", "kvferry_pack"
 QUOTA, POLICY, THRESHOLD = "cpu_bytes_to_use", "eviction_policy", "store_threshold"
 # From this similarity on, a key is taken for a misspelled one. The keys of vLLM's other connectors
 # reach 0.67.
@@ -32,6 +33,14 @@ MISSPELLED = 0.85
 MAX_NAME = 256
 
 Options = Mapping[str, Any]
+
+
+class PackMode(Enum):
+    """Whether bfloat16 KV is packed in host memory. AUTO: on GPUs, if all KV is bfloat16."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
 
 
 def similar_keys(key: str, known: Sequence[str]) -> list[str]:
@@ -46,6 +55,15 @@ def user_salt(extra: Options) -> str:
     """
     salt = extra.get(SALT)
     return "" if salt is None else str(salt).strip()
+
+
+def read_pack_mode(extra: Options) -> PackMode:
+    given = extra.get(PACK)
+    try:
+        return PackMode.AUTO if given is None else PackMode(given)
+    except ValueError:
+        names = " or ".join(repr(mode.value) for mode in PackMode)
+        raise bad_option(PACK, given, "not known", f"use {names}") from None
 
 
 def namespace_options(extra: Options, ranks: int) -> NamespaceOptions:

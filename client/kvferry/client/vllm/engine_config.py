@@ -32,6 +32,7 @@ from kvferry.client.vllm.fingerprint import (
     is_replicated,
     kv_layout,
     packed_groups,
+    packs_blocks,
     read_fingerprint,
 )
 from kvferry.client.vllm.options import (
@@ -106,6 +107,8 @@ class EngineConfig:
     assigned: tuple[int, ...] = ()
     # The bytes of a block of each group, if vLLM's connector copies others.
     packed: PackedGroups | None = None
+    # Whether host blocks are packed.
+    packs: bool = False
     # vLLM's kv_role: a kv_producer only stores, a kv_consumer only loads.
     stores: bool = True
     loads: bool = True
@@ -159,6 +162,7 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any, blocks: BlockSize
         first_device=_first_device(parallel),
         assigned=tuple(getattr(parallel, "assigned_physical_gpu_ids", None) or ()),
         packed=packed_groups(vllm_config, kv_cache_config),
+        packs=packs_blocks(vllm_config, kv_cache_config),
         stores=transfer.kv_role != "kv_consumer",
         loads=transfer.kv_role != "kv_producer",
         store_mode=_store_mode(vllm_config),

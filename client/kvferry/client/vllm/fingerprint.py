@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 from kvferry.client.engines.model_files import digest, hub_snapshot
 from kvferry.client.vllm.model import model_fields, read_path
 from kvferry.client.vllm.packed_groups import PackedGroups, read_packed_groups
+from kvferry.client.vllm.packing import packs
 from kvferry.proto.fingerprint import Fingerprint
+from kvferry.proto.packing import packed_bytes
 from kvferry.proto.version import installed_version
 
 if TYPE_CHECKING:
@@ -123,12 +125,13 @@ def read_fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes)
     algorithm = read_path(vllm_config, "cache_config.prefix_caching_hash_algo")
     layout = kv_layout(vllm_config, kv_cache_config)
     groups = offloaded_groups(kv_cache_config)
-    packed = packed_groups(vllm_config, kv_cache_config)
-    nbytes = block_bytes(kv_cache_config) if packed is None else max(packed.group_bytes)
+    rows = packed_groups(vllm_config, kv_cache_config)
+    nbytes = block_bytes(kv_cache_config) if rows is None else max(rows.group_bytes)
+    pack = packs_blocks(vllm_config, kv_cache_config)
     model = str(vllm_config.model_config.model)
     return Fingerprint(
         model=hub_snapshot(model).name or model,
-        host_block_bytes=nbytes * blocks.factor,
+        host_block_bytes=(packed_bytes(nbytes) if pack else nbytes) * blocks.factor,
         revision=read_path(vllm_config, "model_config.revision"),
         dtype=read_path(vllm_config, "model_config.dtype"),
         kv_dtype=_kv_dtype(vllm_config, groups),
@@ -144,7 +147,8 @@ def read_fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes)
             ("blocks per chunk", str(blocks.factor)),
             ("layers", str(sum(len(group.layer_names) for group in groups))),
             ("pages", _pages(vllm_config, kv_cache_config, layout)),
-            *_group_bytes(packed),
+            *_group_bytes(rows),
+            *([("packing", "12.25 bits")] if pack else []),
             ("model runner v2", read_path(vllm_config, "use_v2_model_runner")),
             ("quantization", read_path(vllm_config, "model_config.quantization")),
             ("load format", read_path(vllm_config, "load_config.load_format")),
@@ -206,6 +210,16 @@ def packed_groups(vllm_config: Any, kv_cache_config: Any) -> PackedGroups | None
         return None
     layout = kv_layout(vllm_config, kv_cache_config)
     return read_packed_groups(kv_cache_config, offloaded_groups(kv_cache_config), layout)
+
+
+def packs_blocks(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether host blocks are packed. Raises Refused (BAD_CONFIG)."""
+    return packs(
+        vllm_config,
+        offloaded_groups(kv_cache_config),
+        block_bytes(kv_cache_config),
+        rows=packed_groups(vllm_config, kv_cache_config) is not None,
+    )
 
 
 def kv_layout(vllm_config: Any, kv_cache_config: Any = None) -> str:

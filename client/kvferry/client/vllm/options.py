@@ -12,6 +12,7 @@ from enum import Enum
 
 from kvferry.client.engines.options import (
     DIRECTORIES,
+    PACK,
     POLICY,
     QUOTA,
     SALT,
@@ -21,6 +22,7 @@ from kvferry.client.engines.options import (
     check_salt,
     namespace_options,
     read_directories,
+    read_pack_mode,
     similar_keys,
     whole_number,
 )
@@ -29,7 +31,7 @@ from kvferry.proto.specs import MAX_COUNT
 
 # The keys that kvferry defines.
 EXPORTED_KV, STORE_MODE = "kvferry_exported_kv", "kvferry_store"
-KVFERRY_KEYS = DIRECTORIES, SALT, EXPORTED_KV, STORE_MODE
+KVFERRY_KEYS = DIRECTORIES, SALT, PACK, EXPORTED_KV, STORE_MODE
 # Further keys of vLLM that kvferry reads, too.
 TOKENS_PER_CHUNK, BLOCKS_PER_CHUNK = "block_size", "blocks_per_chunk"
 CHUNK_KEYS = TOKENS_PER_CHUNK, BLOCKS_PER_CHUNK
@@ -69,6 +71,7 @@ def check_options(extra: Options, ranks: int = 1) -> None:
     _check_chunk(extra)
     read_directories(extra, ranks)
     read_store_mode(extra)
+    read_pack_mode(extra)
     namespace_options(extra, ranks)
 
 

@@ -56,7 +56,7 @@ class WorkerSide:
     ) -> None:
         self._config = config
         if not isinstance(kv_caches, CanonicalKVCaches):
-            kv_caches = canonical_kv_caches(kv_caches, config.factor)
+            kv_caches = canonical_kv_caches(kv_caches, config.factor, config.packs)
         self._load_eta = LoadEta()
         self._has_loaded = False
         self._pointers = DevicePointerReader(kv_caches)
@@ -155,7 +155,7 @@ class WorkerSide:
         return sum(size * layout.group_bytes(group) for group, size in enumerate(sizes))
 
 
-def canonical_kv_caches(kv_caches: Any, factor: int) -> CanonicalKVCaches:
+def canonical_kv_caches(kv_caches: Any, factor: int, packed: bool) -> CanonicalKVCaches:
     """Convert vLLM's CanonicalKVCaches to kvferry's; no bytes are copied."""
     tensors = tuple(canonical.tensor for canonical in kv_caches.tensors)
     layouts = tuple(
@@ -166,4 +166,4 @@ def canonical_kv_caches(kv_caches: Any, factor: int) -> CanonicalKVCaches:
         tuple(TensorRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs)
         for refs in kv_caches.group_data_refs
     )
-    return CanonicalKVCaches(KVLayout(layouts, groups, factor), tensors)
+    return CanonicalKVCaches(KVLayout(layouts, groups, factor, packed), tensors)
