@@ -118,9 +118,10 @@ def test_the_bytes_of_a_config_are_those_that_vllm_plans(
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_models_without_prefixes_are_refused_before_their_weights_are_loaded(
+def test_models_without_prefixes_are_refused(
     started: dict[str, dict[str, Any]], family: str
 ) -> None:
+    """When vLLM asks the connector for a layout: it has loaded the weights, and planned nothing."""
     result = started[family]
     assert result["code"] == "bad_config"
     assert "start vLLM without --kv-transfer-config" in result["message"]
