@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kvferry.client import Refused
-from kvferry.proto.version import installed_version
 from kvferry.testing.plugin import StartKvferryd
 from support.vllm_stand_ins import vllm_config
+from support.vllm_version import has_vllm
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -296,8 +296,8 @@ def test_vllm_copies_a_block_that_is_not_written_yet(
     core: Any, start_kvferryd: StartKvferryd
 ) -> None:
     """Why `warn_of_unwritten_copies` warns. kvferry stores and loads nothing here."""
-    if not (installed_version("vllm") or "").startswith("0.33."):
-        pytest.skip("shown with vLLM 0.33 only")
+    if not has_vllm(0, 33):
+        pytest.skip("shown with vLLM 0.33 and newer")
     daemon = start_kvferryd()
     groups = ("full", "partial states")
     engine = core.EngineCore(daemon.directory, groups, blocks=23, kv_role="kv_consumer")
