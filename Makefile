@@ -8,7 +8,7 @@ CUDA := daemon/kvferry/daemon/engine/cuda
 GROUPS_PIP := --quiet --disable-pip-version-check 'pip>=25.1'
 
 .PHONY: help demo demo-cluster demo-siblings test lowest trials static check coverage format faults frames fuzz soak load bench gpu kernels clean \
-	sglang sglang-tests vllm vllm-tests release lock
+	sglang sglang-tests vllm vllm-tests vllm-newest release lock
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -83,10 +83,18 @@ vllm: $(VLLM:%=.vllm/%/.ready)  ## make environments with vLLM, without a GPU, i
 
 vllm-tests: $(VLLM:%=vllm-tests-%)  ## test the connector with each vLLM; run vLLM's own tests through it
 
+# vLLM's own tests run also if the connector's fail.
 vllm-tests-%: .vllm/%/.ready
-	.vllm/$*/bin/python -m pytest -q -n 2 tests/client/vllm
+	.vllm/$*/bin/python -m pytest -q -n 2 tests/client/vllm; own=$$?; \
 	.vllm/$*/bin/python -m pytest -q -c $(UPSTREAM)/pytest.ini --rootdir .vllm/$*/upstream \
-		.vllm/$*/upstream/tests/v1/kv_connector/unit/offloading_connector
+		.vllm/$*/upstream/tests/v1/kv_connector/unit/offloading_connector && exit $$own
+
+# Names the packages of other versions than this vLLM wants: its errors may be theirs.
+vllm-newest: .vllm/packages/.ready  ## test the connector with the newest vLLM that pip finds
+	$(BIN)/python $(UPSTREAM)/install.py newest .vllm/newest .vllm/packages
+	touch .vllm/newest/.ready
+	.vllm/newest/bin/python -m pip check | grep '^vllm .* but you have' || true
+	$(MAKE) vllm-tests-newest
 
 .vllm/packages/.ready: $(UPSTREAM)/packages.txt $(READY)
 	rm -rf .vllm/packages

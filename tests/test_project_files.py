@@ -1,4 +1,4 @@
-"""pyproject.toml, the Makefile, the workflow and the templates of GitHub agree."""
+"""pyproject.toml, the Makefile, the workflows and the templates of GitHub agree."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LOWEST_PYTHON = PROJECT["project"]["requires-python"].removeprefix(">=")
 FORMS = [path for path in sorted((GITHUB / "ISSUE_TEMPLATE").iterdir()) if path.stem != "config"]
 
 
-def load(path: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load(path.read_text())
+def load(path: Path) -> dict[Any, Any]:
+    loaded: dict[Any, Any] = yaml.safe_load(path.read_text())
     return loaded
 
 
@@ -57,6 +57,21 @@ def test_the_workflow_runs_ci_run_with_the_history_and_the_lowest_python() -> No
     program = ROOT / run["run"].split()[-1]
     assert program == ROOT / ".ci" / "run"
     assert program.stat().st_mode & 0o100
+
+
+def test_the_newest_vllm_is_tested_every_week() -> None:
+    workflow = load(GITHUB / "workflows" / "vllm-newest.yml")
+    assert workflow["permissions"] == {"contents": "read"}
+    (entry,) = workflow[True]["schedule"]  # YAML reads the key "on" as true
+    *_, day, month, weekday = entry["cron"].split()
+    assert (day, month) == ("*", "*")
+    assert weekday in "0123456"
+    (job,) = workflow["jobs"].values()
+    checkout, python, run = job["steps"]
+    assert checkout["with"]["fetch-depth"] == 0
+    assert python["with"]["python-version"] == LOWEST_PYTHON
+    target = run["run"].removeprefix("make ")
+    assert re.search(rf"(?m)^{target}:", (ROOT / "Makefile").read_text())
 
 
 def test_actions_are_named_by_their_commit() -> None:

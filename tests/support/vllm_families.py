@@ -262,11 +262,8 @@ def blocks_of(groups: list[Any], chosen: Any, ids: list[int]) -> Any:
 
 def start(family: PlannedFamily, directory: str) -> dict[str, Any]:
     """Start a family. Returns the line to print."""
-    try:
-        config = configure(family, directory)
-    except KVFerryError as error:  # before any weights are loaded
-        return {"code": str(error.code), "message": str(error)}
     with ExitStack() as stack:
+        config = configure(family, directory)
         stack.enter_context(set_current_vllm_config(config))
         store = f"file://{tempfile.mkdtemp(prefix='kvferry-store-')}/store"
         init_distributed_environment(1, 0, store, 0, "gloo")
@@ -291,6 +288,8 @@ def main() -> None:
     for name in names:
         try:
             result = start(FAMILIES[name], directory)
+        except KVFerryError as error:
+            result = {"code": str(error.code), "message": str(error)}
         except Exception:
             result = {"failure": traceback.format_exc()}
         print(json.dumps({"family": name, **result}), flush=True)

@@ -1,15 +1,18 @@
 """Create a virtual environment with one version of vLLM, on a machine without a GPU.
 
     python tests/vllm_upstream/install.py 0.33.0 .vllm/0.33.0 .vllm/packages
+    python tests/vllm_upstream/install.py newest .vllm/newest .vllm/packages
 
 The environment has vLLM's wheel without its compiled kernels, the packages of `packages.txt` (in a
 directory of their own, which all versions share), and everything of the environment that runs this
 script. vLLM's own tests of its offloading connector, from its source distribution, are in
-`upstream`. Run by the Makefile. Raises CalledProcessError if a download fails.
+`upstream`. "newest" is the newest release that pip finds; if the environment has it, nothing is
+done. Run by the Makefile. Raises CalledProcessError if a download fails.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import site
@@ -38,10 +41,17 @@ UPSTREAM_TESTS = (
     "tests/v1/kv_offload/*.py",
     "tests/v1/kv_offload/cpu/*",
 )
+# Lists the directories of packages that the environment uses. Written last.
+PATHS = "kvferry-development.pth"
 
 
 def main() -> None:
     version, target, packages = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    if version == "newest":
+        version = newest_version()
+        print(f"vLLM {version} is the newest release")
+        if is_installed(version, target):
+            return
     shutil.rmtree(target, ignore_errors=True)
     venv.create(target, with_pip=False)
     installed = next(target.glob("lib/python3*/site-packages"))
@@ -50,7 +60,23 @@ def main() -> None:
         extract_tests(download_source(version, Path(name) / "source"), target / "upstream")
     paths = [str(packages.resolve()), *site.getsitepackages()]
     lines = [f"import site; site.addsitedir({path!r})" for path in paths]
-    (installed / "kvferry-development.pth").write_text("\n".join(lines) + "\n")
+    (installed / PATHS).write_text("\n".join(lines) + "\n")
+
+
+def newest_version() -> str:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    options = ["--dry-run", "--ignore-installed", "--no-deps", "--report", "-"]
+    done = subprocess.run([*command, *options, "vllm"], check=True, stdout=subprocess.PIPE)
+    (found,) = json.loads(done.stdout)["install"]
+    return str(found["metadata"]["version"])
+
+
+def is_installed(version: str, target: Path) -> bool:
+    """Whether an environment is complete and has this version."""
+    return any(
+        (packages / PATHS).exists() and (packages / f"vllm-{version}.dist-info").exists()
+        for packages in target.glob("lib/python3*/site-packages")
+    )
 
 
 def download(requirement: str, directory: Path, *options: str, **environment: str) -> Path:

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from kvferry.client import LocalDaemon
-from kvferry.proto.version import installed_version
 from support.family_configs import FAMILIES
 from support.kv_bytes import kv_bytes
 from support.time_limits import TIMEOUT
+from support.vllm_version import has_vllm
 
 TESTS = Path(__file__).parents[2]
 
@@ -64,8 +64,8 @@ REPLICATED = "deepseek-v3", "deepseek-v3.2", "glm-5", "deepseek-v4", "mtp"
 @pytest.fixture(scope="module")
 def started() -> dict[str, dict[str, Any]]:
     """The lines that the start of each family prints."""
-    if not (installed_version("vllm") or "").startswith("0.33."):
-        pytest.skip("vLLM 0.33 is not installed")
+    if not has_vllm(0, 33):
+        pytest.skip("vLLM 0.33 is not installed, nor a newer one")
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -118,9 +118,10 @@ def test_the_bytes_of_a_config_are_those_that_vllm_plans(
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_models_without_prefixes_are_refused_before_their_weights_are_loaded(
+def test_models_without_prefixes_are_refused(
     started: dict[str, dict[str, Any]], family: str
 ) -> None:
+    """When vLLM asks the connector for a layout: it has loaded the weights, and planned nothing."""
     result = started[family]
     assert result["code"] == "bad_config"
     assert "start vLLM without --kv-transfer-config" in result["message"]

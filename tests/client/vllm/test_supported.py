@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 import torch
 
 from kvferry.client import Refused
-from kvferry.proto.version import installed_version
 from kvferry.testing.plugin import StartKvferryd
 from support.vllm_stand_ins import vllm_config
+from support.vllm_version import has_vllm
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -90,20 +91,19 @@ def test_mamba_layers_need_prefix_caching_and_a_newer_vllm(core: Any) -> None:
         assert "--enable-prefix-caching" in message
 
 
-def test_vllm_checks_the_configuration_before_it_loads_weights(
-    core: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model with chunked local attention, which vLLM 0.26 and 0.27 cannot offload."""
+def test_local_attention_needs_a_newer_vllm(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.26 and 0.27 cannot offload it."""
     from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
     from kvferry.client.vllm import compat
+    from kvferry.client.vllm.supported import check_config
 
     local = ChunkedLocalAttentionSpec(block_size=16, **SHAPE, attention_chunk_size=32)
     monkeypatch.setattr(type(current_platform), "support_hybrid_kv_cache", lambda _: True)
     options = {"kvferry_dirs": "nowhere", "cpu_bytes_to_use": 1 << 20}
     monkeypatch.setattr(core._config(options).model_config, "attention_chunk_size", 32)
-    configured = refusal(core._config, options)
+    configured = refusal(check_config, core._config(options), options)
     if compat.can_offload_local_attention():
         assert not configured
         assert not of_layer(local)
@@ -112,21 +112,90 @@ def test_vllm_checks_the_configuration_before_it_loads_weights(
         assert message.startswith("[bad_config]")
         assert "use vLLM 0.28 to 0.33" in message
         assert "--disable-hybrid-kv-cache-manager" in message
-    other = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
-    assert not refusal(lambda: core._config(options, **other))
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_options_are_checked_before_vllm_loads_weights(core: Any, inside: bool) -> None:
-    """inside: kvferry is in a MultiConnector."""
-    options = {"kvferry_dirs": "nowhere", "cpu_bytes_to_use": "64 apples"}
-    child = core.kvferry_transfer(options)
-    multi = {
+# When vLLM calls the checks
+
+
+def in_multi_connector(child: dict[str, Any]) -> dict[str, Any]:
+    return {
         "kv_connector": "MultiConnector",
         "kv_connector_module_path": None,
         "kv_connector_extra_config": {"connectors": [child]},
     }
-    assert "64 apples" in refusal(lambda: core._config(options, **(multi if inside else {})))
+
+
+@pytest.fixture(params=[False, True], ids=["alone", "in a MultiConnector"])
+def transfer(core: Any, request: pytest.FixtureRequest) -> Callable[[dict[str, Any]], Any]:
+    """Fields of a KVTransferConfig for kvferry with these options."""
+
+    def fields(options: dict[str, Any]) -> dict[str, Any]:
+        own: dict[str, Any] = core.kvferry_transfer(options)
+        return in_multi_connector(own) if request.param else own
+
+    return fields
+
+
+@pytest.fixture
+def full_graphs(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM captures full CUDA graphs, which is its default on a GPU."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "support_static_graph_mode", lambda _: True)
+
+
+@pytest.mark.usefixtures("full_graphs")
+def test_options_are_checked_before_vllm_loads_weights(
+    core: Any, transfer: Callable[[dict[str, Any]], Any]
+) -> None:
+    options = {"kvferry_dirs": "nowhere", "cpu_bytes_to_use": "64 apples"}
+    assert "64 apples" in refusal(lambda: core._config({}, **transfer(options)))
+    options["cpu_bytes_to_use"] = "64GiB"
+    assert not refusal(lambda: core._config({}, **transfer(options)))
+
+
+@pytest.mark.usefixtures("full_graphs")
+def test_the_layout_of_the_environment_is_checked_before_vllm_loads_weights(
+    core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LHBNC")
+    options = {"kvferry_dirs": "nowhere"}
+    assert "unset VLLM_KV_CACHE_LAYOUT" in refusal(core._config, options)
+
+
+def test_sleep_mode_is_checked_before_vllm_loads_weights(
+    core: Any, monkeypatch: pytest.MonkeyPatch, transfer: Callable[[dict[str, Any]], Any]
+) -> None:
+    from kvferry.client.vllm import compat
+
+    if not compat.CALLS_BEFORE_SLEEP:
+        pytest.skip("this vLLM asks no connector whether it supports sleep mode")
+    options = {"kvferry_dirs": "nowhere", "kvferry_exported_kv": False}
+    monkeypatch.setattr(core._config({}).model_config, "enable_sleep_mode", True)
+    message = refusal(lambda: core._config({}, **transfer(options)))
+    assert "remove kvferry_exported_kv" in message
+
+
+def test_the_configuration_is_checked_before_vllm_profiles_the_memory(
+    core: Any, monkeypatch: pytest.MonkeyPatch, transfer: Callable[[dict[str, Any]], Any]
+) -> None:
+    """In vLLM before 0.29 when it creates the connector, which it does in any case."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.attention.backends import utils
+
+    config = core._config({}, **transfer({"kvferry_dirs": "nowhere"}))
+    config.scheduler_config.disable_hybrid_kv_cache_manager = True
+    config.cache_config.enable_prefix_caching = False
+    model = type(config.model_config)
+    monkeypatch.setattr(model, "is_prefix_caching_supported", False, raising=False)
+    create, caches = KVConnectorFactory.create_connector, core._caches(("full",), 8, 0)
+    for role in KVConnectorRole:
+        assert "vLLM caches no prefixes" in refusal(create, config, role, caches)
+    if (resolve := getattr(utils, "resolve_kv_cache_layout", None)) is not None:
+        assert "vLLM caches no prefixes" in refusal(resolve, config, [["LBHNC"]], [])
+        config.cache_config.enable_prefix_caching = True
+        assert not refusal(resolve, config, [["LBHNC"]], [])
 
 
 @pytest.mark.parametrize("backend", ["native", "lmcache"])
@@ -141,15 +210,7 @@ def test_the_flag_that_replaces_the_connector_is_named(
     assert "set cpu_bytes_to_use" in message
 
 
-def test_a_directory_per_rank_is_required_before_vllm_loads_weights(core: Any) -> None:
-    from kvferry.client.vllm.supported import check_config
-
-    config = vllm_config("engine", {})
-    config.parallel_config.world_size = 2
-    assert "write 2 directories" in refusal(check_config, config, {"kvferry_dirs": "/one"})
-
-
-def test_a_layout_is_checked_before_vllm_loads_weights(
+def test_the_layout_that_vllm_resolved_is_checked(
     core: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.client.vllm.supported.kv_layout", lambda _: "LHBNC")
@@ -235,8 +296,8 @@ def test_vllm_copies_a_block_that_is_not_written_yet(
     core: Any, start_kvferryd: StartKvferryd
 ) -> None:
     """Why `warn_of_unwritten_copies` warns. kvferry stores and loads nothing here."""
-    if not (installed_version("vllm") or "").startswith("0.33."):
-        pytest.skip("shown with vLLM 0.33 only")
+    if not has_vllm(0, 33):
+        pytest.skip("shown with vLLM 0.33 and newer")
     daemon = start_kvferryd()
     groups = ("full", "partial states")
     engine = core.EngineCore(daemon.directory, groups, blocks=23, kv_role="kv_consumer")

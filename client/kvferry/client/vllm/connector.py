@@ -29,7 +29,7 @@ from kvferry.client.vllm.engine_config import provide_config
 from kvferry.client.vllm.eviction_stores import EvictionStores
 from kvferry.client.vllm.held_blocks import HeldBlocks
 from kvferry.client.vllm.hinted_prefixes import HintedPrefixes
-from kvferry.client.vllm.kv_memory import KVMemory, exports
+from kvferry.client.vllm.kv_memory import KVMemory, check_sleep_options
 from kvferry.client.vllm.late_stores import LateStores
 from kvferry.client.vllm.load_conditions import (
     can_load_after,
@@ -54,7 +54,6 @@ if NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - MultiConnector lo
     KVConnectorFactory.register_connector(NAME, "kvferry.client.vllm", NAME)
 
 compat.check_version(installed_version("vllm") or "")
-supported.check_before_weights(NAME)
 
 
 class KVFerryConnector(OffloadingConnector):
@@ -95,10 +94,26 @@ class KVFerryConnector(OffloadingConnector):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Asked before the model is loaded."""
-        return compat.CALLS_BEFORE_SLEEP and (
-            exports(kv_transfer_config.kv_connector_extra_config) is not False
-        )
+        """Called before vLLM loads the weights, if sleep mode is on.
+
+        Raises Refused instead of returning False, because vLLM's error names no remedy.
+        """
+        check_sleep_options(kv_transfer_config.kv_connector_extra_config)
+        return True
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Called before vLLM loads the weights, unless it captures no full CUDA graphs."""
+        supported.check_before_weights(extra_config)
+        return bool(super().requires_piecewise_for_cudagraph(extra_config))
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Called after vLLM has loaded the weights, since 0.29 before it profiles the memory."""
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        supported.check_config(vllm_config, extra)
+        layout: str | None = super().get_required_kvcache_layout(vllm_config)
+        return layout
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:

@@ -229,7 +229,12 @@ def kv_layout(vllm_config: Any, kv_cache_config: Any = None) -> str:
     setting, the attention backend and the connector.
     """
     resolved = _resolved_layout(vllm_config, kv_cache_config)
-    return resolved or os.environ.get("VLLM_KV_CACHE_LAYOUT", "")
+    return resolved or chosen_layout()
+
+
+def chosen_layout() -> str:
+    """The layout that the user set, if any."""
+    return os.environ.get("VLLM_KV_CACHE_LAYOUT", "")
 
 
 def _resolved_layout(vllm_config: Any, kv_cache_config: Any) -> str:

@@ -74,8 +74,12 @@ def exports(extra: Mapping[str, Any]) -> bool | None:
 
 def check_sleep_mode(vllm_config: Any, extra: Mapping[str, Any]) -> None:
     """Raise Refused (BAD_CONFIG) if the memory of the KV caches changed without a notice."""
-    if not sleeps(vllm_config):
-        return
+    if sleeps(vllm_config):
+        check_sleep_options(extra)
+
+
+def check_sleep_options(extra: Mapping[str, Any]) -> None:
+    """As check_sleep_mode, of an engine that sleeps."""
     if not compat.CALLS_BEFORE_SLEEP:
         message = (
             "this vLLM does not notify connectors before it sleeps; start it without "

@@ -1,7 +1,7 @@
 """The options in kv_connector_extra_config that kvferry reads: their names, checks and values.
 
 vLLM passes them on as they are in the JSON of --kv-transfer-config. They are checked when vLLM
-starts, before it loads the weights, with the checks that a daemon makes (kvferry.proto.opening).
+starts (supported.py), with the checks that a daemon makes (kvferry.proto.opening).
 What a value means for the model's chunks is checked when vLLM has planned the KV cache
 (engine_config.py). Errors are Refused (BAD_CONFIG). Does not import vLLM.
 """

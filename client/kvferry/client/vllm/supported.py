@@ -1,22 +1,21 @@
 """kvferry refuses models and options that it cannot serve, and says what to change.
 
-Called when vLLM starts, in each of its processes. The configuration is checked before vLLM loads
-the weights, the KV cache groups when vLLM has planned them, which is after that. Needs vLLM.
+vLLM passes its configuration to no method of a connector before it has loaded the weights. So only
+options are checked before that, the configuration once vLLM passes it, and the KV cache groups when
+vLLM has planned them. NAMES.md lists the methods and when vLLM calls them. Needs vLLM.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from functools import wraps
+from collections.abc import Mapping
 from typing import Any
 
-from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
 
 from kvferry.client.vllm import compat
 from kvferry.client.vllm.engine_config import check_layout
-from kvferry.client.vllm.fingerprint import kv_layout, offloaded_groups
+from kvferry.client.vllm.fingerprint import chosen_layout, kv_layout, offloaded_groups
 from kvferry.client.vllm.kv_memory import check_sleep_mode
 from kvferry.client.vllm.options import BLOCKS_PER_CHUNK, TOKENS_PER_CHUNK, check_options
 from kvferry.client.vllm.vllm_log import vllm_log
@@ -25,30 +24,19 @@ from kvferry.proto.errors import Code, Refused
 log = logging.getLogger("kvferry")
 
 
-def check_before_weights(connector: str) -> None:
-    """Let vLLM check the configuration of each engine that has this connector.
+def check_before_weights(extra: Mapping[str, Any]) -> None:
+    """Raise Refused (BAD_CONFIG) for what is wrong with every model.
 
-    Called when the connector is imported. vLLM imports it while it completes its configuration,
-    and passes the configuration to no method of a connector before it has loaded the weights. Its
-    own check of connectors, which it does last, is a method of the configuration. It comes second,
-    because it names no remedy.
+    extra: the kv_connector_extra_config of kvferry.
     """
-    verify = VllmConfig._verify_kv_transfer_compat  # noqa: SLF001 - vLLM has no hook
-
-    @wraps(verify)
-    def check_and_verify(vllm_config: Any) -> None:
-        for extra in _extra_configs(vllm_config.kv_transfer_config, connector):
-            check_config(vllm_config, extra)
-        verify(vllm_config)
-
-    VllmConfig._verify_kv_transfer_compat = check_and_verify  # noqa: SLF001
+    check_options(extra)
+    check_layout(chosen_layout())
 
 
 def check_config(vllm_config: Any, extra: Mapping[str, Any]) -> None:
     """Raise Refused (BAD_CONFIG) if the bytes of this model's KV could not be right.
 
-    extra: the kv_connector_extra_config of kvferry, which may be in a MultiConnector. Its values
-    are checked, too.
+    extra: the kv_connector_extra_config of kvferry. Its values are checked, too.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     check_options(extra, vllm_config.parallel_config.world_size)
@@ -196,14 +184,3 @@ def _host_resident() -> Refused:
         "hisparse_config in --attention-config"
     )
     return Refused(Code.BAD_CONFIG, message, "host_resident")
-
-
-def _extra_configs(transfer: Any, connector: str) -> Iterator[Mapping[str, Any]]:
-    """The kv_connector_extra_config of this connector, also of those in a MultiConnector."""
-    if transfer is not None:
-        extra = transfer.kv_connector_extra_config
-        if transfer.kv_connector == connector:
-            yield extra
-        for child in extra.get("connectors", ()):
-            if child.get("kv_connector") == connector:
-                yield child.get("kv_connector_extra_config") or {}
