@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from support.seccomp_profile import PROFILE, probe
 from support.systemd_container import WHEELS, Foundation, missing
 from support.time_limits import TIMEOUT
 
@@ -86,7 +88,12 @@ def test_the_image_serves_and_reports_its_health() -> None:
             *("--file", "deploy/containers/Containerfile", str(CHECKOUT)),
         )
         check_engine_image(images)
-        container = images.run("from", "localhost/kvferry:1.2.3")
+        confined = f"--security-opt=seccomp={PROFILE}"
+        container = images.run("from", confined, "localhost/kvferry:1.2.3")
+        refused = images.run(
+            "run", "--isolation", "chroot", container, "--", "python3", "-c", probe()
+        )
+        assert set(json.loads(refused).values()) == {errno.EPERM}
         config = images.config("kvferry:1.2.3")
         assert config["User"] == "64240:64240"
         command = [*config["Entrypoint"], "--device", "cpu", "--pool-size", "1MiB"]

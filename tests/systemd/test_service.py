@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from support.seccomp_profile import REFUSED_CALLS, probe
 from support.systemd_container import HOST, SystemdContainer
 from support.time_limits import TIMEOUT
 
@@ -348,6 +350,16 @@ def test_the_exposure_level_of_the_unit(service: SystemdService) -> None:
     assert "Overall exposure level" in output
     verified = service.machine.run("systemd-analyze", "verify", f"{service.unit}.service")
     assert "Unknown" not in verified
+
+
+def test_the_unit_refuses_dangerous_calls(service: SystemdService) -> None:
+    service.machine.write("/srv/probe.py", probe())
+    service.configure(f"[Service]\nExecStartPre={PYTHON} /srv/probe.py\n")
+    service.systemctl("restart")
+    service.until(lambda: "userfaultfd" in service.log())
+    (found,) = re.findall(r"\{.*\}", service.log())
+    errors = dict.fromkeys((*REFUSED_CALLS, "unshare"), errno.EPERM)
+    assert json.loads(found) == {**errors, "socket": errno.EAFNOSUPPORT}
 
 
 def test_the_unit_may_open_gpu_devices_only(service: SystemdService) -> None:
