@@ -7,7 +7,7 @@ CUDA := daemon/kvferry/daemon/engine/cuda
 # The first pip that reads dependency groups. The one that comes with Python may be older.
 GROUPS_PIP := --quiet --disable-pip-version-check 'pip>=25.1'
 
-.PHONY: help demo demo-cluster demo-siblings test lowest trials static check coverage format faults frames fuzz soak load bench gpu kernels clean \
+.PHONY: help demo demo-cluster demo-siblings test lowest trials static check coverage mutants format faults frames fuzz soak load bench gpu kernels clean \
 	sglang sglang-tests vllm vllm-tests vllm-newest release lock
 
 help:  ## list the targets
@@ -56,6 +56,10 @@ coverage: $(READY)  ## branch coverage of the product by the tests
 	$(BIN)/coverage run -m pytest -q -n 4 --dist worksteal -m "not gpu and not systemd" --ignore tests/faults
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --sort=cover
+
+MUTANTS ?=
+mutants: $(READY)  ## break the product in 100 ways, and report what no test notices; MUTANTS="tiers -j 1": some, one by one
+	$(BIN)/python -m mutants $(MUTANTS)
 
 gpu: $(READY)  ## all tests, on a machine with a GPU
 	$(BIN)/python -m pytest -q

@@ -15,6 +15,8 @@ from kvferry.client.link import FIRST_BACKOFF, MAX_BACKOFF
 from kvferry.client.restoring import ATTEMPT_TIMEOUT
 from kvferry.client.wire import ConnectionState
 from kvferry.proto import messages as wire
+from kvferry.proto.results import JobResult, Outcome
+from kvferry.proto.specs import CPULoadStoreSpec, Direction, GPULoadStoreSpec
 from support.client_keys import FINGERPRINT
 
 if TYPE_CHECKING:
@@ -56,6 +58,20 @@ def test_a_daemon_that_disconnects_during_an_attempt_is_tried_again(
     link.advance(now + MAX_BACKOFF)
     assert fake_daemon.received_of(wire.Hello)
     client.wait_connected()
+
+
+def test_results_that_arrive_right_before_a_disconnect_are_received(
+    fake_daemon: FakeDaemon,
+) -> None:
+    client = OffloadClient(fake_daemon.directory, engine="engine")
+    client.transfer_async(7, (GPULoadStoreSpec([1]), CPULoadStoreSpec([3])))
+    done = JobResult(7, Direction.STORE, Outcome.DONE, 64)
+    fake_daemon.send_to_client(wire.Finished((done,)))
+    fake_daemon.disconnected = True
+    client._link.check_connection()
+    assert client.gone is not None
+    results = client._session.jobs.take_results()
+    assert [(result.job_id, result.success) for result in results] == [(7, True)]
 
 
 def test_pauses_after_failed_attempts_double_up_to_a_maximum(fake_daemon: FakeDaemon) -> None:

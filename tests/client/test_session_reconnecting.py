@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvferry.client.restoring import share_timeline
@@ -166,6 +167,19 @@ def test_a_host_block_whose_store_was_lost_loads_only_after_another_store(
     reconnecting.jobs.submit(2, LOAD, 0)
 
 
+def test_the_ids_of_a_lost_store_are_those_when_it_was_submitted(
+    reconnecting: ClientSession,
+) -> None:
+    """The caller may use its array again."""
+    hosts = np.array([3])
+    submit(reconnecting, 1, (STORE[0], CPULoadStoreSpec(hosts)))
+    hosts[0] = 4
+    reconnecting.connection_lost(KILLED)
+    reconnect(reconnecting)
+    with pytest.raises(Refused, match="lost with its daemon"):
+        reconnecting.jobs.submit(2, LOAD, 0)
+
+
 def test_a_lost_sub_block_loads_only_after_another_store_of_it(reconnecting: ClientSession) -> None:
     """A store of the other half of its host block is not enough."""
     caches: Any = SimpleNamespace(layout=HALVES)
@@ -201,6 +215,16 @@ def test_a_lost_daemon_ends_pending_requests_once(reconnecting: ClientSession) -
             pending.reply(5)
     with pending.expect_reply(wire.StatusRequest(6)):
         assert pending.reply(6) is None
+
+
+def test_a_reply_that_arrived_before_the_daemon_was_lost_counts(
+    reconnecting: ClientSession,
+) -> None:
+    pending = reconnecting.wire.pending
+    with pending.expect_reply(wire.Wait(5, (1,))):
+        reconnecting.receive_message(encode(wire.Waited(5)))
+        reconnecting.connection_lost(KILLED)
+        assert pending.reply(5) == wire.Waited(5)
 
 
 def test_a_daemon_that_refuses_to_reconnect(reconnecting: ClientSession) -> None:

@@ -42,6 +42,12 @@ def layout(tensors: int, groups: list[int]) -> KVLayout:
             "51",
         ),
         (
+            KVLayout(TENSORS, ((TensorRef(0, 101),),)),
+            Code.BAD_LAYOUT,
+            "group 0 copies 101 bytes per page of tensor 0, whose pages have 100",
+            "101",
+        ),
+        (
             KVLayout(TENSORS, ((TensorRef(1, 1),), (TensorRef(1, 1), TensorRef(1, 2)))),
             Code.BAD_LAYOUT,
             "group 1 refers to tensor 1 twice",

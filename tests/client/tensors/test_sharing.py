@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from kvferry.client import Code, LocalDaemon, OffloadClient, Refused, shared_empty
+from kvferry.client.tensors.canonical import canonicalize
+from kvferry.client.tensors.sharing import export_tensors
 
 
 def test_memory_that_is_not_shared(kvferryd: LocalDaemon) -> None:
@@ -86,3 +88,14 @@ def test_shared_memory_that_is_open_for_reading_too(kvferryd: LocalDaemon) -> No
         tensor = torch.frombuffer(memory, dtype=torch.int8).view(8, 64)
         with OffloadClient(kvferryd.directory, engine="read") as client:
             client.register_kv_caches({"layer": tensor}, num_blocks=8, host_bytes=512)
+
+
+def test_a_private_mapping_of_a_shared_file_is_not_shared() -> None:
+    """What the engine writes there never reaches the file, which the daemon would map."""
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.truncate(512)
+        memory = mmap.mmap(file.fileno(), 512, mmap.MAP_PRIVATE)
+        tensor = np.frombuffer(memory, np.int8).reshape(8, 64)
+        with pytest.raises(Refused) as refused:
+            export_tensors(canonicalize({"layer": tensor}, num_blocks=8))
+        assert refused.value.code == Code.NOT_SHAREABLE

@@ -87,6 +87,14 @@ def test_a_load_requires_the_stores_of_its_blocks_that_have_not_ended() -> None:
     assert fixture.start("a", 6, load(4, hosts=(0,))).requires == ()
 
 
+def test_the_end_of_an_older_store_of_a_block_is_not_that_of_the_newer_one() -> None:
+    fixture = CoreFixture("a")
+    older = fixture.start("a", 1, store(0, hosts=(0,)))
+    newer = fixture.start("a", 2, store(0, hosts=(0,)))
+    fixture.report(TransferCompleted(older.serial, Outcome.DONE))
+    assert fixture.start("a", 3, load(4, hosts=(0,))).requires == (newer.serial,)
+
+
 def test_parts_of_a_host_block_that_were_not_stored_are_stale() -> None:
     fixture = CoreFixture("a")
     plan = fixture.start("a", 1, store(0, hosts=(0,)))

@@ -159,6 +159,8 @@ def test_a_writer_may_be_killed_between_any_two_stores(
                 page.draw(namespace, "a label")
     other = EpochPage(tmp_path)
     assert other.current(A) >= before
+    # Nobody may take it for an epoch that shared stores have.
+    assert other.current(A) == before or other.is_unpublished(A)
     for each in (page, other):
         epochs = each.draw(A), each.draw(B)
         assert (page.current(A), page.current(B)) == epochs
@@ -229,7 +231,13 @@ def test_a_path_that_cannot_be_used_is_refused(tmp_path: Path, kind: str) -> Non
     assert refused.value.code == Code.BAD_CONFIG
 
 
-def test_a_sync_is_reported(page: EpochPage) -> None:
+def test_a_sync_is_reported(
+    page: EpochPage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the file is on the device."""
+    synced = list[int]()
+    monkeypatch.setattr(os, "fdatasync", lambda number: synced.append(os.fstat(number).st_ino))
+
     async def sync() -> list[Any]:
         reports = list[Any]()
         begun = time.monotonic()
@@ -237,6 +245,7 @@ def test_a_sync_is_reported(page: EpochPage) -> None:
         while not reports:
             await asyncio.sleep(0.001)
         assert reports[0].now >= begun
+        assert synced == [(tmp_path / NAME).stat().st_ino]
         return reports
 
     assert isinstance(asyncio.run(sync())[0], EpochsSynced)

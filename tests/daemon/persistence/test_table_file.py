@@ -15,6 +15,7 @@ import pytest
 from kvferry.daemon.core.block_lines import line_type
 from kvferry.daemon.core.block_table import BlockTable
 from kvferry.daemon.core.records import RegionRecord
+from kvferry.daemon.memory.foreign_memory import SharedWords
 from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.daemon.persistence.table_file import (
     LINES_AT,
@@ -94,6 +95,33 @@ def test_an_update_replaces_the_record_and_keeps_the_lines() -> None:
             )
             file.update(record)
             assert read_file(file) == (record, [1])
+
+
+@pytest.mark.parametrize("words", range(3))
+def test_a_daemon_may_be_killed_after_any_word_of_an_update(
+    monkeypatch: pytest.MonkeyPatch, words: int
+) -> None:
+    """The next one reads the old record or the new one."""
+    write, left = SharedWords.write, words
+    new = msgspec.structs.replace(KEYED, epoch=7)
+
+    class KilledWriter(Exception):
+        pass
+
+    def killed_write(head: SharedWords, word: int, value: int) -> None:
+        nonlocal left
+        if left:
+            write(head, word, value)
+            left -= 1
+        if not left:
+            raise KilledWriter
+
+    with new_file() as file:
+        with monkeypatch.context() as patch:
+            patch.setattr(SharedWords, "write", killed_write)
+            with pytest.raises(KilledWriter):
+                file.update(new)
+        assert read_file(file)[0] == (new if words else KEYED)
 
 
 def test_a_table_of_the_format_before_is_converted() -> None:

@@ -21,9 +21,10 @@ from kvferry.daemon.siblings.windows import MappedWindows
 from kvferry.proto import messages as wire
 from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, ErrorInfo
-from kvferry.proto.lending import MemoryLent
+from kvferry.proto.lending import BorrowMemory, MemoryLent
 from kvferry.shm.memfd import sealed_memfd
 from support.background import in_background
+from support.descriptors import count_memfds
 from support.eventually import eventually
 from support.fake_sibling import FakeSibling, answer_with
 from support.lent_region import BLOCK, FINGERPRINT, LentRegion, key
@@ -105,6 +106,23 @@ async def test_a_new_region_replaces_the_old_one(fixture: PeersFixture) -> None:
         await eventually(lambda: fixture.peers.status()[0].mapped_bytes == 0)
         (status,) = fixture.peers.status()
         assert (status.state, status.keys) == (ON, 0)  # it serves other models now
+
+
+async def test_nothing_of_a_region_that_changes_while_it_is_fetched_stays_open(
+    fixture: PeersFixture,
+) -> None:
+    def answer(request: BorrowMemory) -> list[bytes]:
+        lent = msgspec.structs.replace(LENT, request_id=request.request_id, end=2)
+        if request.first == 0:
+            lent = msgspec.structs.replace(lent, handles=(1,), table=2, page=3)
+        elif request.first == 1:
+            lent = msgspec.structs.replace(lent, region=8, handles=(1,))
+        return [encode(lent)]
+
+    with fixture.sibling(answer) as sibling:
+        await fixture.until("its region has changed")
+        await eventually(lambda: [each.first for each in sibling.asked].count(0) > 4)
+        assert count_memfds("chunk") <= 2  # the test's, and one that is being fetched
 
 
 @pytest.mark.parametrize(

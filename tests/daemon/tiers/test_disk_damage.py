@@ -11,10 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.disk import command
 from kvferry.daemon.tiers.disk.hints import HintFile
-from kvferry.daemon.tiers.disk.slab import SlotHeader
+from kvferry.daemon.tiers.disk.slab import SlotHeader, decode_header
 from kvferry.daemon.tiers.disk.tier import DiskTier
 from kvferry.proto.errors import Refused
 from kvferry.testing.tier_subjects import NAMESPACE, key_of
@@ -56,6 +57,17 @@ def two(disk: KillableDisk) -> KillableDisk:
     for number in MANY:
         assert disk.put([number], OTHER) == [OK]
     return disk
+
+
+def test_a_header_with_any_damaged_byte_is_none() -> None:
+    header = SlotHeader(NAMESPACE, key_of(1), 7, 4096, 1 << 63)
+    data = header.encode()
+    page = memoryview(bytearray(data.ljust(PAGE, b"\0")))
+    assert decode_header(page) == header
+    for at in range(len(data)):
+        page[at] ^= 1
+        assert decode_header(page) is None, at
+        page[at] ^= 1
 
 
 @pytest.mark.parametrize("entry", ENTRIES)

@@ -18,7 +18,8 @@ from kvferry.proto.codec import encode
 from kvferry.proto.errors import Code, KVFerryError, Refused
 from kvferry.proto.fd_passing import SendFds
 from kvferry.proto.messages import Error
-from support.descriptors import is_open
+from support.descriptors import count_memfds, is_open
+from support.eventually import eventually
 
 
 def create_memfd() -> int:
@@ -72,6 +73,19 @@ async def test_a_descriptor_for_a_closed_session_is_closed_at_once(
     descriptor = create_memfd()
     fixture.server.hold_fd("closed", descriptor)
     assert not is_open(descriptor)
+
+
+async def test_descriptors_of_a_refused_packet_are_closed(
+    fixture: FdServerFixture, short_path: Path
+) -> None:
+    descriptor = os.memfd_create("refused-packet")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.connect(str(short_path / "fds.sock"))
+        socket.send_fds(client, [encode(SendFds("closed"))], [descriptor])
+        os.close(descriptor)
+        await eventually(lambda: fixture.refused)
+    assert fixture.refused == [Code.NO_SESSION]
+    assert count_memfds("refused-packet") == 0
 
 
 async def test_a_handle_is_valid_once_and_an_unknown_handle_takes_nothing(
