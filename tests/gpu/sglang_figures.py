@@ -76,7 +76,7 @@ SPEED = {
 }
 
 
-class Bench:
+class TreeBench:
     """What the figures share. failed: what went wrong."""
 
     def __init__(self, chosen: argparse.Namespace, root: Path) -> None:
@@ -131,7 +131,7 @@ class Bench:
 # Pages
 
 
-def measure_pages(bench: Bench) -> None:
+def measure_pages(bench: TreeBench) -> None:
     with bench.daemon((64 << 20) if bench.small else (8 << 30)) as daemon:
         for name, it in RANDOM.items():
             if not bench.small or it.shape is SMALL:
@@ -139,7 +139,7 @@ def measure_pages(bench: Bench) -> None:
                     compare_pages(bench, daemon, name, it)
 
 
-def compare_pages(bench: Bench, daemon: LocalDaemon, name: str, it: RandomKind) -> None:
+def compare_pages(bench: TreeBench, daemon: LocalDaemon, name: str, it: RandomKind) -> None:
     with ExitStack() as running:
         servers = [
             bench.start(
@@ -227,7 +227,7 @@ def synchronize(server: TreeServer) -> None:
         torch.cuda.synchronize()
 
 
-def measure_speed(bench: Bench) -> None:
+def measure_speed(bench: TreeBench) -> None:
     for name, (kind, shape, page_size) in SPEED.items():
         with (
             bench.guarded(f"speed {name}"),
@@ -246,7 +246,7 @@ def measure_speed(bench: Bench) -> None:
             compare_speed(bench, f"speed {name}", server, tokens)
 
 
-def compare_speed(bench: Bench, name: str, server: TreeServer, tokens: int) -> None:
+def compare_speed(bench: TreeBench, name: str, server: TreeServer, tokens: int) -> None:
     watch, rows, copies = Stopwatch(server), list[Record](), None
     for number in range(-2, bench.reps):
         prompt = prompt_of(number, tokens)
@@ -334,7 +334,7 @@ def wait_host(server: TreeServer, prompt: list[int]) -> None:
 # Fences
 
 
-def measure_fences(bench: Bench) -> None:
+def measure_fences(bench: TreeBench) -> None:
     tokens = 512 if bench.small else 4096
     controls = bench.device == "cuda"
     with bench.daemon((64 << 20) if bench.small else (8 << 30)) as daemon:
@@ -392,7 +392,7 @@ def keep_busy(server: TreeServer) -> None:
 
 
 def late_writes(
-    bench: Bench, what: str, server: TreeServer, tokens: int, number: int, control: str
+    bench: TreeBench, what: str, server: TreeServer, tokens: int, number: int, control: str
 ) -> None:
     """The KV of a prompt is written after its pages are offered."""
     prompt = prompt_of(number, tokens)
@@ -427,7 +427,7 @@ def late_writes(
 
 
 def late_reads(
-    bench: Bench, what: str, server: TreeServer, tokens: int, number: int, control: str
+    bench: TreeBench, what: str, server: TreeServer, tokens: int, number: int, control: str
 ) -> None:
     """The slots of a prompt are loaded with those of another while kernels read them."""
     first, second = (prompt_of(2 * number + which, tokens) for which in range(2))
@@ -462,7 +462,9 @@ def late_reads(
     server.evict_all()
 
 
-def judge(bench: Bench, what: str, number: int, row: Record, control: str, is_valid: bool) -> None:
+def judge(
+    bench: TreeBench, what: str, number: int, row: Record, control: str, is_valid: bool
+) -> None:
     if number < 0:
         return
     if not is_valid or not row["tokens"] or bool(row["wrong"]) != bool(control):
@@ -492,7 +494,7 @@ def main() -> None:
     if chosen.device == "cuda":
         torch.cuda.set_stream(new_stream())
     with tempfile.TemporaryDirectory() as root:
-        bench = Bench(chosen, Path(root))
+        bench = TreeBench(chosen, Path(root))
         for name in names:
             with bench.guarded(name):
                 FIGURES[name](bench)
