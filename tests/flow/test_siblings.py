@@ -99,7 +99,10 @@ def test_own_blocks_and_those_of_siblings_in_one_load(start: Start) -> None:
 def test_a_load_of_what_the_sibling_has_evicted_fails(start: Start) -> None:
     """The key was found before. Its next lookup is a miss."""
     one, two = lend(start, range(8)).engines
+    before = one.client.status().lent
     assert two.load_resident(range(8))
+    # Later it would make these blocks more recent than some of those that are stored next.
+    until(lambda: one.client.status().lent >= before + 8)
     one.store(range(1000, 1000 + one.num_blocks))
     assert not two.load_resident(range(8))
     until(lambda: two.manager.lookup(keys([0])[0]) is Lookup.MISS)
