@@ -22,6 +22,7 @@ from kvferry.client import (
     TensorRef,
     offload_key,
 )
+from kvferry.client.doctor import run_checks
 from kvferry.proto.keys import Lookup
 from kvferry.proto.packing import packed_bytes
 from kvferry.testing.engine import until
@@ -131,6 +132,8 @@ def test_a_block_that_cannot_be_packed_is_a_miss_and_the_others_are_stored(
     assert [engine.lookup(n) for n in (0, 1)] == [Lookup.HIT, Lookup.MISS]
     (namespace,) = engine.client.namespaces()
     assert (namespace.stored, namespace.stores_unpackable, namespace.ready) == (2, 1, 2)
+    (warning,) = [f for f in run_checks(daemon.directory) if f.check == "packing"]
+    assert warning.found.startswith("1 of 3 blocks of llama were not stored")
     engine.load(2, into=20)
     assert torch.equal(engine.read(21), values(5))
     engine.write(3, values(3))  # other KV of the key can be stored

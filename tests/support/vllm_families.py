@@ -209,6 +209,11 @@ class StartedEngine:
         self._side: Any = self._worker.connector_worker.worker
         wait_connected(self._side.session.client)
 
+    @property
+    def packs(self) -> bool:
+        """Whether host blocks are packed."""
+        return bool(self._side._config.packs)
+
     def round_trip(self) -> int:
         """Store two chunks of each group, and load them to others. Returns the bytes stored."""
         groups = offloaded_groups(self._caches)
@@ -221,8 +226,14 @@ class StartedEngine:
             pages = {name: self._pages(name, spec) for name, spec in specs_of(group).items()}
             before = {}
             for name, page in pages.items():
-                noise = generator.integers(0, 256, (count, page.shape[1]), np.uint8)
-                before[name] = page[source] = torch.from_numpy(noise)
+                if self.packs:
+                    values = generator.normal(size=(count, page.shape[1] // 2))
+                    noise = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint8)
+                else:
+                    noise = torch.from_numpy(
+                        generator.integers(0, 256, (count, page.shape[1]), np.uint8)
+                    )
+                before[name] = page[source] = noise
             keys = KeysSpec(tuple(bytes([n]) * 32 + number.to_bytes(4, "big") for n in (1, 2)))
             self._side.store(2 * number, blocks_of(groups, group, source), keys)
             (result,) = finished(self._side, 1).values()
@@ -279,6 +290,7 @@ def start(family: PlannedFamily, directory: str) -> dict[str, Any]:
             "layout": worker.kv_cache_layout,
             "replicated": kv_cache_groups_tp_replicas(worker.kv_cache_groups, 2) == 2,
             "groups": [describe(g, n, worker) for n, g in enumerate(worker.kv_cache_groups)],
+            "packed": engine.packs,
             "stored bytes": engine.round_trip(),
         }
 

@@ -57,6 +57,8 @@ WITH_DRAFT = "eagle3", "mtp", "mtp hybrid"
 REFUSED = "whisper", "bert"
 # Their KV has other bytes than the config.json of the model says: options, and drafting layers.
 OTHER_KV = *WITH_DRAFT, "fp8", "nvfp4", "turboquant"
+# All their KV is bfloat16, and their groups have blocks of one size.
+PACKED = "llama", "qwen3", "gemma3", "gpt-oss", "llama4", "eagle3"
 # All tensor-parallel ranks hold the same bytes.
 REPLICATED = "deepseek-v3", "deepseek-v3.2", "glm-5", "deepseek-v4", "mtp"
 
@@ -102,6 +104,7 @@ def test_the_groups_of_a_model_are_stored_and_loaded(
     assert result["stored bytes"] > 0
     assert result["runner"] == "v2"
     assert result["replicated"] == (family in REPLICATED)
+    assert result["packed"] == (family in PACKED)
 
 
 @pytest.mark.parametrize("family", [name for name in GROUPS if name not in OTHER_KV])

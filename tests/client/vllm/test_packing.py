@@ -16,7 +16,8 @@ BYTES = 2 << 20
 
 def group(dtype: str = "torch.bfloat16", page: int = 65536, **fields: Any) -> Any:
     return SimpleNamespace(
-        kv_cache_spec=SimpleNamespace(dtype=dtype, page_size_bytes=page, **fields)
+        layer_names=["layer"] * (BYTES // page),
+        kv_cache_spec=SimpleNamespace(dtype=dtype, page_size_bytes=page, **fields),
     )
 
 
@@ -46,7 +47,9 @@ def test_auto_packs_bfloat16_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, [group(), group(dtypes=("torch.bfloat16",))], "not bfloat16"),
         ({}, [group(page=6144)], "a page has 6144 bytes, no multiple of 4096"),
         ({}, [group(page=8192, real_page_size_bytes=6144)], "a page has 6144 bytes"),
-        ({"nbytes": 5000}, [group()], "a GPU block has 5000 bytes"),
+        # Quantized but for its first layer, as the scheduler sees it.
+        ({"nbytes": BYTES - 1024}, [group()], "pages of several sizes"),
+        ({}, [group(), group(page=32768, layers=32)], "pages of several sizes"),
         ({"stages": 2}, [group()], "pipeline parallelism"),
         ({"rows": True}, [group()], "blocks of several sizes"),
     ],
@@ -60,9 +63,10 @@ def test_what_is_not_packed(options: dict[str, Any], groups: list[Any], reason: 
 
 
 def test_all_layers_of_a_group_that_are_known_must_be_bfloat16() -> None:
-    layers = {"a": group().kv_cache_spec, "b": group("torch.uint8").kv_cache_spec}
-    assert decide(
-        "on", SimpleNamespace(kv_cache_spec=SimpleNamespace(kv_cache_specs={"a": layers["a"]}))
-    )
+    layers = group()
+    specs = {"a": layers.kv_cache_spec}
+    layers.kv_cache_spec = SimpleNamespace(kv_cache_specs=specs)
+    assert decide("on", layers)
+    specs["b"] = group("torch.uint8").kv_cache_spec
     with pytest.raises(Refused, match="uint8, not bfloat16"):
-        decide("on", SimpleNamespace(kv_cache_spec=SimpleNamespace(kv_cache_specs=layers)))
+        decide("on", layers)

@@ -33,6 +33,7 @@ CHECKS: tuple[Check, ...] = (
     daemon.device,
     daemon.pool,
     daemon.corrupt_blocks,
+    daemon.unpackable_blocks,
     tiers,
     siblings,
     environment.shared_memory,

@@ -38,6 +38,8 @@ PAGE = 4096
 DEVICE_NODES = "/dev/nvidiactl", "/dev/nvidia-uvm"
 # Seconds after its start by which a daemon should have registered its pool.
 POOL_READY_SECONDS = 120.0
+# The share of blocks that may fail to be packed.
+MAX_UNPACKABLE = 0.01
 
 
 # Runtime directory and sockets
@@ -281,6 +283,20 @@ def corrupt_blocks(context: CheckContext) -> Iterator[Finding]:
     for story in () if context.status is None else context.status.corrupt:
         change = "check the host's memory (dmesg, EDAC counters); the block is a miss since then"
         yield fail("corrupt blocks", f"a block does not match its checksum. {story}", change)
+
+
+def unpackable_blocks(context: CheckContext) -> Iterator[Finding]:
+    """Namespaces whose KV does not pack well: blocks that were not stored end prefixes early."""
+    if context.client is None or context.status is None:
+        return
+    for namespace in context.client.namespaces(timeout=context.timeout):
+        lost, stored = namespace.stores_unpackable, namespace.stored
+        if lost > MAX_UNPACKABLE * (stored + lost):
+            found = (
+                f"{lost} of {stored + lost} blocks of {namespace.fingerprint.model} were not "
+                "stored, because their values are too far apart"
+            )
+            yield warn("packing", found, 'start vLLM with "kvferry_pack": "off"')
 
 
 def pool(context: CheckContext) -> Iterator[Finding]:

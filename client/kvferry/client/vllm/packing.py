@@ -46,6 +46,10 @@ def _obstacles(
             page = getattr(spec, "real_page_size_bytes", 0) or getattr(spec, "page_size_bytes", 1)
             if page % (2 * TILE_BYTES):
                 yield f"a page has {page} bytes, no multiple of {2 * TILE_BYTES}"
+    # The scheduler knows one layer of each group. All others are like it if as many fill a block.
+    layers = max(len(group.layer_names) for group in groups)
+    if {layers * _layer_specs(group)[0].page_size_bytes for group in groups} != {block_bytes}:
+        yield "the layers have pages of several sizes"
     if block_bytes % TILE_BYTES:
         yield f"a GPU block has {block_bytes} bytes, no multiple of {TILE_BYTES}"
 
