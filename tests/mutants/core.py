@@ -145,4 +145,18 @@ MUTANTS = (
         "block, now + seconds",
         (f"{TESTS}/test_hints.py",),
     ),
+    SourceMutant(
+        "a block that could not be packed is found",
+        f"{CORE}/cache/cache.py",
+        "stored = ~np.isin(blocks, lost)",
+        "stored = np.isin(blocks, blocks)",
+        ("tests/flow/test_packing.py",),
+    ),
+    SourceMutant(
+        "a host block counts as packed if its first GPU block is",
+        f"{CORE}/transfers.py",
+        "(report.unpackable - layout.region_start) // layout.host_block_bytes)",
+        "(report.unpackable - layout.region_start) / layout.host_block_bytes)",
+        ("tests/flow/test_packing.py",),
+    ),
 )

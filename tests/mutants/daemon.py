@@ -141,4 +141,32 @@ MUTANTS = (
         "if True:",
         (f"{TESTS}/observability/test_health.py",),
     ),
+    SourceMutant(
+        "a tile with too many escapes counts as packed",
+        f"{DAEMON}/engine/packing.py",
+        "return packed, counts <= ESCAPES",
+        "return packed, counts <= 2 * ESCAPES",
+        (f"{TESTS}/engine/test_packing.py",),
+    ),
+    SourceMutant(
+        "padding of zeros cannot be packed",
+        f"{DAEMON}/engine/packing.py",
+        "    codes[exponents == 0] = ZERO\n",
+        "",
+        (f"{TESTS}/engine/test_packing.py",),
+    ),
+    SourceMutant(
+        "a GPU's mark of a block that cannot be packed stays, for the next block in its slot",
+        f"{DAEMON}/engine/cuda/staged.py",
+        "        self._marks[places[found]] = 0\n",
+        "",
+        (f"{TESTS}/engine/cuda/test_staged.py", f"{TESTS}/engine/test_contract.py"),
+    ),
+    SourceMutant(
+        "the device worker does not say which blocks could not be packed",
+        f"{DAEMON}/device/transfer_queues.py",
+        "            self.transfer.unpackable.append(self.extent.host_offsets[positions])\n",
+        "            pass\n",
+        ("tests/flow/test_packing.py",),
+    ),
 )

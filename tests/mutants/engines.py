@@ -105,4 +105,18 @@ MUTANTS = (
         "if sums[n] - sums[max(0, n - needed)] >= 1]",
         ("tests/client/sglang/test_restorable.py",),
     ),
+    SourceMutant(
+        "the scheduler packs layers of several sizes",
+        "client/kvferry/client/vllm/packing.py",
+        "for group in groups} != {block_bytes}:\n",
+        "for group in groups} == set():\n",
+        ("tests/client/vllm/test_packing.py",),
+    ),
+    SourceMutant(
+        "quantized KV is packed",
+        "client/kvferry/client/vllm/packing.py",
+        """if dtype != "bfloat16" or hasattr(spec, "dtypes"):""",
+        """if hasattr(spec, "dtypes"):""",
+        ("tests/client/vllm/test_packing.py",),
+    ),
 )
