@@ -114,6 +114,7 @@ class Traffic:
                 block_size_factor=o.factor,
                 host_bytes=None if o.model is not None else o.host_bytes,
                 timeline=self._tensors.timeline,
+                packed=o.packed,
             )
         except Refused as refused:  # the region of the session before may be in use still
             if refused.code not in (Code.ALREADY_REGISTERED, Code.BUSY):

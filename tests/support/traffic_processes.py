@@ -121,7 +121,7 @@ class TrafficProcesses:
 
 
 def mixed_engines(device: str, rng: random.Random, **common: Any) -> list[TrafficOptions]:
-    """Two engines with a region each, and two that share a namespace, with different pages."""
+    """Two engines with a region each, two that share a namespace, and one that packs its KV."""
     shapes: list[dict[str, Any]] = [
         {"page": 1024},
         {
@@ -134,6 +134,7 @@ def mixed_engines(device: str, rng: random.Random, **common: Any) -> list[Traffi
         },
         {"page": 512, "factor": 4, "model": "shared", "disconnects": 0.01},
         {"page": 512, "factor": 4, "model": "shared", "resets": 0.01, "reconnect": True},
+        {"page": 1024, "model": "packed", "packed": True, "reconnect": True},
     ]
     return [
         TrafficOptions(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvferry.proto.fingerprint import Fingerprint
+from kvferry.proto.packing import packed_bytes
 
 if TYPE_CHECKING:
     from support.traffic import Traffic
@@ -22,7 +23,7 @@ WORD = 8
 
 @dataclass(frozen=True)
 class TrafficOptions:
-    """An engine with `gpu_blocks` GPU blocks, each of two pages of `page` bytes.
+    """An engine with `gpu_blocks` GPU blocks, each of two pages of `page` bytes that mark it.
 
     owner: a number that marks its blocks. host_blocks: of its region or namespace. model: names the
     namespace that it opens, with `keys` keys in use; None: it has a region of its own. depth:
@@ -30,7 +31,7 @@ class TrafficOptions:
     seconds between two steps. cancels, resets, disconnects: probability of each per step.
     prefetches: probability that keys are prefetched before they are looked up. may_fail: whether
     copies may fail, because the device was configured so. reconnect: whether its client reconnects
-    by itself.
+    by itself. packed: each byte is a bfloat16 value on the GPU, and host blocks are packed.
     """
 
     name: str
@@ -52,6 +53,7 @@ class TrafficOptions:
     prefetches: float = 0.0
     may_fail: bool = False
     reconnect: bool = False
+    packed: bool = False
 
     @property
     def block_bytes(self) -> int:
@@ -63,12 +65,17 @@ class TrafficOptions:
 
     @property
     def host_bytes(self) -> int:
-        return self.host_blocks * self.factor * self.block_bytes
+        return self.host_blocks * self.host_block_bytes
+
+    @property
+    def host_block_bytes(self) -> int:
+        nbytes = self.block_bytes * self.factor
+        return packed_bytes(2 * nbytes) if self.packed else nbytes
 
     @property
     def fingerprint(self) -> Fingerprint:
         """Of the namespace."""
-        return Fingerprint(self.model or "", self.block_bytes * self.factor)
+        return Fingerprint(self.model or "", self.host_block_bytes)
 
     def create_traffic(self, directory: Path) -> Traffic:
         from support.traffic import Traffic
