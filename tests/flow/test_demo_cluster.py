@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -78,8 +79,13 @@ def processes_of(session: int) -> list[str]:
 def test_an_interrupted_demo_leaves_no_process(number: signal.Signals) -> None:
     """The store of such a process has open ports, and its daemons have large pools."""
     command = [sys.executable, "-m", "kvferry.testing.demo_cluster"]
-    with subprocess.Popen(command, start_new_session=True) as demo:
+    demo = subprocess.Popen(command, start_new_session=True)
+    try:
         until(lambda: any("mooncake tier" in each for each in processes_of(demo.pid)))
         demo.send_signal(number)
         assert demo.wait(TIMEOUT) == 130
         until(lambda: not processes_of(demo.pid))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(demo.pid, signal.SIGKILL)
+        demo.wait()

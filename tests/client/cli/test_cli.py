@@ -42,7 +42,11 @@ class BenchProcess:
             env=os.environ | {"TMPDIR": str(directory)},
             start_new_session=True,
         )
-        self._wait_until(lambda: list(directory.glob("kvferry-*/cpu/kvferry.sock")))
+        try:
+            self._wait_until(lambda: list(directory.glob("kvferry-*/cpu/kvferry.sock")))
+        except BaseException:
+            self.close()
+            raise
 
     def processes(self) -> list[str]:
         """The command lines of the processes of its session."""
