@@ -45,6 +45,7 @@ def requirements() -> list[str]:
         *project["project"]["dependencies"],
         *extras["daemon"],
         *extras["cli"],
+        *[name for name in extras["encryption"] if name.startswith("cryptography")],
         *[name for name in extras["mooncake"] if name.startswith("mooncake")],
         *project["build-system"]["requires"],
     ]

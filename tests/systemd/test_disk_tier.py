@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support.systemd_container import SystemdContainer
+from support.systemd_container import OFFLINE, SystemdContainer
 from support.time_limits import TIMEOUT
 
 pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
@@ -78,6 +78,15 @@ def drop_in() -> str:
     return f"{text} --tiers-disk-write write_through\n"
 
 
+def encryption_commands() -> tuple[str, str]:
+    """Of the instructions: those that install the package and make a key, and the line of the unit
+    that passes it."""
+    section = README.read_text().partition("### Encryption")[2]
+    (commands,) = re.findall(r"(?m)^    (umask.*\n.*pip install.*\n.*/dev/urandom.*)$", section)
+    (credential,) = re.findall(r"(?m)^    (LoadCredential=.*)$", section)
+    return commands, credential
+
+
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + TIMEOUT
     while not condition():
@@ -104,6 +113,22 @@ class TieredService:
             "tiers"
         ]
         return tier
+
+    def lose_pool(self) -> None:
+        """Stop the daemon, clear the descriptor store as a reboot does, and start it."""
+        self.stop()
+        self.systemctl("clean", "--what=fdstore")
+        self.systemctl("start")
+        until(lambda: self.tier()["state"] == "on")
+
+    def has_plain_bytes(self) -> bool:
+        """Whether bytes of the engine's blocks are on the disk."""
+        search = (
+            "import pathlib, sys; files = pathlib.Path(sys.argv[1]).rglob('*'); "
+            "print(any(bytes([5]) * 512 in f.read_bytes() for f in files if f.is_file()))"
+        )
+        python = "/opt/kvferry/bin/python", "-c"
+        return self.machine.run(*python, search, DIRECTORY).strip() == "True"
 
     def run_engine(self, action: str) -> Any:
         directory = self.machine.script("dirname /run/kvferry/cpu/lock")
@@ -144,10 +169,29 @@ def test_blocks_are_found_when_the_pool_is_lost(service: TieredService, kill: bo
     until(lambda: service.tier()["written"] == 8)
     if kill:
         service.systemctl("kill", "--signal=KILL")
-    service.stop()
-    service.systemctl("clean", "--what=fdstore")
-    service.systemctl("start")
-    until(lambda: service.tier()["state"] == "on")
+    service.lose_pool()
+    assert service.has_plain_bytes()
     assert service.run_engine("find") == {"outcome": "done", "found": 8, "right": True}
     tool = ["/opt/kvferry/bin/kvferry", "tier", "list", f"{DIRECTORY}/cpu"]
     assert re.search(r"\b8\b", service.machine.run(*tool))
+
+
+def test_a_credential_encrypts_the_tier(service: TieredService) -> None:
+    """The blocks are found with the key that encrypted them, and with no other."""
+    commands, credential = encryption_commands()
+    service.stop()
+    service.machine.script(OFFLINE + commands, directory="/src")
+    unit = drop_in().rstrip() + f" --tiers-disk-key-file tier.key\n{credential}\n"
+    service.machine.write(DROP_IN, unit)
+    service.machine.run("systemctl", "daemon-reload")
+    service.systemctl("start")
+    until(lambda: service.tier()["state"] == "on")
+    assert service.run_engine("store")["outcome"] == "done"
+    until(lambda: service.tier()["written"] == 8)
+    service.lose_pool()
+    assert not service.has_plain_bytes()
+    assert service.run_engine("find") == {"outcome": "done", "found": 8, "right": True}
+    service.machine.script(commands.splitlines()[-1])
+    service.lose_pool()
+    assert service.run_engine("store")["outcome"] == "done"
+    until(lambda: service.tier()["written"] == 8)  # nothing was found: all are written again
