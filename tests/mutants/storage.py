@@ -95,7 +95,7 @@ MUTANTS = (
         f"{DAEMON}/tiers/disk/namespace_store.py",
         "            self.catalog.table.end_read(slot)\n",
         "",
-        (f"{TIERS}/test_disk_root.py", f"{TIERS}/test_disk_damage.py"),
+        (f"{TIERS}/test_disk_recovery.py",),
     ),
     SourceMutant(
         "a damaged header of a slot is believed",

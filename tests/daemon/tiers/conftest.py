@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,7 +35,7 @@ def disk(pool: PoolMemory, tmp_path: Path) -> Iterator[KillableDisk]:
 @pytest.fixture
 def start(pool: PoolMemory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """start(config, times, wait=True) -> a tier in a process, which is on unless wait is false."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     with ExitStack() as running:
 
         def start(

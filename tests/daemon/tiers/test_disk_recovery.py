@@ -17,6 +17,7 @@ from kvferry.daemon.tiers.disk.namespace_store import NamespaceStore
 from kvferry.daemon.tiers.disk.slot_table import Entry
 from kvferry.daemon.tiers.disk.tier import DiskTier
 from kvferry.testing.tier_subjects import NAMESPACE, key_of
+from support.tiering_fixture import BLOCK
 
 from .disk_fixtures import SIZE, KillableDisk, fetch_all, put_all
 
@@ -223,6 +224,12 @@ def test_where_nothing_can_be_written_reads_go_on(
     monkeypatch.setattr(os, "pwritev", pwritev)
     assert disk.put([100, 101]) == [OK] * 2
     assert disk.usage().read_only == ""
+
+
+def test_a_full_tier_stores_in_place_of_blocks_that_were_read(disk: KillableDisk) -> None:
+    for number in range(2 * SIZE // BLOCK):
+        assert disk.put([number]) == [OK]
+        assert disk.fetch([number]) == [OK]
 
 
 def test_nothing_is_evicted_while_nothing_can_be_written(

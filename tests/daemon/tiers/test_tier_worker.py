@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ def tier(
     pool: PoolMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ProcessSubject]:
     """rude_tier.py: a file with a fault's name in `tmp_path` turns it on."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     with open_subject(TierSetup("rude_tier", {"folder": str(tmp_path)}), pool) as made:
         assert isinstance(made, ProcessSubject)
         yield made
@@ -129,7 +130,7 @@ def test_a_tier_that_cannot_be_used_is_explained(
     reason: str,
 ) -> None:
     """For example one that cannot name its stores: an old one could be found again."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "stores").touch()
     with (
