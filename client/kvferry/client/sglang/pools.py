@@ -136,6 +136,12 @@ def _pages(pool: Any, page_size: int) -> Iterator[torch.Tensor]:
     kind = type(pool)
     if pool.page_size != page_size:
         raise _unsupported(kind, f"pages of {pool.page_size} tokens, not {page_size}")
+    if pool.post_capture_active:
+        message = (
+            "CUDA IPC cannot share KV pools that are allocated after CUDA graphs; start the server "
+            "without SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
+        )
+        raise Refused(Code.BAD_CONFIG, message, kind.__name__)
     if kind is MHATokenToKVPool:
         if pool.kv_cache_layout != "nhd":
             raise _unsupported(kind, f"the layout {pool.kv_cache_layout}")
