@@ -6,14 +6,16 @@
 ttft     of a prompt that is computed, in the GPU's cache, and in host memory; of a server with
          kvferry and one with HiCache, in turn. Llama-3.1-8B's shape, dummy weights
 answers  two servers share a namespace, and one of them restarts: prompts are found, and the answers
-         are those of computed prompts
-killed   the daemon is killed while clients load: only requests whose load was in flight may fail,
-         with 503. It starts again with its pool, and prompts are found
+         are those of a server without a cache below the GPU's. Times to the first token of the
+         restarted server: of prompts that are found, and of others
+killed   the daemon is killed while a load is in flight: only requests that load may fail, with 503.
+         It starts again with its pool, and prompts are found
 stopped  the daemon is stopped (SIGSTOP) for some seconds instead
 aborted  clients leave at all times; then nothing is pinned
 flush    /flush_cache of one server empties the namespace for both
 
-All but `ttft` use a small model with random weights, of which the answers depend on the KV cache.
+All but `ttft` use a small model with random weights, of which the answers depend on the KV cache;
+all use that of --model if it is given. The output of each server is in server-*.log beside FILE.
 Each row is one line of JSON in FILE. Exit status 1: something was wrong.
 """
 
@@ -25,6 +27,7 @@ import os
 import random
 import shlex
 import signal
+import statistics
 import sys
 import tempfile
 import threading
@@ -38,10 +41,11 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.client import OffloadClient
-from support.answers import TIE, answer_distance
+from support.answers import TIE
 from support.eventually import wait_until
 from support.json_rows import JsonRows
-from support.sglang_server import TOP, SGLangAnswer, SGLangServer, write_model
+from support.sglang_load import Load, ask_all, distances
+from support.sglang_server import SGLangAnswer, SGLangServer, write_model
 from support.vllm_measure import Record, measure_link
 from support.vllm_models import LARGE, SMALL, kv_bytes
 from support.vllm_process import GpuDaemon
@@ -57,23 +61,26 @@ TINY = SMALL | {
     "vocab_size": 1024,
 }
 # Tokens of a prompt of `ttft`, and of the other figures. GPU memory has room for one of `ttft`, and
-# for six others.
+# for so many others.
 LONG, SHORT = {"cuda": 16384, "cpu": 2048}, {"cuda": 4096, "cpu": 640}
+ROOM = {"cuda": 6, "cpu": 4}
 # Prompts that do not fit into the GPU's memory together, and clients that ask for them.
-PROMPTS, CLIENTS = 12, 4
+PROMPTS, CLIENTS = {"cuda": 12, "cpu": 8}, {"cuda": 4, "cpu": 2}
 HOST_GIB = {"cuda": 24, "cpu": 1}
 STOPPED_SECONDS = 8.0
 
 
 class ServedBench(JsonRows):
-    """What the figures share. servers: of the small model, A and B. timed: of `ttft`, by name."""
+    """What the figures share. servers: of the small model, A and B. plain: it has no linker.
+    timed: of `ttft`, by name."""
 
     def __init__(self, chosen: argparse.Namespace, root: Path, running: ExitStack) -> None:
         super().__init__(chosen.json)
-        self.device, self.reps = chosen.device, chosen.reps
+        self.device, self.reps, self._model = chosen.device, chosen.reps, chosen.model
         self._more, self._root, self._running = shlex.split(chosen.options), root, running
         self.daemon: GpuDaemon
         self.servers: list[SGLangServer] = []
+        self.plain: SGLangServer
         self.timed: dict[str, SGLangServer] = {}
         self._numbers = count()
 
@@ -82,23 +89,35 @@ class ServedBench(JsonRows):
         on_gpu = self.device == "cuda"
         device = 0 if on_gpu else "cpu"
         self.daemon = self._running.enter_context(GpuDaemon(device, f"{HOST_GIB[self.device]}GiB"))
+        shapes = (SMALL, LARGE) if on_gpu else (TINY, TINY)
+        launched: dict[str, SGLangServer] = {}
         if set(names) - {"ttft"}:
-            model = write_model(self._root / "small", SMALL if on_gpu else TINY, weights=True)
-            for name in "AB":
-                self.servers.append(self._launch(name, model, 6 * SHORT[self.device]))
+            model = self._model or write_model(self._root / "small", shapes[0], weights=True)
+            tokens = ROOM[self.device] * (SHORT[self.device] + 64)
+            launched = {name: self._launch(name, "kvferry", model, tokens) for name in "AB"}
+            self.servers = [*launched.values()]
+        if "answers" in names:
+            self.plain = launched["plain"] = self._launch("plain", "none", model, tokens)
         if "ttft" in names:
-            model = write_model(self._root / "large", LARGE if on_gpu else TINY, weights=False)
+            options: Record = {} if self._model else {"load_format": "dummy"}
+            model = self._model or write_model(self._root / "large", shapes[1], weights=False)
+            tokens = LONG[self.device] * 5 // 4
             for name in connectors:
-                tokens = LONG[self.device] * 5 // 4
-                self.timed[name] = self._launch(name, model, tokens, load_format="dummy")
-        for name, server in [*zip("AB", self.servers, strict=False), *self.timed.items()]:
+                self.timed[name] = self._launch(name, name, model, tokens, **options)
+        for name, server in {**launched, **self.timed}.items():
             self.report("started", server=name, seconds=server.wait())
 
-    def _launch(self, name: str, model: Path, tokens: int, **options: Any) -> SGLangServer:
+    def _launch(
+        self, name: str, connector: str, model: Path, tokens: int, **options: Any
+    ) -> SGLangServer:
         extra: Record | None = None
-        if name == "hicache":
-            options |= {"enable_hierarchical_cache": None, "hicache_size": HOST_GIB[self.device]}
-        elif name != "none":
+        if connector == "hicache":
+            options |= {
+                "enable_hierarchical_cache": None,
+                "hicache_size": HOST_GIB[self.device],
+                "hicache_write_policy": "write_through",
+            }
+        elif connector == "kvferry":
             half = HOST_GIB[self.device] * 2**30 // 2
             extra = {"kvferry_dirs": [self.daemon.directory], "cpu_bytes_to_use": half}
             extra |= {"kvferry_salt": "weights are dummies"} if "load_format" in options else {}
@@ -119,7 +138,7 @@ class ServedBench(JsonRows):
         return [draw.randrange(3, 1000) for _ in range(tokens)]
 
     def prompts(self) -> list[list[int]]:
-        return [self.prompt(SHORT[self.device]) for _ in range(PROMPTS)]
+        return [self.prompt(SHORT[self.device]) for _ in range(PROMPTS[self.device])]
 
     def pinned(self) -> int:
         with OffloadClient(self.daemon.directory, engine="observer") as client:
@@ -162,25 +181,30 @@ def measure_ttft(bench: ServedBench) -> None:
 def compare_answers(bench: ServedBench) -> None:
     a, b = bench.servers
     prompts = bench.prompts()
+    expected = ask_all(bench.plain, prompts)
+    bench.plain.stop()
     computed = ask_all(a, prompts)
-    check_found(bench, "answers: from host memory", prompts, computed, ask_all(a, prompts))
-    check_found(bench, "answers: of the other server", prompts, computed, ask_all(b, prompts))
-    a.stop()
+    far = max(distances(expected, computed))
+    bench.check("answers: computed", far <= TIE and not any(it.cached for it in computed), far=far)
+    check_found(bench, "answers: from host memory", prompts, expected, ask_all(a, prompts))
+    check_found(bench, "answers: of the other server", prompts, expected, ask_all(b, prompts))
+    a.stop(signal.SIGTERM)
     a.start()
     bench.report("restarted", seconds=a.wait())
-    check_found(bench, "answers: after a restart", prompts, computed, ask_all(a, prompts))
+    found = [a.ask(prompt) for prompt in prompts]
+    others = [a.ask(prompt) for prompt in bench.prompts()]
+    first = {
+        "found_ms": 1e3 * statistics.median(answer.seconds for answer in found),
+        "computed_ms": 1e3 * statistics.median(answer.seconds for answer in others),
+        "found": min(
+            answer.host / len(prompt) for answer, prompt in zip(found, prompts, strict=True)
+        ),
+    }
+    bench.check("restart: first token", first["found"] > 0.8, **first)
+    check_found(bench, "answers: after a restart", prompts, expected, ask_all(a, prompts))
     others = ask_all(b, [[*bench.prompt(64), *prompt[64:]] for prompt in prompts])
-    nearest = min(distances(computed, others))
+    nearest = min(distances(expected, others))
     bench.check("answers: control", nearest > TIE, nearest=nearest)
-
-
-def ask_all(server: SGLangServer, prompts: list[list[int]]) -> list[SGLangAnswer]:
-    return [server.ask(prompt, 8, top=TOP) for prompt in prompts]
-
-
-def distances(some: list[SGLangAnswer], others: list[SGLangAnswer]) -> list[float]:
-    pairs = zip(some, others, strict=True)
-    return [answer_distance(one.comparable, other.comparable) for one, other in pairs]
 
 
 def check_found(
@@ -197,53 +221,24 @@ def check_found(
     bench.check(what, fine, distance=far, found=share, of_time=seconds[1] / seconds[0])
 
 
-class Load:
-    """Clients that ask for prompts at random, until `end`. answers: with the times of the request
-    and of its end, and the number of the prompt."""
-
-    def __init__(self, server: SGLangServer, prompts: list[list[int]]) -> None:
-        self.answers: list[tuple[float, float, int, SGLangAnswer]] = []
-        self._server, self._prompts = server, prompts
-        self._ended = threading.Event()
-        self._pool = ThreadPoolExecutor(CLIENTS)
-        self._clients = [self._pool.submit(self._ask, seed) for seed in range(CLIENTS)]
-
-    def _ask(self, seed: int) -> None:
-        draw = random.Random(seed)
-        while not self._ended.is_set():
-            number, began = draw.randrange(len(self._prompts)), time.monotonic()
-            answer = self._server.ask(self._prompts[number], 8, top=TOP)
-            self.answers.append((began, time.monotonic(), number, answer))
-
-    def wait(self, answers: int) -> None:
-        """Wait for so many more answers."""
-        goal = len(self.answers) + answers
-        wait_until(lambda: len(self.answers) >= goal or any(c.done() for c in self._clients))
-
-    def end(self) -> None:
-        self._ended.set()
-        for client in self._clients:
-            client.result()
-        self._pool.shutdown()
-
-
 def under_load(
     bench: ServedBench, what: str, disturb: Callable[[], None], repair: Callable[[], None]
 ) -> None:
     """Disturb the daemon while clients load, and repair it after some answers."""
-    server, prompts = bench.servers[0], bench.prompts()
+    server, prompts, clients = bench.servers[0], bench.prompts(), CLIENTS[bench.device]
     computed = ask_all(server, prompts)
-    load = Load(server, prompts)
-    load.wait(6 * CLIENTS)
+    load = Load(server, prompts, clients)
+    load.wait(6 * clients)
     disturbed = time.monotonic()
     disturb()
-    load.wait(6 * CLIENTS)
+    failing = time.monotonic()
+    load.wait(6 * clients)
     repair()
     repaired = time.monotonic()
     deadline = repaired + 60
-    load.wait(2 * CLIENTS)
+    load.wait(2 * clients)
     while time.monotonic() < deadline and not any(
-        answer.host for began, _, _, answer in load.answers[-CLIENTS:] if began > repaired
+        answer.host for began, _, _, answer in load.answers[-clients:] if began > repaired
     ):
         load.wait(1)
     load.end()
@@ -256,7 +251,8 @@ def under_load(
         far <= TIE
         and {each[3].status for each in failed} <= {http.client.SERVICE_UNAVAILABLE}
         and all("load failed" in each[3].message for each in failed)
-        and len(failed) <= CLIENTS
+        and len(failed) <= clients
+        and all(each[0] < failing for each in failed)
         and any(each[3].host for each in before)
         and any(each[3].host for each in load.answers if each[0] > repaired),
         answers=len(load.answers),
@@ -271,8 +267,13 @@ def under_load(
 
 
 def kill_daemon(bench: ServedBench) -> None:
+    def kill() -> None:
+        with OffloadClient(bench.daemon.directory, engine="observer") as client:
+            wait_until(lambda: any(engine.jobs for engine in client.status().engines))
+            bench.daemon.kill()
+
     for number in range(bench.reps):
-        under_load(bench, f"killed {number}", bench.daemon.kill, bench.daemon.start)
+        under_load(bench, f"killed {number}", kill, bench.daemon.start)
 
 
 def stop_daemon(bench: ServedBench) -> None:
@@ -287,8 +288,8 @@ def abort_requests(bench: ServedBench) -> None:
     server, draw, prompts = bench.servers[0], random.Random("aborts"), bench.prompts()
     computed = ask_all(server, prompts)
     longest = max(answer.seconds for answer in computed)
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        for _ in range(10 * CLIENTS):
+    with ThreadPoolExecutor(CLIENTS[bench.device]) as pool:
+        for _ in range(10 * CLIENTS[bench.device]):
             pool.submit(server.ask_and_leave, draw.choice(prompts), longest * draw.random())
     far = max(distances(computed, ask_all(server, prompts)))
     wait_until(lambda: bench.pinned() == 0)
@@ -296,17 +297,19 @@ def abort_requests(bench: ServedBench) -> None:
 
 
 def flush(bench: ServedBench) -> None:
+    """Of what both servers have found in host memory, nothing is found after a flush of one."""
     a, b = bench.servers
-    prompt = bench.prompt(SHORT[bench.device])
-    a.ask(prompt)
-    wait_until(lambda: b.ask(prompt).cached)
+    prompts = bench.prompts()
+    ask_all(a, prompts)
+    found = [min(answer.host for answer in ask_all(server, prompts)) for server in (a, b)]
+    for server in (b, a):  # evicts them from B's memory, which a flush of A does not empty
+        for prompt in bench.prompts():
+            server.ask(prompt)
     a.flush()
-    emptied = a.ask(prompt).cached
+    after = [sum(answer.cached for answer in ask_all(b, prompts))]
     a.flush()
-    for _ in range(8):
-        b.ask(bench.prompt(SHORT[bench.device]))  # evicts the prompt from B's GPU memory
-    other = b.ask(prompt).cached
-    bench.check("flush", emptied == other == 0, emptied=emptied, other=other)
+    after.append(sum(answer.cached for answer in ask_all(a, prompts)))
+    bench.check("flush", min(found) > 0 and not any(after), found=found, after=after)
 
 
 FIGURES = {
@@ -326,6 +329,9 @@ def main() -> None:
     parser.add_argument("what", help=f"figures, comma-separated: {', '.join(FIGURES)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--connectors", default="kvferry,hicache", help="of ttft; also: none")
+    parser.add_argument(
+        "--model", type=Path, help="a model's directory, in place of random weights"
+    )
     parser.add_argument("--options", default="", help="more options of launch_server")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--json", type=Path, default=Path("sglang-served.jsonl"))

@@ -28,8 +28,6 @@ LINKERS = {
     "cuda": {"linker": "KVFerryLinker", "linker_module_path": "kvferry.client.sglang"},
     "cpu": {"linker": "SharedLinker", "linker_module_path": "support.sglang_shared"},
 }
-# Likeliest tokens of an answer, for answer_distance.
-TOP = 20
 # Standard deviations of weights with which an answer depends on the KV cache, as in
 # sensitive_loader.py.
 USUAL, QUERIES = 0.02, 0.06
@@ -72,6 +70,8 @@ class SGLangServer:
             "device": device,
             "port": self._port,
             "page_size": 64,
+            # A server without requests leaves the cores to the others.
+            "sleep_on_idle": None,
             "skip_tokenizer_init": None,
             "grammar_backend": "none",
         } | options
@@ -155,8 +155,12 @@ class SGLangServer:
                 raise EngineEnded("SGLang does not flush its cache")
             time.sleep(0.1)
 
-    def stop(self) -> None:
+    def stop(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to all of its processes, and SIGKILL to those that do not end."""
         with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(TIMEOUT)
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
