@@ -46,9 +46,10 @@ from support.eventually import wait_until
 from support.json_rows import JsonRows
 from support.sglang_load import Load, ask_all, distances
 from support.sglang_server import SGLangAnswer, SGLangServer, write_model
+from support.time_limits import TIMEOUT
 from support.vllm_measure import Record, measure_link
 from support.vllm_models import LARGE, SMALL, kv_bytes
-from support.vllm_process import GpuDaemon
+from support.vllm_process import EngineEnded, GpuDaemon
 
 # For CPUs.
 TINY = SMALL | {
@@ -76,7 +77,8 @@ class ServedBench(JsonRows):
 
     def __init__(self, chosen: argparse.Namespace, root: Path, running: ExitStack) -> None:
         super().__init__(chosen.json)
-        self.device, self.reps, self._model = chosen.device, chosen.reps, chosen.model
+        self.device, self.reps = chosen.device, chosen.reps
+        self._model, self._pack = chosen.model, chosen.pack
         self._more, self._root, self._running = shlex.split(chosen.options), root, running
         self.daemon: GpuDaemon
         self.servers: list[SGLangServer] = []
@@ -104,8 +106,13 @@ class ServedBench(JsonRows):
             tokens = LONG[self.device] * 5 // 4
             for name in connectors:
                 self.timed[name] = self._launch(name, name, model, tokens, **options)
-        for name, server in {**launched, **self.timed}.items():
+        for name, server in launched.items():
             self.report("started", server=name, seconds=server.wait())
+        for name, server in [*self.timed.items()]:
+            with self.guarded(f"start {name}"):
+                self.report("started", server=name, seconds=server.wait())
+                continue
+            del self.timed[name]
 
     def _launch(
         self, name: str, connector: str, model: Path, tokens: int, **options: Any
@@ -117,9 +124,12 @@ class ServedBench(JsonRows):
                 "hicache_size": HOST_GIB[self.device],
                 "hicache_write_policy": "write_through",
             }
-        elif connector == "kvferry":
-            half = HOST_GIB[self.device] * 2**30 // 2
-            extra = {"kvferry_dirs": [self.daemon.directory], "cpu_bytes_to_use": half}
+        elif connector in ("kvferry", "unpacked"):
+            extra = {
+                "kvferry_dirs": [self.daemon.directory],
+                "kvferry_pack": self._pack if connector == "kvferry" else "off",
+                "cpu_bytes_to_use": HOST_GIB[self.device] * 2**30 // 3,
+            }
             extra |= {"kvferry_salt": "weights are dummies"} if "load_format" in options else {}
         server = SGLangServer(
             model,
@@ -154,28 +164,38 @@ def measure_ttft(bench: ServedBench) -> None:
         bench.report("link", gbs=link)
     rows: dict[str, list[Record]] = {name: [] for name in bench.timed}
     for number in range(-2, bench.reps):
-        for name, server in bench.timed.items():
-            prompt, other = bench.prompt(tokens), bench.prompt(tokens)
-            cold = server.ask(prompt)
-            time.sleep(0.5)
-            gpu = min((server.ask(prompt) for _ in range(3)), key=lambda answer: answer.seconds)
-            server.ask(other)  # evicts the prompt from the GPU
-            time.sleep(0.5)
-            host = server.ask(prompt)
-            row = {
-                "computed_ms": 1e3 * cold.seconds,
-                "gpu_ms": 1e3 * gpu.seconds,
-                "host_ms": 1e3 * host.seconds,
-                "found": host.host / tokens,
-                "of_computed": host.seconds / cold.seconds,
-                "of_floor": 1e3 * host.seconds / (1e3 * gpu.seconds + moved_ms),
-            }
-            bench.report(f"ttft {name}", round=number, **row)
-            if number >= 0:
-                rows[name].append(row)
-    for name, each in rows.items():
-        figures = bench.summarize(f"ttft {name}", each)
+        for name, server in [*bench.timed.items()]:
+            with bench.guarded(f"ttft {name}"):
+                row = time_prompt(bench, server, tokens, moved_ms)
+                bench.report(f"ttft {name}", round=number, **row)
+                if number >= 0:
+                    rows[name].append(row)
+                continue
+            del bench.timed[name]
+    for name in bench.timed:
+        figures = bench.summarize(f"ttft {name}", rows[name])
         bench.check(f"ttft {name} found", figures["found"]["least"] > 0.9 or name == "none")
+
+
+def time_prompt(bench: ServedBench, server: SGLangServer, tokens: int, moved_ms: float) -> Record:
+    prompt, other = bench.prompt(tokens), bench.prompt(tokens)
+    cold = server.ask(prompt)
+    time.sleep(0.5)
+    gpu = min((server.ask(prompt) for _ in range(3)), key=lambda answer: answer.seconds)
+    server.ask(other)  # evicts the prompt from the GPU
+    time.sleep(0.5)
+    host = server.ask(prompt)
+    for answer in (cold, gpu, host):
+        if answer.status != http.client.OK:
+            raise EngineEnded(answer.message)
+    return {
+        "computed_ms": 1e3 * cold.seconds,
+        "gpu_ms": 1e3 * gpu.seconds,
+        "host_ms": 1e3 * host.seconds,
+        "found": host.host / tokens,
+        "of_computed": host.seconds / cold.seconds,
+        "of_floor": 1e3 * host.seconds / (1e3 * gpu.seconds + moved_ms),
+    }
 
 
 def compare_answers(bench: ServedBench) -> None:
@@ -235,7 +255,7 @@ def under_load(
     load.wait(6 * clients)
     repair()
     repaired = time.monotonic()
-    deadline = repaired + 60
+    deadline = repaired + TIMEOUT
     load.wait(2 * clients)
     while time.monotonic() < deadline and not any(
         answer.host for began, _, _, answer in load.answers[-clients:] if began > repaired
@@ -328,7 +348,10 @@ def main() -> None:
     )
     parser.add_argument("what", help=f"figures, comma-separated: {', '.join(FIGURES)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--connectors", default="kvferry,hicache", help="of ttft; also: none")
+    parser.add_argument(
+        "--connectors", default="kvferry,hicache", help="of ttft; also: unpacked, none"
+    )
+    parser.add_argument("--pack", choices=("auto", "on", "off"), default="auto", help="of kvferry")
     parser.add_argument(
         "--model", type=Path, help="a model's directory, in place of random weights"
     )

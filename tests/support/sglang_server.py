@@ -22,7 +22,7 @@ import torch
 from support.time_limits import TIMEOUT
 from support.vllm_process import EngineEnded, free_port
 
-START_SECONDS = 5 * TIMEOUT
+START_SECONDS = 10 * TIMEOUT
 # As in deploy/sglang.md. On CPUs SGLang's pools are moved to shared memory first.
 LINKERS = {
     "cuda": {"linker": "KVFerryLinker", "linker_module_path": "kvferry.client.sglang"},
