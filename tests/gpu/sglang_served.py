@@ -277,7 +277,7 @@ def under_load(
         and any(each[3].host for each in load.answers if each[0] > repaired),
         answers=len(load.answers),
         failed=len(failed),
-        begun_after=[each[0] - disturbed for each in failed],
+        begun_before=[failing - each[0] for each in failed],
         messages=Counter(each[3].message for each in failed).most_common(2),
         distance=far,
         host_before=sum(each[3].host > 0 for each in before) / len(before),

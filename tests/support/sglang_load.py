@@ -11,6 +11,10 @@ from functools import partial
 from support.answers import TOP, answer_distance
 from support.eventually import wait_until
 from support.sglang_server import SGLangAnswer, SGLangServer
+from support.time_limits import TIMEOUT
+
+# Longer than an answer takes while all cores are busy.
+ANSWER_SECONDS = 5 * TIMEOUT
 
 
 def ask_all(server: SGLangServer, prompts: list[list[int]]) -> list[SGLangAnswer]:
@@ -43,7 +47,7 @@ class Load:
     def wait(self, answers: int) -> None:
         """Wait for so many more answers. Raises TimeoutError if one takes too long."""
         for goal in range(len(self.answers) + 1, len(self.answers) + answers + 1):
-            wait_until(partial(self._has, goal))
+            wait_until(partial(self._has, goal), ANSWER_SECONDS)
 
     def _has(self, goal: int) -> bool:
         return len(self.answers) >= goal or any(client.done() for client in self._clients)
