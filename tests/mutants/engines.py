@@ -119,4 +119,18 @@ MUTANTS = (
         """if hasattr(spec, "dtypes"):""",
         ("tests/client/vllm/test_packing.py",),
     ),
+    SourceMutant(
+        "SGLang's quantized KV is packed",
+        f"{SGLANG}/packing.py",
+        "if buffer.dtype != torch.bfloat16:",
+        "if buffer.dtype is None:",
+        ("tests/client/sglang/test_packing.py",),
+    ),
+    SourceMutant(
+        "sliding windows and states of SGLang are packed",
+        f"{SGLANG}/packing.py",
+        'if source.name != "kv":',
+        "if not source.name:",
+        ("tests/client/sglang/test_packing.py",),
+    ),
 )

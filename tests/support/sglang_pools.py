@@ -206,8 +206,8 @@ def page_numbers(tokens: Sequence[int], page_size: int, salt: str = "") -> torch
 
 
 def contents(numbers: torch.Tensor, buffer: int, words: int) -> torch.Tensor:
-    """What the pages with these numbers contain in a buffer: (pages, words), int32. No two words
-    are equal, so a part that is at another place is noticed."""
+    """What the pages with these numbers contain in a buffer: (pages, words), int32. Words differ,
+    so a part that is at another place is noticed. As bfloat16 they can be packed."""
     positions = torch.arange(words, device=numbers.device) * WORD_STEP
     rows: torch.Tensor = numbers[:, None] + buffer * BUFFER_STEP + positions
-    return rows.to(torch.int32)
+    return (rows & 0x83FF83FF | 0x3C003C00).to(torch.int32)

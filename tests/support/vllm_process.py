@@ -179,10 +179,12 @@ def make_prompts(count: int, seed: int, tokens: int, shared: int = 0) -> Prompts
 
 
 class GpuDaemon:
-    """A kvferryd for one GPU, with a runtime directory of its own, that keeps its pool as under
-    systemd. tree: as for VLLM."""
+    """A kvferryd for one GPU, or "cpu", with a runtime directory of its own, that keeps its pool as
+    under systemd. tree: as for VLLM."""
 
-    def __init__(self, device: int = 0, pool: str = "8GiB", tree: str = "", **options: Any) -> None:
+    def __init__(
+        self, device: int | str = 0, pool: str = "8GiB", tree: str = "", **options: Any
+    ) -> None:
         self._device, self._pool, self._options = device, pool, options
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="kvferry-"))
         environment = python_path(tree, "KVFERRYD_PYTHONPATH")

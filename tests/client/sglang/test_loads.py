@@ -57,6 +57,15 @@ def test_a_batch_starts_together_and_ends_when_all_have(batches: Batches) -> Non
     assert batches.loads.finish(number) == (True, ())
 
 
+def test_the_last_layer_is_there_when_all_have_arrived(batches: Batches) -> None:
+    """SGLang waits for it before it replays a CUDA graph of a whole prefill."""
+    batches.queue("one", A)
+    batches.loads.set_consumer(batches.loads.start())
+    batches.session.on_poll = [[], [result(1)]]
+    batches.loads.wait_until(batches.loads.num_layers - 1)
+    assert batches.session.on_poll == []
+
+
 def test_nothing_queued_is_no_batch(batches: Batches) -> None:
     assert batches.loads.start() == -1
     assert batches.loads.finish(-1) == (True, ())

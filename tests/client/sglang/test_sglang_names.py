@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import kvferry.client.sglang
+from kvferry.client.sglang.loads import Loads
 from support.names_pages import check_files, nodes_of, page_of, rows_of
 
 FOLDER = Path(kvferry.client.sglang.__path__[0])
@@ -89,6 +90,18 @@ def test_each_module_on_the_page_is_imported_from() -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang.")
     }
     assert modules == modules_on_page()
+
+
+@pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
+def test_the_counter_has_what_sglang_calls_and_reads() -> None:
+    package = find_spec("sglang")
+    assert package is not None
+    assert package.origin is not None
+    folder = Path(package.origin).parent / "srt"
+    used: set[str] = set()
+    for file in [*folder.glob("mem_cache/*.py"), *folder.glob("model_executor/runner/*.py")]:
+        used |= {*re.findall(r"\b(?:layer_transfer_)?counter\.(\w+)", file.read_text())}
+    assert {"wait_until", "num_layers", "consumer_index"} <= used <= {*dir(Loads), "consumer_index"}
 
 
 @pytest.mark.filterwarnings("ignore")  # SGLang's own

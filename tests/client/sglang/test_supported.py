@@ -115,6 +115,7 @@ def test_a_plain_server_is_accepted() -> None:
     every: dict[str, Any] = {
         "kvferry_dirs": ["/run/kvferry/cpu"],
         "kvferry_salt": "mine",
+        "kvferry_pack": "on",
         "cpu_bytes_to_use": "64GiB",
         "eviction_policy": "arc",
         "store_threshold": 2,
@@ -170,6 +171,7 @@ def test_a_misspelled_key_is_refused(key: str, meant: str) -> None:
         ({"eviction_policy": "fifo"}, "eviction_policy"),
         ({"store_threshold": "often"}, "set it to 0 or more"),
         ({"store_threshold": -1}, "set it to 0 or more"),
+        ({"kvferry_pack": "always"}, "use 'auto' or 'on' or 'off'"),
     ],
 )
 def test_a_wrong_value_is_refused(extra: dict[str, Any], words: str) -> None:

@@ -145,6 +145,16 @@ def test_a_layout_whose_rows_are_no_tokens_is_refused(
         start_server(daemon.directory)
 
 
+def test_a_pool_that_is_allocated_after_graphs_is_refused(server_args: Any) -> None:
+    from kvferry.client.sglang.pools import read_pools
+    from support.sglang_pools import make_pools
+
+    pool = make_pools("mha", pages=4, page_size=4).pool
+    pool.post_capture_active = True
+    with pytest.raises(Refused, match="without SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"):
+        read_pools(pool, None, 4)
+
+
 def test_the_state_of_mamba_layers_is_loaded_with_the_prefix(
     daemon: LocalDaemon, start_server: StartServer
 ) -> None:

@@ -296,7 +296,7 @@ def unpackable_blocks(context: CheckContext) -> Iterator[Finding]:
                 f"{lost} of {stored + lost} blocks of {namespace.fingerprint.model} were not "
                 "stored, because their values are too far apart"
             )
-            yield warn("packing", found, 'start vLLM with "kvferry_pack": "off"')
+            yield warn("packing", found, 'start the engine with "kvferry_pack": "off"')
 
 
 def pool(context: CheckContext) -> Iterator[Finding]:

@@ -216,6 +216,7 @@ def read_fingerprint(
         hash_algorithm="sglang sha256",
         extra=(
             ("pages", _pages(layout)),
+            *([("packing", "12.25 bits")] if layout.packed else []),
             ("weights", digest(*_weights(server_args))),
             *((name, _options(server_args, fields)) for name, fields in FIELDS.items()),
             ("environment", _join((name, os.environ.get(name, "")) for name in ENVIRONMENT)),

@@ -19,7 +19,11 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 from kvferry.client.endpoint import find_daemon, locate_daemon
 from kvferry.client.engines.connection_log import ConnectionLog
-from kvferry.client.engines.options import namespace_options, read_directories
+from kvferry.client.engines.options import (
+    namespace_options,
+    read_directories,
+    read_pack_mode,
+)
 from kvferry.client.engines.rank_session import RankIdentity, RankSession
 from kvferry.client.manager import OffloadingManager
 from kvferry.client.sglang.block_ids import BlockIds, SourcePages
@@ -60,7 +64,8 @@ class KVFerryLinker(UnifiedCacheLinker):
         options = resolved_view(server_args)
         check_config(options, params, self._ranks, extra_config)
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-        self._offloaded = read_pools(kvcache, params, params.page_size)
+        mode = read_pack_mode(extra_config)
+        self._offloaded = read_pools(kvcache, params, params.page_size, mode)
         self.pools = pool_names(self._offloaded)
         self.forward_stream = forward_stream
         replicated = self._offloaded.replicated and self._ranks > 1

@@ -44,6 +44,9 @@ class Loads:
     timeout: seconds, see LOAD_TIMEOUT.
     """
 
+    # SGLang waits for the last one before it replays a CUDA graph of a whole prefill.
+    num_layers = 1
+
     def __init__(
         self,
         session: RankSession,

@@ -30,6 +30,8 @@ from sglang.srt.mem_cache.memory_pool import (
 )
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+from kvferry.client.engines.options import PackMode
+from kvferry.client.sglang.packing import packs
 from kvferry.client.tensors.canonical import CanonicalKVCaches
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import OffloadKey, offload_key
@@ -40,8 +42,8 @@ from kvferry.proto.specs import MAX_GROUPS, KVLayout, TensorLayout, TensorRef
 class Source:
     """The buffers whose slots the tree names with one kind of index.
 
-    name: a value of SGLang's PoolName. buffers: of (blocks, bytes) each, int8. slots: of the tree,
-    per block: a page's tokens, or 1. groups: its KV cache groups.
+    name: a value of SGLang's PoolName. buffers: of (blocks, values) each. slots: of the tree, per
+    block: a page's tokens, or 1. groups: its KV cache groups.
     """
 
     name: str
@@ -70,7 +72,9 @@ class OffloadedPools:
         return next(source for source in self.sources if source.name == name)
 
 
-def read_pools(kvcache: Any, params: Any, page_size: int) -> OffloadedPools:
+def read_pools(
+    kvcache: Any, params: Any, page_size: int, mode: PackMode = PackMode.AUTO
+) -> OffloadedPools:
     """The pools of a server. params: SGLang's CacheInitParams. Raises Refused (BAD_CONFIG)."""
     target = [Source("kv", tuple(_attention(kvcache, page_size)), page_size)]
     replicated = isinstance(kvcache, MLATokenToKVPool)
@@ -85,11 +89,15 @@ def read_pools(kvcache: Any, params: Any, page_size: int) -> OffloadedPools:
         buffers = (*kv.buffers, *_pages(draft, page_size))
         target[0] = Source(kv.name, buffers, kv.slots)
         replicated = replicated and isinstance(draft, MLATokenToKVPool)
-    return canonical_pools(target, replicated=replicated)
+    return canonical_pools(target, replicated=replicated, packed=packs(mode, target))
 
 
-def canonical_pools(sources: Sequence[Source], *, replicated: bool) -> OffloadedPools:
+def canonical_pools(sources: Sequence[Source], *, replicated: bool, packed: bool) -> OffloadedPools:
     """Number the buffers, and divide those of each source into groups of about the same bytes."""
+    sources = [
+        Source(each.name, tuple(buffer.view(torch.int8) for buffer in each.buffers), each.slots)
+        for each in sources
+    ]
     block_bytes = _host_block_bytes(sources)
     tensors: list[torch.Tensor] = []
     groups: list[tuple[TensorRef, ...]] = []
@@ -110,7 +118,8 @@ def canonical_pools(sources: Sequence[Source], *, replicated: bool) -> Offloaded
     layouts = tuple(
         TensorLayout(tensor.shape[0], tensor.shape[1], tensor.stride(0)) for tensor in tensors
     )
-    kv_caches = CanonicalKVCaches(KVLayout(layouts, tuple(groups)), tuple(tensors))
+    layout = KVLayout(layouts, tuple(groups), packed=packed)
+    kv_caches = CanonicalKVCaches(layout, tuple(tensors))
     return OffloadedPools(tuple(divided), kv_caches, replicated)
 
 
@@ -136,6 +145,12 @@ def _pages(pool: Any, page_size: int) -> Iterator[torch.Tensor]:
     kind = type(pool)
     if pool.page_size != page_size:
         raise _unsupported(kind, f"pages of {pool.page_size} tokens, not {page_size}")
+    if pool.post_capture_active:
+        message = (
+            "CUDA IPC cannot share KV pools that are allocated after CUDA graphs; start the server "
+            "without SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
+        )
+        raise Refused(Code.BAD_CONFIG, message, kind.__name__)
     if kind is MHATokenToKVPool:
         if pool.kv_cache_layout != "nhd":
             raise _unsupported(kind, f"the layout {pool.kv_cache_layout}")
@@ -171,11 +186,11 @@ def _states(mamba: Any, req_to_token_pool: Any) -> Iterator[torch.Tensor]:
 
 
 def _rows(buffer: torch.Tensor, slots: int, pool: Any) -> torch.Tensor:
-    """A buffer as (blocks, bytes) of int8. slots: rows of the buffer per block."""
+    """A buffer as (blocks, values). slots: rows of the buffer per block."""
     if not buffer.is_contiguous():
         raise _unsupported(type(pool), f"a buffer with the strides {buffer.stride()}")
     blocks = buffer.shape[0] // slots
-    return buffer[: blocks * slots].view(torch.int8).reshape(blocks, -1)
+    return buffer[: blocks * slots].reshape(blocks, -1)
 
 
 def _unsupported(kind: type, what: str) -> Refused:

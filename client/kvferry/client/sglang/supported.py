@@ -11,6 +11,7 @@ from typing import Any
 
 from kvferry.client.engines.options import (
     DIRECTORIES,
+    PACK,
     POLICY,
     QUOTA,
     SALT,
@@ -19,13 +20,14 @@ from kvferry.client.engines.options import (
     check_salt,
     namespace_options,
     read_directories,
+    read_pack_mode,
     similar_keys,
 )
 from kvferry.client.sglang import SUPPORTED
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.version import installed_version
 
-KEYS = DIRECTORIES, SALT, QUOTA, POLICY, THRESHOLD
+KEYS = DIRECTORIES, SALT, PACK, QUOTA, POLICY, THRESHOLD
 # The methods that SGLang calls, and their parameters.
 SIGNATURES: dict[str, tuple[str, ...]] = {
     "lookup": ("rid", "transfers"),
@@ -97,6 +99,7 @@ def check_config(server_args: Any, params: Any, ranks: int, extra: Options) -> N
         message = f"unknown key in linker_extra_config; use {meant}"
         raise Refused(Code.BAD_CONFIG, message, key)
     check_salt(extra.get(SALT))
+    read_pack_mode(extra)
     read_directories(extra, ranks)
     namespace_options(extra, ranks)
     for name, (why, option) in EXCLUDED.items():
