@@ -114,7 +114,7 @@ class TreeServer:
         config = {
             "linker": "KVFerryLinker",
             "linker_module_path": "kvferry.client.sglang",
-            "linker_extra_config": {"kvferry_dirs": directories, "kvferry_pack": "off", **extra},
+            "linker_extra_config": {"kvferry_dirs": directories, **extra},
         }
         linker = create_unified_cache_linker(
             server_args,

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from kvferry.client.endpoint import find_daemon, locate_daemon
 from kvferry.client.engines.connection_log import ConnectionLog
 from kvferry.client.engines.options import (
+    PackMode,
     namespace_options,
     read_directories,
     read_pack_mode,
@@ -64,7 +65,8 @@ class KVFerryLinker(UnifiedCacheLinker):
         options = resolved_view(server_args)
         check_config(options, params, self._ranks, extra_config)
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-        mode = read_pack_mode(extra_config)
+        # No server has packed its KV on a GPU so far: whoever tries it asks for it.
+        mode = read_pack_mode(extra_config, default=PackMode.OFF)
         self._offloaded = read_pools(kvcache, params, params.page_size, mode)
         self.pools = pool_names(self._offloaded)
         self.forward_stream = forward_stream
