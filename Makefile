@@ -60,6 +60,7 @@ coverage: $(READY)  ## branch coverage of the product by the tests
 MUTANTS ?=
 mutants: $(READY)  ## break the product in 100 ways, and report what no test notices; MUTANTS="tiers -j 1": some, one by one
 	$(BIN)/python -m mutants $(MUTANTS)
+	$(BIN)/python -m pytest -q --long -n 2 tests/property/test_sibling_cores_mutants.py
 
 gpu: $(READY)  ## all tests, on a machine with a GPU
 	$(BIN)/python -m pytest -q

@@ -34,7 +34,7 @@ settings.load_profile("kvferry")  # the same examples on every machine, also on 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="run the long form of tests/faults")
+    parser.addoption("--long", action="store_true", help="run the long form of tests")
     parser.addoption("--seed", type=int, help="seed of tests/faults; by default a new one")
 
 
@@ -44,6 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     if config.option.seed is None:
         config.option.seed = random.randrange(1 << 31)
+
+
+@pytest.fixture
+def long(request: pytest.FixtureRequest) -> bool:
+    """Whether to run the long form."""
+    return bool(request.config.option.long)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

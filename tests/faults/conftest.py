@@ -17,12 +17,6 @@ POOL_BYTES = 32 << 20
 
 
 @pytest.fixture
-def long(request: pytest.FixtureRequest) -> bool:
-    """Whether to run the long form."""
-    return bool(request.config.option.long)
-
-
-@pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     number = int(request.config.option.seed)
     print(f"--seed {number}")  # pytest shows it if the test fails

@@ -262,5 +262,5 @@ _SPEC_FAULTS = {Code.BLOCK_OUT_OF_RANGE, Code.SIZE_MISMATCH, Code.DUPLICATE_BLOC
 def test_every_reply_and_action_equals_that_of_the_model() -> None:
     run_state_machine_as_test(
         CoreMachine,
-        settings=settings(max_examples=500, stateful_step_count=60),
+        settings=settings(max_examples=250, stateful_step_count=60),
     )

@@ -376,5 +376,5 @@ class NamespacesMachine(CheckedNamespaces, RuleBasedStateMachine):
 def test_keys_load_their_stored_bytes() -> None:
     run_state_machine_as_test(
         NamespacesMachine,
-        settings=settings(max_examples=150, stateful_step_count=50),
+        settings=settings(max_examples=75, stateful_step_count=50),
     )
