@@ -138,7 +138,7 @@ def test_nothing_wrong_is_read(
     requests = RandomRequests(engine, random.Random(pytestconfig.option.seed))
     wanted = wanted_chunks(core, pytestconfig)
     while not requests.resets or (engine.loaded < wanted and not engine.wrong):
-        run(requests, 1500)
+        run(requests, 300)
     print(f"{engine.runner.compared} blocks compared, {engine.loaded} chunks loaded")
     assert not engine.wrong, f"seed {pytestconfig.option.seed}"
     engine.close()
