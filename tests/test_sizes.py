@@ -1,6 +1,7 @@
 """The limits of CONTRIBUTING.md for files, classes and constructors.
 
-What is longer has an entry below, with its size: it may shrink, and then its entry does, too.
+The tables below list each place that is larger, with its size. No place may grow. If a place
+shrinks, change its entry.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LARGE = {
     "tests/daemon/engine/test_contract.py": 411,
     "tests/daemon/test_config.py": 445,
     "tests/daemon/tiers/test_tier_client.py": 431,
-    "tests/gpu/sglang_figures.py": 506,
+    "tests/gpu/sglang_figures.py": 485,
     "tests/gpu/vllm_scenarios.py": 544,
     "tests/property/test_namespaces_against_a_model.py NamespacesMachine": 323,
     "tests/support/cache_model.py": 402,

@@ -18,12 +18,10 @@ figure failed.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,10 +32,11 @@ import torch
 
 from kvferry.client import LocalDaemon, OffloadClient
 from support.eventually import wait_until
+from support.json_rows import JsonRows
 from support.sglang_pools import SMALL, ModelShape
 from support.sglang_requests import run_random_requests
 from support.sglang_tree import TreeServer, new_stream, publish_server_args
-from support.vllm_measure import Record, print_figures, spread
+from support.vllm_measure import Record, print_figures
 
 LLAMA = ModelShape(layers=32, heads=8, head_dim=128, max_tokens=1 << 15)
 DEEPSEEK = ModelShape(layers=61, latent=512, rope=64, max_tokens=1 << 15)
@@ -76,32 +75,17 @@ SPEED = {
 }
 
 
-class TreeBench:
-    """What the figures share. failed: what went wrong."""
+class TreeBench(JsonRows):
+    """What the figures share."""
 
     def __init__(self, chosen: argparse.Namespace, root: Path) -> None:
+        super().__init__(chosen.json)
         self.device, self.small, self.reps = chosen.device, chosen.small, chosen.reps
         self.pages, self.seconds, self.tokens = chosen.pages, chosen.seconds, chosen.tokens
-        self.failed: list[str] = []
-        self._root, self._path, self._core = root, chosen.json, chosen.core
-
-    def report(self, what: str, **row: Any) -> None:
-        print_figures(what, **row)
-        with self._path.open("a") as rows:
-            rows.write(json.dumps({"what": what, **row}) + "\n")
+        self._root, self._core = root, chosen.core
 
     def fail(self, what: str) -> None:
-        self.failed.append(what)
-        self.report("FAILED", it=what)
-
-    @contextmanager
-    def guarded(self, what: str) -> Iterator[None]:
-        """A figure that fails does not end the others."""
-        try:
-            yield
-        except Exception as error:
-            traceback.print_exc()
-            self.fail(f"{what}: {error!r}")
+        self.check(what, False)
 
     def shape(self, shape: ModelShape) -> ModelShape:
         return SMALL if self.small else shape
@@ -286,12 +270,7 @@ def compare_speed(bench: TreeBench, name: str, server: TreeServer, tokens: int) 
         if number >= 0:
             rows.append(row)
         server.evict_all()
-    figures = {column: spread([row[column] for row in rows]) for column in rows[0]}
-    bench.report(f"= {name}", **{column: it["median"] for column, it in figures.items()})
-    bench.report(
-        f"= {name}: least and most",
-        **{column: (it["least"], it["most"]) for column, it in figures.items()},
-    )
+    bench.summarize(name, rows)
     if server.wrong or server.failed:
         bench.fail(f"{name}: {server.wrong} buffers of pages are wrong, {server.failed} loads fail")
 

@@ -13,7 +13,7 @@ from support.vllm_measure import Record, print_figures, spread
 
 
 class JsonRows:
-    """path: rows are appended. failed: what went wrong."""
+    """Appends rows to the file `path`. `failed` lists the checks that failed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
