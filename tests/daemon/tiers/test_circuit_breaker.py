@@ -122,8 +122,8 @@ async def test_until_half_open_returns_when_the_breaker_is_half_open() -> None:
         waiting = asyncio.create_task(breaker.until_half_open())
         await asyncio.sleep(0.01)
         assert not waiting.done()  # it is closed
-        breaker.trip()
         tripped = time.monotonic()
+        breaker.trip()
         await asyncio.wait_for(waiting, TIMEOUT)
         assert time.monotonic() - tripped >= 0.05
         assert breaker.begin_probe()
