@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ from hypothesis import HealthCheck, settings
 from kvferry.client import LocalDaemon
 from kvferry.testing.engine import EngineOptions, SmallEngine, StartSmallEngine, WorkerProcess
 from support.command_line import restored_handlers
+from support.virtual_time import VirtualTimeLoop
 
 if TYPE_CHECKING:
     from kvferry.testing.plugin import StartKvferryd
@@ -50,6 +52,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def long(request: pytest.FixtureRequest) -> bool:
     """Whether to run the long form."""
     return bool(request.config.option.long)
+
+
+def pytest_asyncio_loop_factories(
+    item: pytest.Item,
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    if item.get_closest_marker("virtual_time"):
+        return {"virtual": VirtualTimeLoop}
+    return {"real": asyncio.new_event_loop}
 
 
 def pytest_report_header(config: pytest.Config) -> str:

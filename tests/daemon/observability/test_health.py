@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
 
 from kvferry.daemon.core.actions import Pong
 from kvferry.daemon.observability.health import Health, HealthTimeouts, ProbeHistory
 from kvferry.proto.errors import Code, ErrorInfo
 from support.eventually import eventually
+from support.virtual_time import VirtualTimeLoop
 
 from .conftest import FakeCore
+
+pytestmark = pytest.mark.virtual_time
+
+TIMES = HealthTimeouts()
+
+
+def seconds() -> float:
+    return asyncio.get_running_loop().time()
 
 
 @dataclass
@@ -30,7 +41,7 @@ class FakeServiceManager:
         self.unhealthy_reports.append(why)
 
     def keep_alive(self) -> None:
-        self.keep_alives.append(time.monotonic())
+        self.keep_alives.append(seconds())
 
 
 class HealthFixture:
@@ -63,9 +74,9 @@ async def test_ready_is_reported_once_after_the_first_successful_probe(
 ) -> None:
     manager = FakeServiceManager()
     fake_core.error = ErrorInfo(Code.DRIVER, "no")
-    fixture = HealthFixture(fake_core, HealthTimeouts(every=0.01), manager)
+    fixture = HealthFixture(fake_core, TIMES, manager)
     fixture.start()
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(100)
     assert "pool is being registered" in fixture.reasons()
     status = fixture.health.status()
     assert (status.healthy, status.starting) == (False, True)
@@ -92,10 +103,12 @@ async def test_a_first_probe_in_progress_is_not_unhealthy_before_its_deadline(
     """The number of keep-alives before the deadline has no effect."""
     manager = FakeServiceManager(watchdog_seconds=0.03)
     fake_core.silent = True
-    fixture = HealthFixture(fake_core, HealthTimeouts(deadline=5.0), manager)
+    fixture = HealthFixture(fake_core, TIMES, manager)
     fixture.start()
     fixture.health.pool_grew()
-    await eventually(lambda: "no probe" in fixture.reasons() and len(manager.keep_alives) >= 5)
+    await asyncio.sleep(TIMES.deadline - 0.01)
+    assert len(manager.keep_alives) > 400
+    assert "no probe" in fixture.reasons()
     assert fixture.health.status().starting
     await eventually(lambda: any("running for" in why for why in manager.unhealthy_reports))
     assert not fixture.health.status().starting
@@ -105,20 +118,19 @@ async def test_a_first_probe_in_progress_is_not_unhealthy_before_its_deadline(
 async def test_no_keep_alive_while_the_device_worker_does_not_respond(
     fake_core: FakeCore,
 ) -> None:
-    manager = FakeServiceManager(watchdog_seconds=0.15)
-    fixture = HealthFixture(fake_core, HealthTimeouts(worker=0.2), manager)
+    manager = FakeServiceManager(watchdog_seconds=1.5)
+    fixture = HealthFixture(fake_core, TIMES, manager)
     fixture.start()
     fixture.health.pool_grew()
-    await eventually(lambda: len(manager.keep_alives) >= 5)
-    gaps = [b - a for a, b in zip(manager.keep_alives, manager.keep_alives[1:], strict=False)]
-    assert min(gaps) < 0.15
+    await asyncio.sleep(60)
+    assert max(b - a for a, b in pairwise(manager.keep_alives)) == pytest.approx(0.5)
     fixture.responds = False
     await eventually(lambda: "the device worker has not responded" in fixture.reasons())
     before = len(manager.keep_alives)
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(60)
     assert len(manager.keep_alives) == before
-    assert fixture.health.status().worker_lag >= 0.2
-    fixture.health.handle_pong(Pong(time.monotonic(), None, None))
+    assert fixture.health.status().worker_lag >= TIMES.worker
+    fixture.health.handle_pong(Pong(seconds(), None, None))
     fixture.responds = True
     await eventually(lambda: len(manager.keep_alives) > before)
     await eventually(lambda: fixture.health.status().healthy)
@@ -126,40 +138,45 @@ async def test_no_keep_alive_while_the_device_worker_does_not_respond(
 
 
 async def test_a_failing_device_does_not_stop_the_watchdog(fake_core: FakeCore) -> None:
-    manager = FakeServiceManager(watchdog_seconds=0.03)
+    manager = FakeServiceManager(watchdog_seconds=1.5)
     fake_core.silent = True
-    fixture = HealthFixture(fake_core, HealthTimeouts(deadline=0.05), manager)
+    fixture = HealthFixture(fake_core, TIMES, manager)
     fixture.start()
     fixture.health.pool_grew()
-    await eventually(lambda: not fixture.health.status().healthy)
+    await asyncio.sleep(10 * TIMES.deadline)
+    assert not fixture.health.status().healthy
     before = len(manager.keep_alives)
-    await eventually(lambda: len(manager.keep_alives) > before + 3)
+    await asyncio.sleep(5)
+    assert len(manager.keep_alives) == before + 10
     await fixture.stop()
 
 
 async def test_a_late_event_loop_is_reported(fake_core: FakeCore) -> None:
-    fixture = HealthFixture(
-        fake_core, HealthTimeouts(deadline=0.1), FakeServiceManager(watchdog_seconds=0.03)
-    )
+    fixture = HealthFixture(fake_core, TIMES, FakeServiceManager())
     fixture.start()
     fixture.health.pool_grew()
     await eventually(lambda: fixture.health.status().healthy)
-    time.sleep(0.3)
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    loop.advance(TIMES.deadline + 2)  # a call that blocks it
     await eventually(lambda: "the event loop was" in fixture.reasons())
-    assert fixture.health.status().loop_lag > 0.1
+    assert fixture.health.status().loop_lag > TIMES.deadline
     await eventually(lambda: fixture.health.status().healthy)
     await fixture.stop()
 
 
 async def test_a_requested_check_runs_a_fresh_probe(fake_core: FakeCore) -> None:
-    timeouts = HealthTimeouts(every=60.0, deadline=5.0, fresh=0.0)
-    fixture = HealthFixture(fake_core, timeouts, FakeServiceManager())
+    fixture = HealthFixture(fake_core, TIMES, FakeServiceManager())
     fixture.start()
     fixture.health.pool_grew()
     assert (await fixture.health.check_health()).healthy
     before = len(fake_core.requests)
     assert (await fixture.health.check_health()).healthy
+    assert len(fake_core.requests) == before  # the last result is used
+    await asyncio.sleep(TIMES.fresh + 0.1)
+    assert (await fixture.health.check_health()).healthy
     assert len(fake_core.requests) == before + 2
+    await asyncio.sleep(TIMES.fresh + 0.1)
     fake_core.silent = True
     assert not (await fixture.health.check_health()).healthy
     await eventually(lambda: "running for" in fixture.reasons())
@@ -168,8 +185,8 @@ async def test_a_requested_check_runs_a_fresh_probe(fake_core: FakeCore) -> None
 
 async def test_the_deadline_of_a_probe_counts_from_its_request() -> None:
     """The time of its start has no effect."""
-    history = ProbeHistory(HealthTimeouts(deadline=0.02))
+    history = ProbeHistory(TIMES)
     history.request_probe()
-    time.sleep(0.03)
+    await asyncio.sleep(TIMES.deadline + 1)
     history.request_probe()
-    assert "running for" in history.reasons(time.monotonic())[0]
+    assert "running for" in history.reasons(seconds())[0]

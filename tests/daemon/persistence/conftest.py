@@ -13,7 +13,7 @@ from .stored_pool import StoredPool
 
 @pytest.fixture
 async def make_pool() -> AsyncIterator[Callable[[], StoredPool]]:
-    """Makes pools of equal bytes. Their checksum clients do not run."""
+    """Makes pools of equal bytes. The processes of their checksum clients start with first use."""
     pools = list[StoredPool]()
 
     def make() -> StoredPool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -75,10 +76,13 @@ class StoredPool:
         memory = (ctypes.c_ubyte * self.memory.nbytes).from_address(self.memory.address)
         self.bytes = np.ctypeslib.as_array(memory)
         self.bytes[:] = np.random.default_rng(1).integers(0, 255, self.bytes.shape)
-        self.checksums = ChecksumClient(self.memory.descriptors, BLOCK, 2)
         self.clock = UseClock()
         self.regions: list[Region] = []
         self.reports: list[Report] = []
+
+    @cached_property
+    def checksums(self) -> ChecksumClient:
+        return ChecksumClient(self.memory.descriptors, BLOCK, 2)
 
     def new_region(self, record: RegionRecord) -> Region:
         self.regions.append(region := region_of(record))
@@ -113,5 +117,6 @@ class StoredPool:
         self.bytes[region.start + block * BLOCK + 100] ^= 1
 
     async def close(self) -> None:
-        await self.checksums._process.close()
+        if "checksums" in vars(self):
+            await self.checksums._process.close()
         self.memory.close()

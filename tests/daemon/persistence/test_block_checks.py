@@ -13,7 +13,12 @@ from kvferry.daemon.core.block_table import CHECKED, UNCHECKED
 from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.core.region import Region
 from kvferry.daemon.persistence import block_checks
-from kvferry.daemon.persistence.block_checks import BATCH_SECONDS, check_blocks, unverified_batches
+from kvferry.daemon.persistence.block_checks import (
+    BATCH_SECONDS,
+    ROUND_SECONDS,
+    check_blocks,
+    unverified_batches,
+)
 from kvferry.daemon.persistence.checksum_client import BATCH_BYTES, Purpose
 from support.background import in_background
 from support.eventually import eventually
@@ -172,87 +177,63 @@ async def test_batches_in_flight_are_bounded_and_overwritten_blocks_skipped(
 # Scrub
 
 
-class ScrubFixture:
-    """A scrub whose reads and pauses the test completes."""
-
-    def __init__(self) -> None:
-        self.reads = RecordedReads(Purpose.SCRUB)
-        self.regions: list[Region] = []
-        self.pauses: list[float] = []
-        self._resumed = asyncio.Event()
-
-    async def scrub(self, rate: int, **options: int) -> None:
-        await block_checks.scrub(
-            self.reads,  # type: ignore[arg-type]
-            lambda _: None,
-            lambda: self.regions,
-            rate,
-            sleep=self._sleep,
-            **options,
-        )
-
-    async def next_blocks(self) -> list[int]:
-        """The next blocks that are read."""
-        await eventually(lambda: self.reads.waiting)
-        return self.reads.blocks[-1]
-
-    async def next_pause(self) -> float:
-        """Complete the read, and wait for the pause that follows."""
-        self.reads.complete_all()
-        await eventually(lambda: self.pauses)
-        return self.pauses[-1]
-
-    def resume(self) -> None:
-        self.pauses.clear()
-        self._resumed.set()
-
-    async def read_next(self) -> list[int]:
-        """Complete the read and the pauses that follow. Returns the blocks of the next read."""
-        await self.next_pause()
-        while not self.reads.waiting:
-            if self.pauses:
-                self.resume()
-            await asyncio.sleep(0)
-        return self.reads.blocks[-1]
-
-    async def _sleep(self, seconds: float) -> None:
-        if seconds:
-            self._resumed.clear()
-            self.pauses.append(seconds)
-            await self._resumed.wait()
-        else:
-            await asyncio.sleep(0)
-
-
-@pytest.fixture
-async def fixture() -> ScrubFixture:
-    return ScrubFixture()
-
-
 async def test_each_damaged_block_is_reported_once_and_no_other(pool: StoredPool) -> None:
     keyed, raw = pool.new_region(KEYED), pool.new_region(RAW)
     pool.commit(keyed, 3, 9)
     pool.commit(raw, 2, 4)
-    scrub = block_checks.scrub(
-        pool.checksums, pool.report, lambda: [keyed, raw], FAST, round_bytes=0
-    )
+    pool.damage(raw, 4)
+    pool.damage(keyed, 9)
+    scrub = block_checks.scrub(pool.checksums, pool.report, lambda: [keyed, raw], FAST)
     async with in_background(scrub):
-        pool.damage(raw, 4)
-        await eventually(lambda: pool.reports)
-        pool.damage(keyed, 9)
         await eventually(lambda: len(pool.reports) == 2)
     found = [(r.owner, r.blocks.tolist()) for r in pool.reports if isinstance(r, BlocksCorrupted)]
-    assert found == [(RAW.owner, [4]), (KEYED.owner, [9])]
+    assert found == [(KEYED.owner, [9]), (RAW.owner, [4])]
     assert keyed.table.find(*CHECKED).tolist() == [3]
 
 
-async def test_every_committed_block_is_read(pool: StoredPool, fixture: ScrubFixture) -> None:
+class ScrubFixture:
+    """A scrub whose reads the test completes, of a pool without a checksum client."""
+
+    def __init__(self, pool: StoredPool) -> None:
+        self.pool = pool
+        self.reads = RecordedReads(Purpose.SCRUB)
+        self.regions: list[Region] = []
+
+    async def scrub(self, rate: int, **options: int) -> None:
+        reads: Any = self.reads
+        await block_checks.scrub(reads, lambda _: None, lambda: self.regions, rate, **options)
+
+    async def next_blocks(self) -> list[int]:
+        """The next blocks that are read."""
+        await eventually(lambda: self.reads.waiting, timeout=2 * ROUND_SECONDS)
+        return self.reads.blocks[-1]
+
+    async def read_next(self) -> list[int]:
+        """Complete the read. Returns the blocks of the next one."""
+        self.reads.complete_all()
+        return await self.next_blocks()
+
+    async def pause(self) -> float:
+        """Complete the read. Returns the seconds until the next one."""
+        began = asyncio.get_running_loop().time()
+        await self.read_next()
+        return asyncio.get_running_loop().time() - began
+
+
+@pytest.fixture
+def fixture(make_pool: Callable[[], StoredPool]) -> ScrubFixture:
+    return ScrubFixture(make_pool())
+
+
+@pytest.mark.virtual_time
+async def test_every_committed_block_is_read(fixture: ScrubFixture) -> None:
     """Blocks committed during the scrub are read. Corrupt and unverified blocks are not."""
+    pool = fixture.pool
     keyed, raw = fixture.regions = [pool.new_region(KEYED), pool.new_region(RAW)]
     pool.commit(keyed, 0, 1, 2, 8)
     pool.commit(raw, 5)
     rate = int(2 * BLOCK / BATCH_SECONDS)
-    async with in_background(fixture.scrub(rate, searched=3, round_bytes=0)):
+    async with in_background(fixture.scrub(rate, searched=3)):
         assert await fixture.next_blocks() == [0, 1]
         assert await fixture.read_next() == [2]
         pool.commit(keyed, 7)
@@ -266,42 +247,39 @@ async def test_every_committed_block_is_read(pool: StoredPool, fixture: ScrubFix
         assert await fixture.read_next() == [7]
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize(
     ("rate", "blocks", "counted", "pause"),
     [(BLOCK, 1, 0, 1.0), (16 * BLOCK, 4, 0, 0.25), (16 * BLOCK, 4, 8 * BLOCK, 2.0)],
 )
 async def test_the_pause_after_a_batch_follows_from_the_rate(
-    pool: StoredPool, fixture: ScrubFixture, rate: int, blocks: int, counted: int, pause: float
+    fixture: ScrubFixture, rate: int, blocks: int, counted: int, pause: float
 ) -> None:
     """counted: the bytes that a smaller block counts as."""
-    fixture.regions.append(pool.new_region(RAW))
-    pool.commit(fixture.regions[0], *range(8))
+    fixture.regions.append(fixture.pool.new_region(RAW))
+    fixture.pool.commit(fixture.regions[0], *range(8))
     async with in_background(fixture.scrub(rate, counted_bytes=counted)):
         assert await fixture.next_blocks() == list(range(blocks))
-        assert await fixture.next_pause() == pause
+        assert await fixture.pause() == pytest.approx(pause, abs=0.01)
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize(("rate", "seconds"), [(1 << 20, 60.0), (1 << 30, 4.0)])
 async def test_a_round_over_few_blocks_is_not_repeated_at_once(
-    pool: StoredPool, fixture: ScrubFixture, rate: int, seconds: float
+    fixture: ScrubFixture, rate: int, seconds: float
 ) -> None:
-    fixture.regions.append(pool.new_region(RAW))
-    pool.commit(fixture.regions[0], 1)
+    fixture.regions.append(fixture.pool.new_region(RAW))
+    fixture.pool.commit(fixture.regions[0], 1)
     async with in_background(fixture.scrub(rate)):
         assert await fixture.next_blocks() == [1]
-        await fixture.next_pause()
-        fixture.resume()
-        pause = await fixture.next_pause()
-        assert seconds / 2 < pause <= seconds
-    assert fixture.reads.blocks == [[1]]
+        assert await fixture.pause() == pytest.approx(seconds, abs=0.01)
+    assert fixture.reads.blocks == [[1], [1]]
 
 
-async def test_the_scrub_waits_for_the_first_region(
-    pool: StoredPool, fixture: ScrubFixture
-) -> None:
+@pytest.mark.virtual_time
+async def test_the_scrub_waits_for_the_first_region(fixture: ScrubFixture) -> None:
     async with in_background(fixture.scrub(FAST)):
-        assert await fixture.next_pause() > 0
-        fixture.regions.append(pool.new_region(RAW))
-        pool.commit(fixture.regions[0], 6)
-        fixture.resume()
+        await asyncio.sleep(2 * ROUND_SECONDS)
+        fixture.regions.append(fixture.pool.new_region(RAW))
+        fixture.pool.commit(fixture.regions[0], 6)
         assert await fixture.next_blocks() == [6]

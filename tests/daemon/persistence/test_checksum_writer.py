@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from kvferry.daemon.core.block_table import CHECKED, UNCOMMITTED
 from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.persistence.checksum_client import BATCH_BYTES, Purpose
-from kvferry.daemon.persistence.checksum_writer import write_checksums
+from kvferry.daemon.persistence.checksum_writer import COMMIT_AFTER, write_checksums
 from support.background import in_background
 from support.committed_blocks import ResidentBlock, residents_of
 from support.eventually import eventually
@@ -20,12 +19,13 @@ from support.eventually import eventually
 from .recorded_reads import RecordedReads
 from .stored_pool import KEYED, RAW, key, overwrite, region_of, with_block_bytes
 
+pytestmark = pytest.mark.virtual_time
+
 
 class WriterFixture:
-    """A writer whose rounds start at once, and a region of COUNT blocks."""
+    """A writer, and a region of COUNT blocks."""
 
-    def __init__(self, record: RegionRecord = KEYED, commit_after: float = 0.0) -> None:
-        self.commit_after = commit_after
+    def __init__(self, record: RegionRecord = KEYED) -> None:
         self.reads = RecordedReads(Purpose.COMMIT)
         # How often blocks were committed.
         self.commits = 0
@@ -39,7 +39,6 @@ class WriterFixture:
             lambda: [] if self.table.closed else [self.region],
             self.stored,
             self.count_commit,
-            commit_after=self.commit_after,
         )
 
     def count_commit(self) -> None:
@@ -71,16 +70,13 @@ async def fixture(request: pytest.FixtureRequest) -> AsyncIterator[WriterFixture
         yield fixture
 
 
-async def test_a_round_begins_a_while_after_the_first_store() -> None:
+async def test_a_round_begins_a_while_after_the_first_store(fixture: WriterFixture) -> None:
     """So that it includes the stores that complete meanwhile."""
-    fixture = WriterFixture(commit_after=0.1)
-    async with in_background(fixture.run()):
-        begun = time.monotonic()
-        fixture.add([1], [1])
-        await asyncio.sleep(0.01)
-        fixture.add([2], [2])
-        await fixture.complete_round()
-        assert time.monotonic() - begun >= 0.1
+    fixture.add([1], [1])
+    await asyncio.sleep(0.99 * COMMIT_AFTER)
+    assert fixture.reads.blocks == []
+    fixture.add([2], [2])
+    await fixture.complete_round()
     assert fixture.reads.blocks == [[1, 2]]
 
 
@@ -131,12 +127,12 @@ async def test_blocks_that_are_stored_during_a_round_wait_for_the_next(
     for number in range(10):
         fixture.add([2, 3, 4], [10 + number, 30 + number, 50 + number])
     overwrite(fixture.region, 4)
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(10 * COMMIT_AFTER)
     assert fixture.reads.blocks == [[1]]
     await fixture.complete_round()
     await fixture.complete_round()
     assert fixture.reads.blocks == [[1], [2, 3]]
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(10 * COMMIT_AFTER)
     assert not fixture.reads.waiting
     assert set(fixture.residents()) == {
         ResidentBlock(1, key(1)),
@@ -153,6 +149,6 @@ async def test_a_region_may_be_freed_before_its_commit(fixture: WriterFixture, r
     fixture.table.closed = True
     fixture.reads.complete_all()
     await eventually(lambda: not fixture.stored.is_set())
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(10 * COMMIT_AFTER)
     assert len(fixture.reads.blocks) == read
     assert fixture.commits == 0

@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import zmq
 
 from kvferry.daemon.core.actions import SendMessage
@@ -27,6 +28,8 @@ from kvferry.proto.messages import (
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import Direction
 from support.eventually import eventually
+
+pytestmark = pytest.mark.virtual_time
 
 
 class FakeRouter:
@@ -116,7 +119,7 @@ async def test_a_peer_that_receives_nothing_is_disconnected_with_a_goodbye() -> 
     assert fixture.peer.outbox_bytes == len(fixture.peer.outbox[0])
     fixture.socket.room = 100
     await fixture.until_sent(1)
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(1)
     (goodbye,) = fixture.socket.sent
     assert isinstance(goodbye, Goodbye)
 
@@ -134,12 +137,12 @@ async def test_every_write_is_reported_even_if_the_socket_is_full() -> None:
 async def test_a_stream_continues_if_the_outbox_is_empty_and_replaces_an_earlier_one() -> None:
     fixture = OutboxFixture(room=2)
     fixture.outboxes.start_stream("s", map(Done, range(10)))
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(1)
     assert len(fixture.peer.outbox) == 1
     fixture.outboxes.start_stream("s", map(Done, range(20, 24)))
     fixture.socket.room = 100
     await fixture.until_sent(7)
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(1)
     assert fixture.socket.sent == [Done(number) for number in (0, 1, 2, 20, 21, 22, 23)]
     assert fixture.peer.stream is None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -136,20 +136,18 @@ async def scrub(
     regions: Callable[[], Sequence[Region]],
     rate: int,
     *,
-    round_bytes: int = ROUND_BYTES,
     counted_bytes: int = COUNTED_BYTES,
     searched: int = BLOCKS_PER_SEARCH,
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
     """Read all committed blocks repeatedly, until cancelled.
 
     One batch is read at a time, when no checksum of a store or of the verification is requested.
     Then follows a pause for the time that the batch takes at the configured rate.
 
-    regions: returns the current ones. rate: bytes per second. round_bytes, counted_bytes,
-    searched: see ROUND_BYTES, COUNTED_BYTES and BLOCKS_PER_SEARCH.
+    regions: returns the current ones. rate: bytes per second. counted_bytes, searched: see
+    COUNTED_BYTES and BLOCKS_PER_SEARCH.
     """
-    round_seconds = min(ROUND_SECONDS, round_bytes / rate)
+    round_seconds = min(ROUND_SECONDS, ROUND_BYTES / rate)
     while True:
         began = time.monotonic()
         for region in regions():
@@ -160,9 +158,9 @@ async def scrub(
                 blocks = table.find(*CHECKED, begin=at, end=end)[:most]
                 if not blocks.size:
                     at = end
-                    await sleep(0.0)
+                    await asyncio.sleep(0)
                     continue
                 at = int(blocks[-1]) + 1
                 await check_blocks(checksums, report, (region, blocks), Purpose.SCRUB)
-                await sleep(blocks.size * max(block_bytes, counted_bytes) / rate)
-        await sleep(max(0.0, round_seconds - (time.monotonic() - began)))
+                await asyncio.sleep(blocks.size * max(block_bytes, counted_bytes) / rate)
+        await asyncio.sleep(max(0.0, round_seconds - (time.monotonic() - began)))

@@ -31,8 +31,6 @@ async def write_checksums(
     regions: Callable[[], Sequence[Region]],
     stored: asyncio.Event,
     committed: Callable[[], None],
-    *,
-    commit_after: float = COMMIT_AFTER,
 ) -> None:
     """Commit stored blocks, round by round, until cancelled.
 
@@ -50,7 +48,7 @@ async def write_checksums(
 
     while True:
         await stored.wait()
-        await asyncio.sleep(commit_after)
+        await asyncio.sleep(COMMIT_AFTER)
         stored.clear()
         await for_each_batch(_stored_batches(regions()), checksums.window, commit)
 
