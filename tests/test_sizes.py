@@ -26,7 +26,6 @@ INTERFACES = {
     "client/kvferry/client/nonblocking.py NonBlockingClient.__init__": 7,
     "client/kvferry/client/vllm/scheduler_side.py": 415,
     "client/kvferry/client/vllm/scheduler_side.py SchedulerSide": 312,
-    "client/kvferry/client/vllm/fingerprint.py": 406,
 }
 # To divide.
 LARGE = {

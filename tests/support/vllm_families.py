@@ -59,7 +59,7 @@ from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kernel_block_sizes
 
 from kvferry.client import KVFerryError, shared_empty
-from kvferry.client.vllm.fingerprint import offloaded_groups
+from kvferry.client.vllm.kv_cache_plan import offloaded_groups
 from kvferry.client.vllm.scheduler_side import KeysSpec
 from support.family_configs import FAMILIES, PlannedFamily
 from support.vllm_stand_ins import finished, wait_connected

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from kvferry.client.vllm.engine_config import BlockSizes
-from kvferry.client.vllm.fingerprint import block_bytes, read_fingerprint
+from kvferry.client.vllm.fingerprint import read_fingerprint
+from kvferry.client.vllm.kv_cache_plan import block_bytes
 from kvferry.proto.fingerprint import Fingerprint
 
 interface = pytest.importorskip("vllm.v1.kv_cache_interface")

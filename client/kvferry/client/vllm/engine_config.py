@@ -27,13 +27,13 @@ from typing import Any
 from kvferry.client.endpoint import find_daemon, locate_daemon
 from kvferry.client.engines.options import QUOTA, Options, namespace_options, read_directories
 from kvferry.client.session_state import NamespaceOptions
-from kvferry.client.vllm.fingerprint import (
+from kvferry.client.vllm.fingerprint import read_fingerprint
+from kvferry.client.vllm.kv_cache_plan import (
     block_bytes,
     is_replicated,
     kv_layout,
     packed_groups,
     packs_blocks,
-    read_fingerprint,
 )
 from kvferry.client.vllm.options import (
     MAX_BLOCKS_PER_CHUNK,

@@ -18,9 +18,18 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvferry.client.engines.model_files import digest, hub_snapshot
+from kvferry.client.vllm.kv_cache_plan import (
+    block_bytes,
+    is_replicated,
+    kv_layout,
+    layer_spec,
+    offloaded_groups,
+    packed_groups,
+    packs_blocks,
+    resolved_layout,
+)
 from kvferry.client.vllm.model import model_fields, read_path
-from kvferry.client.vllm.packed_groups import PackedGroups, read_packed_groups
-from kvferry.client.vllm.packing import packs
+from kvferry.client.vllm.packed_groups import PackedGroups
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.packing import packed_bytes
 from kvferry.proto.version import installed_version
@@ -85,8 +94,6 @@ DTYPES_CHOSEN_BY_LAYERS = frozenset(
         "nvfp4_ds_mla",
     }
 )
-# Layers of which all ranks hold the same bytes, in versions of vLLM without `kv_tp_replicas`.
-LATENT_SPECS = frozenset({"MLAAttentionSpec", "SlidingWindowMLASpec"})
 # Fields of a layer's KVCacheSpec that change the bytes of a page, or what they mean.
 SPEC_FIELDS = (
     "block_size",
@@ -165,92 +172,13 @@ def read_fingerprint(vllm_config: Any, kv_cache_config: Any, blocks: BlockSizes)
     )
 
 
-def is_replicated(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Whether all ranks hold the same bytes, as of MLA. The same in the scheduler and in workers.
-
-    Not with pipeline or context parallelism, nor if any KV cache group depends on the rank.
-    """
-    parallel = vllm_config.parallel_config
-    ranks = parallel.tensor_parallel_size
-    if ranks == 1 or parallel.world_size != ranks or parallel.decode_context_parallel_size > 1:
-        return False
-    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
-    if replicas is not None:
-        return bool(replicas == ranks)
-    # The scheduler knows one layer of each group; a drafting layer may be in the group of others.
-    specs = map(_layer_spec, offloaded_groups(kv_cache_config))
-    return vllm_config.speculative_config is None and all(
-        type(spec).__name__ in LATENT_SPECS for spec in specs
-    )
-
-
-def block_bytes(kv_cache_config: Any) -> int:
-    """Bytes of one block of all groups on one rank, with padding."""
-    tensors = kv_cache_config.kv_cache_tensors
-    # With block_stride, the size of each tensor is that of the buffer in which all are (of packed
-    # ones before vLLM 0.29, of all since).
-    packed = any(getattr(tensor, "block_stride", 0) for tensor in tensors)
-    total = tensors[0].size if packed else sum(tensor.size for tensor in tensors)
-    return int(total // kv_cache_config.num_blocks)
-
-
-def offloaded_groups(kv_cache_config: Any) -> list[Any]:
-    """The KV cache groups that are offloaded; since vLLM 0.30 some may not be."""
-    groups = kv_cache_config.kv_cache_groups
-    ids = getattr(kv_cache_config, "prefix_cacheable_group_ids", range(len(groups)))
-    return [groups[group_id] for group_id in ids]
-
-
-def packed_groups(vllm_config: Any, kv_cache_config: Any) -> PackedGroups | None:
-    """The groups of a packed buffer; None if host blocks are what vLLM's connector copies.
-
-    Ranks of a pipeline have other layers, and the scheduler knows those of rank 0 only: None then.
-    """
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        return None
-    layout = kv_layout(vllm_config, kv_cache_config)
-    return read_packed_groups(kv_cache_config, offloaded_groups(kv_cache_config), layout)
-
-
-def packs_blocks(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Whether host blocks are packed. Raises Refused (BAD_CONFIG)."""
-    return packs(
-        vllm_config,
-        offloaded_groups(kv_cache_config),
-        block_bytes(kv_cache_config),
-        rows=packed_groups(vllm_config, kv_cache_config) is not None,
-    )
-
-
-def kv_layout(vllm_config: Any, kv_cache_config: Any = None) -> str:
-    """The layout that vLLM resolved (since 0.29), as "LBHNC"; else the one that the user set.
-
-    kv_cache_config: None before vLLM has planned it. Before 0.29 the layout follows from that
-    setting, the attention backend and the connector.
-    """
-    resolved = _resolved_layout(vllm_config, kv_cache_config)
-    return resolved or chosen_layout()
-
-
-def chosen_layout() -> str:
-    """The layout that the user set, if any."""
-    return os.environ.get("VLLM_KV_CACHE_LAYOUT", "")
-
-
-def _resolved_layout(vllm_config: Any, kv_cache_config: Any) -> str:
-    return str(
-        getattr(kv_cache_config, "kv_cache_layout", None)
-        or read_path(vllm_config, "cache_config.kv_cache_layout")
-    )
-
-
 def _capability(vllm_config: Any, kv_cache_config: Any) -> str:
     """The GPU's compute capability, if vLLM may choose the KV's layout or precision by it.
 
     It chooses the layout by it, if it has not resolved one (before 0.29), and the precision at
     which a quantized model computes. Otherwise GPUs of all kinds share.
     """
-    resolved = _resolved_layout(vllm_config, kv_cache_config)
+    resolved = resolved_layout(vllm_config, kv_cache_config)
     if resolved and not read_path(vllm_config, "model_config.quantization"):
         return ""
     try:
@@ -282,7 +210,7 @@ def _group_bytes(packed: PackedGroups | None) -> Iterator[tuple[str, str]]:
 
 
 def _spec_facts(group: Any) -> list[str]:
-    spec = _layer_spec(group)
+    spec = layer_spec(group)
     values = ((name, getattr(spec, name, None)) for name in SPEC_FIELDS)
     return [type(spec).__name__, *(f"{name}={v}" for name, v in values if v is not None)]
 
@@ -295,13 +223,6 @@ def _placement(kv_cache_config: Any) -> Iterator[tuple[int, ...]]:
         yield len(layers), layer_stride, block_stride, offset
 
 
-def _layer_spec(group: Any) -> Any:
-    """The spec of a group's first layer: of more the scheduler does not know."""
-    spec = getattr(group, "kv_cache_spec", None)
-    layers = getattr(spec, "kv_cache_specs", None)
-    return next(iter(layers.values())) if layers else spec
-
-
 def _kv_dtype(vllm_config: Any, groups: list[Any]) -> str:
     """The dtypes of KV. What the configuration does not name is read from the layers' specs."""
     configured = read_path(vllm_config, "cache_config.cache_dtype")
@@ -310,7 +231,7 @@ def _kv_dtype(vllm_config: Any, groups: list[Any]) -> str:
     kinds = [configured] if configured else []
     # Ranks of a pipeline may begin with layers of other kinds; there the bytes of a block decide.
     if vllm_config.parallel_config.pipeline_parallel_size == 1:
-        for spec in map(_layer_spec, groups):
+        for spec in map(layer_spec, groups):
             names = ("dtypes",) if hasattr(spec, "dtypes") else ("dtype", "cache_dtype_str")
             values = (getattr(spec, name, None) for name in (*names, "kv_quant_mode"))
             kinds.append(" ".join(str(value) for value in values if value is not None))

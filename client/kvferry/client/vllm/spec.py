@@ -21,8 +21,8 @@ from kvferry.client.vllm.engine_config import (
     provided_config,
     read_engine_config,
 )
-from kvferry.client.vllm.fingerprint import offloaded_groups
 from kvferry.client.vllm.hinted_prefixes import HINT_COUNTERS
+from kvferry.client.vllm.kv_cache_plan import offloaded_groups
 from kvferry.client.vllm.options import StoreMode
 from kvferry.client.vllm.scheduler_side import KeysSpec, SchedulerSide
 from kvferry.client.vllm.vllm_log import vllm_log

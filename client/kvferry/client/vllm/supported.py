@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
 
 from kvferry.client.vllm import compat
 from kvferry.client.vllm.engine_config import check_layout
-from kvferry.client.vllm.fingerprint import chosen_layout, kv_layout, offloaded_groups
+from kvferry.client.vllm.kv_cache_plan import chosen_layout, kv_layout, offloaded_groups
 from kvferry.client.vllm.kv_memory import check_sleep_mode
 from kvferry.client.vllm.options import BLOCKS_PER_CHUNK, TOKENS_PER_CHUNK, check_options
 from kvferry.client.vllm.vllm_log import vllm_log
