@@ -15,46 +15,51 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.client import LocalDaemon, OffloadClient, Timeline
 from kvferry.client.tensors import shared_empty
 from kvferry.proto.codec import encode
 from kvferry.proto.fd_passing import FetchFd, SendFds
 from kvferry.proto.memory import FdAllocation
 from kvferry.proto.messages import Allocated, AllocateKVCaches
-from kvferry.testing.engine import StartSmallEngine, until
+from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
-from support.raw_client import RawClient, one_tensor
+from support.raw_client import RawClient, one_tensor, store
 from support.time_limits import PROMPTLY, TIMEOUT
 
 # An engine without torch, so that it starts quickly. `ends`: "killed", "goodbye" or "dropped".
-ENGINE = """
+
+
+NEVER = 1 << 40
+# Runs `act` in a process that is then killed.
+KILLED = """
 import os, signal, sys
 from pathlib import Path
-from kvferry.client import Timeline
-from kvferry.proto.messages import Allocated, AllocateKVCaches, Welcome
-from support.raw_client import RawClient, one_tensor, store
+from flow.test_descriptors import act
+from support.raw_client import RawClient
 
-directory, name, action, ends = sys.argv[1:]
-timeline = Timeline.create()
-raw = RawClient(Path(directory), name)
-if action == "register":
-    raw.register()
-    for job in range(4):
-        raw.send(store(job, [job], [job]))
-        raw.result(job)
-elif action == "allocate":
-    (handle,) = raw.deposit(timeline.descriptor)
-    raw.ask(AllocateKVCaches(1, one_tensor(), 4096, handle), Allocated)
-    raw.send(store(1, [1], [1], wait_for=1 << 40))
-elif action == "deposit":
-    raw.deposit(*[timeline.descriptor] * 20)
-if ends == "killed":
-    os.kill(os.getpid(), signal.SIGKILL)
-elif ends == "goodbye":
-    raw.close()
-else:
-    raw.drop()
+directory, action = sys.argv[1:]
+act(RawClient(Path(directory), action), action)
+os.kill(os.getpid(), signal.SIGKILL)
 """
+ACTIONS = "register", "allocate", "deposit", "nothing"
+
+
+def act(raw: RawClient, action: str) -> None:
+    """What an engine does before it ends."""
+    timeline = Timeline.create()
+    match action:
+        case "register":
+            raw.register()
+            for job in range(4):
+                raw.send(store(job, [job], [job]))
+                raw.result(job)
+        case "allocate":
+            (handle,) = raw.deposit(timeline.descriptor)
+            raw.ask(AllocateKVCaches(1, one_tensor(), 4096, handle), Allocated)
+            raw.send(store(1, [1], [1], wait_for=NEVER))
+        case "deposit":
+            raw.deposit(*[timeline.descriptor] * 20)
+    timeline.close()
 
 
 def count_descriptors(daemon: LocalDaemon) -> int:
@@ -90,27 +95,17 @@ def counted(start_kvferryd: StartKvferryd) -> Iterator[LocalDaemon]:
         until(lambda: count_block_tables(daemon) == len(observer.status().engines))
 
 
-def test_twenty_engines(counted: LocalDaemon) -> None:
-    """Five engines at a time, each with another action. The rounds end in different ways."""
-    ends = ["goodbye", "killed", "killed", "dropped"]
-    actions = ["register", "allocate", "allocate", "deposit", "nothing"]
-    for round_ in range(4):
-        running = [
-            subprocess.Popen(
-                [sys.executable, "-c", ENGINE, counted.directory, f"{i}", action, ends[round_]]
-            )
-            for i, action in enumerate(actions)
-        ]
-        statuses = {process.wait(TIMEOUT) for process in running}
-        assert statuses == ({-9} if ends[round_] == "killed" else {0})
-
-
-def test_engines_with_torch(counted: LocalDaemon, start_engine: StartSmallEngine) -> None:
-    with start_engine(counted, daemon_owned=True) as owned, start_engine(counted) as other:
-        for engine in (owned, other):
-            engine.finish(engine.store([0], [0]), engine.load([1], [1]))
-        other.store([0], [0], wait_for=1 << 40)
-        other.process.kill()
+@pytest.mark.parametrize("end", ["killed", "goodbye", "dropped"])
+def test_engines(counted: LocalDaemon, end: str) -> None:
+    if end == "killed":
+        command = [sys.executable, "-c", KILLED, counted.directory]
+        killed = [subprocess.Popen([*command, action]) for action in ACTIONS]
+        assert {process.wait(TIMEOUT) for process in killed} == {-signal.SIGKILL}
+        return
+    for action in ACTIONS:
+        raw = RawClient(counted.directory, action)
+        act(raw, action)
+        (raw.close if end == "goodbye" else raw.drop)()
 
 
 def test_connections_to_the_descriptor_socket_that_send_nonsense(counted: LocalDaemon) -> None:
@@ -134,24 +129,6 @@ def test_a_fetched_descriptor_that_is_not_received(counted: LocalDaemon) -> None
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
                 connection.connect(path)
                 connection.send(encode(FetchFd(raw.session, allocation.handle)))
-
-
-def test_a_reused_descriptor_number_does_not_end_the_new_connection(kvferryd: LocalDaemon) -> None:
-    """A client that connects right after another one disconnected gets its descriptor number.
-
-    With every core busy, the daemon notices the end of the old connection late.
-    """
-    spin = [sys.executable, "-c", "while True: pass"]
-    busy_processes = [subprocess.Popen(spin) for _ in range(3)]
-    tensors = {"layer": shared_empty((8, 64))}
-    try:
-        for number in range(100):
-            with OffloadClient(kvferryd.directory, engine=f"engine-{number}") as client:
-                client.register_kv_caches(tensors, num_blocks=8, host_bytes=4096)
-    finally:
-        for process in busy_processes:
-            process.kill()
-            process.wait()
 
 
 LINGER_SECONDS = int(2 * PROMPTLY)
@@ -188,14 +165,10 @@ def test_closing_a_client_s_descriptor_does_not_block(kvferryd: LocalDaemon, sen
         connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         os.kill(kvferryd.pid, signal.SIGSTOP)
         packet = encode(SendFds(rude.session))
-        match sent_in:
-            case "deposit":
-                connection.connect(str(kvferryd.directory / "fds.sock"))
-                socket.send_fds(connection, [packet], [slow_to_close.fileno()])
-            case "second packet":
-                connection.connect(str(kvferryd.directory / "fds.sock"))
-                connection.send(packet)
-                socket.send_fds(connection, [packet], [slow_to_close.fileno()])
+        connection.connect(str(kvferryd.directory / "fds.sock"))
+        if sent_in == "second packet":
+            connection.send(packet)
+        socket.send_fds(connection, [packet], [slow_to_close.fileno()])
         slow_to_close.close()
         os.kill(kvferryd.pid, signal.SIGCONT)
         began = time.monotonic()
