@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from support.reconnecting_fixture import DaemonService
+from support.restarting_daemons import RestartingDaemons
 from support.restarting_fixture import RestartedService
 
 
 @pytest.fixture
-def daemon_service(tmp_path: Path) -> Iterator[DaemonService]:
-    service = DaemonService(tmp_path)
-    yield service
-    service.close()
+def daemons(tmp_path: Path) -> Iterator[RestartingDaemons]:
+    """Daemons that run one after another, each with an empty pool."""
+    with RestartingDaemons("cpu", tmp_path, pool_bytes=1 << 20) as running:
+        yield running
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def contiguous_logits(model: PagedLlama, tokens: list[int]) -> Tensor:
     return norm(x) @ torch.from_numpy(model.head)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 8, 24, 59])
+@pytest.mark.parametrize("chunk", [1, 5, 59])
 def test_pages_and_chunks_do_not_change_the_logits(model: PagedLlama, chunk: int) -> None:
     expected, pages = contiguous_logits(model, TOKENS), empty_pages(model)
     for start in range(0, len(TOKENS), chunk):
@@ -65,16 +65,6 @@ def test_pages_and_chunks_do_not_change_the_logits(model: PagedLlama, chunk: int
         logits = model.forward(tokens, start, TABLE, pages)
         right = expected[start + len(tokens) - 1].numpy()
         np.testing.assert_allclose(logits, right, atol=2e-3, rtol=1e-3)
-
-
-def test_only_the_pages_of_the_table_are_written(model: PagedLlama) -> None:
-    pages = empty_pages(model)
-    model.forward(TOKENS[:20], 0, TABLE, pages)
-    for layer in pages:
-        assert np.isfinite(layer[TABLE[:2]]).all()
-        assert np.isfinite(layer[TABLE[2], :, :4]).all()
-        assert np.isnan(layer[TABLE[2], :, 4:]).all()
-        assert np.isnan(layer[[*TABLE[3:], 1, 4, 6, 10]]).all()
 
 
 def test_generate_equals_decoding_one_by_one(model: PagedLlama) -> None:
@@ -98,31 +88,10 @@ def test_a_wrong_page_of_any_layer_changes_the_tokens(model: PagedLlama, layer: 
     assert model.generate(TOKENS[32:40], 32, 24, TABLE, pages) != expected
 
 
-def test_pages_in_another_order_change_the_tokens(model: PagedLlama) -> None:
-    pages = empty_pages(model)
-    model.forward(TOKENS[:32], 0, TABLE, pages)
-    expected = model.generate(TOKENS[32:40], 32, 24, TABLE, pages)
-    swapped = [TABLE[0], TABLE[2], TABLE[1], *TABLE[3:]]
-    assert model.generate(TOKENS[32:40], 32, 24, swapped, pages) != expected
-
-
-def run_demo(*options: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "kvferry.testing.demo", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * TIMEOUT)
-    return done.returncode, done.stdout + done.stderr
-
-
-SHORT = ("--prompt-tokens", "700", "--steps", "32")
-
-
-def test_the_demo_succeeds() -> None:
-    code, output = run_demo(*SHORT)
-    assert code == 0, output
-    assert "tokens after the round trip equal the undisturbed run: yes" in output
-    assert "with one tampered block: different (as it must be)" in output
-
-
 def test_the_demo_fails_if_no_block_is_tampered() -> None:
-    code, output = run_demo(*SHORT, "--no-tamper")
-    assert code == 1, output
-    assert "with one tampered block: THE SAME" in output
+    command = [sys.executable, "-m", "kvferry.testing.demo", "--no-tamper"]
+    command += ["--prompt-tokens", "256", "--steps", "32"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * TIMEOUT)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "tokens after the round trip equal the undisturbed run: yes" in done.stdout
+    assert "with one tampered block: THE SAME" in done.stdout

@@ -19,14 +19,6 @@ from kvferry.testing.mooncake_store import INSTALL, MooncakeStore, is_installed
 from support.time_limits import TIMEOUT
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=f"Mooncake is not installed: {INSTALL}")
-BLOCKS = 24
-
-
-def test_one_daemon_finds_the_blocks_of_the_other(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo_cluster.main(["--blocks", str(BLOCKS)]) == 0
-    output = capsys.readouterr().out
-    assert "is the one that engine A stored: yes" in output
-    assert "after a reset no key is found: yes" in output
 
 
 def test_without_mooncake_the_command_that_installs_it_is_named(
@@ -75,7 +67,7 @@ def processes_of(session: int) -> list[str]:
     return [command for command in found if command]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_demo_leaves_no_process(number: signal.Signals) -> None:
     """The store of such a process has open ports, and its daemons have large pools."""
     command = [sys.executable, "-m", "kvferry.testing.demo_cluster"]

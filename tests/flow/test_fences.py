@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.client import Code, Gone, LocalDaemon, TransferResult
+from kvferry.client import Gone, LocalDaemon
 from kvferry.testing.content import Bytes
 from kvferry.testing.engine import SmallEngine, StartSmallEngine
 
@@ -19,8 +19,8 @@ BLOCKS = list(range(16))
 COPIES = list(range(16, 32))
 
 
-def rounds_on(device: str) -> int:
-    return 100 if device.startswith("cuda") else 12
+def seeds_on(device: str) -> range:
+    return range(0, 200 if device.startswith("cuda") else 24, 2)
 
 
 def store_while_written(engine: SmallEngine, seed: int, *, fenced: bool) -> Bytes:
@@ -51,84 +51,55 @@ def load_while_read(engine: SmallEngine, seed: int, *, fenced: bool) -> tuple[By
 def test_stores_wait_for_slow_kernels(
     start_engine: StartSmallEngine, daemon: LocalDaemon, device: str, daemon_owned: bool
 ) -> None:
-    engine = start_engine(daemon, daemon_owned=daemon_owned)
-    for seed in range(rounds_on(device)):
+    engine, wrong = start_engine(daemon, daemon_owned=daemon_owned), 0
+    for seed in seeds_on(device):
         wanted = engine.expected(BLOCKS, seed)
         assert np.array_equal(store_while_written(engine, seed, fenced=True), wanted), seed
-
-
-def test_stores_without_a_fence_run_too_early(
-    start_engine: StartSmallEngine, daemon: LocalDaemon, device: str
-) -> None:
-    engine = start_engine(daemon)
-    wrong = 0
-    for seed in range(rounds_on(device)):
-        wanted = engine.expected(BLOCKS, seed)
-        wrong += not np.array_equal(store_while_written(engine, seed, fenced=False), wanted)
-    print(f"{wrong} of {rounds_on(device)} rounds went wrong without the fence")
-    assert wrong > rounds_on(device) / 2
+        wanted = engine.expected(BLOCKS, seed + 1)
+        stored = store_while_written(engine, seed + 1, fenced=False)
+        wrong += not np.array_equal(stored, wanted)
+    print(f"{wrong} of {len(seeds_on(device))} rounds went wrong without the fence")
+    assert wrong > len(seeds_on(device)) / 2
 
 
 def test_loads_wait_for_kernels_that_still_read(
     start_engine: StartSmallEngine, daemon: LocalDaemon, device: str
 ) -> None:
-    engine = start_engine(daemon)
-    for seed in range(0, 2 * rounds_on(device), 2):
+    engine, wrong = start_engine(daemon), 0
+    for seed in seeds_on(device):
         seen, loaded = load_while_read(engine, seed, fenced=True)
         assert np.array_equal(seen, engine.expected(COPIES, seed + 1)), seed
         assert np.array_equal(loaded, engine.expected(BLOCKS, seed)), seed
-
-
-def test_loads_without_a_fence_run_too_early(
-    start_engine: StartSmallEngine, daemon: LocalDaemon, device: str
-) -> None:
-    engine = start_engine(daemon)
-    wrong = 0
-    for seed in range(0, 2 * rounds_on(device), 2):
         seen, _ = load_while_read(engine, seed, fenced=False)
         wrong += not np.array_equal(seen, engine.expected(COPIES, seed + 1))
-    print(f"{wrong} of {rounds_on(device)} rounds went wrong without the fence")
-    assert wrong > rounds_on(device) / 2
+    print(f"{wrong} of {len(seeds_on(device))} rounds went wrong without the fence")
+    assert wrong > len(seeds_on(device)) / 2
 
 
-def is_waiting(engine: SmallEngine, job: int) -> bool:
-    """Whether a job has not ended after 0.05 s."""
+def are_waiting(engine: SmallEngine, *jobs: int) -> bool:
+    """Whether none of the jobs has ended after 0.05 s."""
     with pytest.raises(Gone) as timed_out:
-        engine.client.wait([job], timeout=0.05)
+        engine.client.wait(jobs, timeout=0.05)
     assert timed_out.value.code == "timeout"
-    return job not in job_ids(engine.poll())
+    assert timed_out.value.value == str(list(jobs))
+    return not {result.job_id for result in engine.poll()} & set(jobs)
 
 
-def job_ids(results: list[TransferResult]) -> list[int]:
-    return [result.job_id for result in results]
-
-
-def test_a_scheduler_may_submit_before_the_worker_launches(
+def test_directions_that_meet_in_a_block(
     start_engine: StartSmallEngine, daemon: LocalDaemon
 ) -> None:
+    """A GPU block is stored, then loaded over, then stored. Each job sees the bytes of before."""
     engine = start_engine(daemon)
-    value = engine.worker.write(BLOCKS, 1)
-    for offset in range(1, 6):
-        job = engine.store(BLOCKS, BLOCKS, wait_for=value + offset)
-        assert is_waiting(engine, job)
-        assert engine.worker.write(BLOCKS, 1 + offset) == value + offset
-        assert engine.finish(job)[0].success
-        engine.finish(engine.load(BLOCKS, COPIES))
-        assert np.array_equal(engine.worker.read(COPIES), engine.expected(BLOCKS, 1 + offset))
-
-
-def test_a_load_behind_a_cancelled_store_loads_nothing(
-    start_engine: StartSmallEngine, daemon: LocalDaemon
-) -> None:
-    """The daemon accepts the load while the store can still complete."""
-    engine = start_engine(daemon)
-    value = engine.worker.write([0, 5], 1)
-    held = engine.store([0], [0], wait_for=value + 1)
-    behind = engine.load([0], [5])
-    assert is_waiting(engine, behind)
-    engine.client.cancel([held])
-    cancelled, stale = engine.finish(held, behind)
-    assert (cancelled.outcome, stale.outcome) == ("cancelled", "failed")
-    assert stale.error is not None
-    assert stale.error.code == Code.STALE
-    assert np.array_equal(engine.worker.read([5]), engine.expected([5], 1))
+    value = engine.worker.write([0, 1, 2], 1)
+    engine.finish(engine.store([1, 2], [1, 4], wait_for=value))
+    first = engine.store([0], [2], wait_for=value + 1)
+    independent = engine.load([4], [10])
+    overwrite = engine.load([1], [0])
+    second = engine.store([0], [3])
+    of_first = engine.load([2], [8])
+    assert engine.finish(independent)[0].success
+    assert are_waiting(engine, first, overwrite, second, of_first)
+    engine.worker.signal()
+    assert all(result.success for result in engine.finish(first, overwrite, second, of_first))
+    engine.finish(engine.load([3], [9]))
+    assert np.array_equal(engine.worker.read([0, 8, 9, 10]), engine.expected([1, 0, 1, 2], 1))

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
-from kvferry.proto.messages import Error, StatusRequest
 from kvferry.testing.engine import StartSmallEngine, until
 from kvferry.testing.plugin import StartKvferryd
 from support.client_keys import FINGERPRINT
-from support.raw_client import RawClient
 from support.service_manager import kvferryd_command
 from support.time_limits import TIMEOUT
 
@@ -52,6 +50,10 @@ def test_records_of_an_engine(daemon: LocalDaemon, start_engine: StartSmallEngin
     assert (failed["engine"], failed["code"]) == ("llama", "copy_failed")
     (pool,) = find_records(daemon, "pool registered")
     assert pool["bytes"] >= 16 << 20
+    engine.process.kill()
+    until(lambda: len(find_records(daemon, "client disconnected", engine="llama")) == 2)
+    killed = find_records(daemon, "client disconnected", engine="llama")[1]
+    assert killed["reason"] in ("process exited", "connection closed")
 
 
 def test_health_checks_are_not_logged(daemon: LocalDaemon) -> None:
@@ -78,25 +80,6 @@ def test_records_of_who_opens_and_who_empties_a_namespace(daemon: LocalDaemon) -
     who["namespace"] = FINGERPRINT.name
     assert len(find_records(daemon, "namespace opened", **who)) == 1
     assert len(find_records(daemon, "namespace reset", **who)) == 1
-
-
-def test_the_record_of_a_killed_process(
-    daemon: LocalDaemon, start_engine: StartSmallEngine
-) -> None:
-    engine = start_engine(daemon)
-    engine.process.kill()
-    until(lambda: bool(find_records(daemon, "client disconnected")))
-    (disconnected,) = find_records(daemon, "client disconnected")
-    assert disconnected["reason"] in ("process exited", "connection closed")
-
-
-def test_repeated_refusals_are_logged_once(daemon: LocalDaemon) -> None:
-    with RawClient(daemon.directory) as raw, OffloadClient(daemon.directory) as client:
-        for number in range(50):
-            raw.send(StatusRequest(number))
-            raw.recv(Error)
-        assert client.status().errors["no_session"] == 50
-    assert len(find_records(daemon, "message refused", code="no_session")) == 1
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,7 @@ from kvferry.proto.keys import Lookup
 from kvferry.proto.packing import packed_bytes
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
-from support.restarting_fixture import RestartedService
 from support.time_limits import PROMPTLY
-
-from .block_tables import await_committed
 
 PAGE, BLOCKS, FACTOR = 8192, 32, 2
 LAYOUT = KVLayout(
@@ -139,21 +136,6 @@ def test_a_block_that_cannot_be_packed_is_a_miss_and_the_others_are_stored(
     engine.write(3, values(3))  # other KV of the key can be stored
     engine.store(1)
     until(lambda: engine.lookup(1) is Lookup.HIT, PROMPTLY)
-
-
-def test_packed_blocks_survive_a_restart(
-    restarted_service: RestartedService, stack: ExitStack
-) -> None:
-    engine = PackedEngine(restarted_service.directory, stack)
-    for block in range(4):
-        engine.write(block, values(block))
-    engine.store(0, 1)
-    await_committed(restarted_service.manager, 2)
-    restarted_service.restart()
-    after = PackedEngine(restarted_service.directory, stack, "after")
-    until(lambda: after.lookup(1) is Lookup.HIT, PROMPTLY)
-    after.load(1, into=10)
-    assert torch.equal(after.read(10), values(2))
 
 
 def test_packing_needs_a_namespace_and_whole_tiles(

@@ -12,13 +12,12 @@ from kvferry.client import (
     Code,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
-    KeyLoadStoreSpec,
     Lookup,
     OffloadClient,
 )
 from kvferry.testing.engine import until
+from support.reconnecting_fixture import wait_reconnected
 from support.restarting_fixture import (
-    LAYOUT,
     OWN,
     PAGE,
     RestartedService,
@@ -56,74 +55,6 @@ def test_stored_keys_are_hits_after_a_restart(service_on_device: RestartedServic
         assert half.error.code == Code.KEY_ABSENT
         until(lambda: verified(second.client))
     assert "region restored" in service_on_device.manager.log()
-
-
-def test_stores_between_restarts_accumulate(
-    restarted_service: RestartedService,
-) -> None:
-    contents: dict[int, torch.Tensor] = {}
-    for round_ in range(3):
-        with restarted_service.engine() as engine:
-            until(lambda: engine.lookup(*range(round_)) == [Lookup.HIT] * round_)  # noqa: B023
-            for number in range(round_):
-                assert engine.load(keys(number), [0, 1]).success
-                assert torch.equal(engine.read(range(2)), contents[number])
-            contents[round_] = engine.fill([4, 5], seed=round_)
-            assert engine.store([4, 5], keys(round_)).success
-            await_committed(restarted_service.manager, round_ + 1)
-        restarted_service.restart()
-
-
-def test_a_store_that_was_in_flight_is_not_resident(tmp_path: Path) -> None:
-    restarted_service = RestartedService(tmp_path)
-    with restarted_service.manager:
-        restarted_service.start()
-        with restarted_service.engine() as engine:
-            assert engine.store([0, 1], keys(1)).success
-            await_committed(restarted_service.manager, 1)
-        restarted_service.restart(reference_stall=2.0)
-        with restarted_service.engine() as engine:
-            engine.submit((GPULoadStoreSpec(range(16)), KeyLoadStoreSpec(keys(*range(2, 10)))))
-            until(lambda: engine.client.namespaces()[0].pending == 8)
-            restarted_service.restart()
-        with restarted_service.engine() as engine:
-            engine.await_verified()
-            assert engine.lookup(*range(1, 10)) == [Lookup.HIT] + [Lookup.MISS] * 8
-
-
-def test_evicted_and_reset_keys_are_misses_after_a_restart(
-    restarted_service: RestartedService,
-) -> None:
-    with restarted_service.engine() as engine:
-        blocks = engine.opened.num_blocks
-        for first in range(0, blocks + 16, 16):
-            assert engine.store(range(32), keys(*range(first, first + 16))).success
-        await_committed(restarted_service.manager, blocks)
-    restarted_service.restart()
-    with restarted_service.engine() as engine:
-        engine.await_verified()
-        assert engine.lookup(0, 15, 16, blocks + 15) == [Lookup.MISS] * 2 + [Lookup.HIT] * 2
-        engine.client.reset()
-    restarted_service.restart()
-    with restarted_service.engine() as engine:
-        assert engine.opened.reattached
-        assert engine.lookup(16, blocks + 15) == [Lookup.MISS] * 2
-        assert engine.opened.epoch > 0
-
-
-def test_the_lru_order_is_kept_over_a_restart(restarted_service: RestartedService) -> None:
-    with restarted_service.engine() as engine:
-        blocks = engine.opened.num_blocks
-        for first in range(0, blocks, 16):
-            assert engine.store(range(32), keys(*range(first, first + 16))).success
-        await_committed(restarted_service.manager, blocks)
-        assert engine.load(keys(3), [0, 1]).success
-    restarted_service.restart()
-    with restarted_service.engine() as engine:
-        engine.await_verified()
-        assert engine.store(range(32), keys(*range(9000, 9016))).success
-        assert engine.lookup(3, 16) == [Lookup.HIT] * 2
-        assert engine.lookup(0, 15) == [Lookup.MISS] * 2
 
 
 def test_bytes_that_changed_during_a_restart_are_not_loaded(
@@ -185,19 +116,21 @@ def test_blocks_by_number_are_loadable_after_a_restart(
         assert engine.run((CPULoadStoreSpec([7, 8]), GPULoadStoreSpec(range(10, 14)))).success
 
 
-def test_a_freed_region_is_not_restored(restarted_service: RestartedService) -> None:
-    with restarted_service.engine("old", namespace=False) as old:
-        assert old.run((GPULoadStoreSpec(range(2)), CPULoadStoreSpec([0]))).success
-        await_committed(restarted_service.manager, 1)
-    with OffloadClient(restarted_service.directory, engine="new") as new:
-        until(lambda: not any(engine.present for engine in new.status().engines))
-        new.allocate_kv_caches(LAYOUT, host_bytes=16 << 20)
-        until(
-            lambda: (
-                len([n for n in restarted_service.manager.names if n.startswith("block-table-")])
-                == 1
-            )
-        )
-    restarted_service.restart()
-    with restarted_service.engine("old", namespace=False) as old:
-        assert not old.region.reattached
+def test_a_client_reconnects_and_finds_its_keys_and_pins(
+    restarted_service: RestartedService,
+) -> None:
+    with restarted_service.engine() as engine:
+        content = engine.fill(range(4), seed=1)
+        assert engine.store(range(4), keys(1, 2)).success
+        engine.client.pin(keys(1))
+        await_committed(restarted_service.manager, 2)
+        restarted_service.restart()
+        with OffloadClient(restarted_service.directory, engine="observer") as observer:
+            # A pin has no effect before the key's block is verified.
+            until(lambda: verified(observer))
+        wait_reconnected(engine.client)
+        assert engine.client.namespace.opened.reattached
+        assert engine.lookup(1, 2, 3) == [Lookup.HIT, Lookup.HIT, Lookup.MISS]
+        assert engine.client.namespaces()[0].pinned == 1
+        assert engine.load(keys(1), [8, 9]).success
+        assert torch.equal(engine.read([8, 9]), content[:2])

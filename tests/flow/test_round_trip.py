@@ -98,16 +98,14 @@ def test_every_layout(start_engine: StartSmallEngine, daemon: LocalDaemon, shape
     ("sizes", "firsts", "hosts"),
     [((6, 6), (0, 0), 4), ((5, 4), (2, 7), 5), ((0, 5), (0, 1), 2), ((7, 0), (3, 2), 3)],
 )
-@pytest.mark.parametrize("daemon_owned", [False, True], ids=["engine-owned", "daemon-owned"])
 def test_groups(
     start_engine: StartSmallEngine,
     daemon: LocalDaemon,
     sizes: tuple[int, int],
     firsts: tuple[int, int],
     hosts: int,
-    daemon_owned: bool,
 ) -> None:
-    engine = start_engine(daemon, groups=TWO_GROUPS, block_size_factor=3, daemon_owned=daemon_owned)
+    engine = start_engine(daemon, groups=TWO_GROUPS, block_size_factor=3)
     a, b, c, d = shuffled(*sizes, *sizes)
     check_moved(engine, [a, b], shuffled(hosts)[0], [c, d], firsts)
 
@@ -130,19 +128,3 @@ def test_the_longest_list_of_blocks(kvferryd: LocalDaemon) -> None:
         client.wait([2])
         assert [result.success for result in client.get_finished()] == [True, True]
     assert torch.equal(tensor[:, 0], content)
-
-
-def test_large_jobs_that_wait_for_a_kernel_and_for_each_other(
-    start_engine: StartSmallEngine, daemon: LocalDaemon
-) -> None:
-    """The event loop prepares their tables while they wait."""
-    groups = (GroupOptions(2, (64, 8, 64)),)
-    engine = start_engine(
-        daemon, groups=groups, num_blocks=272, host_bytes=40 << 20, block_size_factor=4
-    )
-    src, dst = shuffled(136, 136, total=272)
-    value = engine.worker.write(src, 1, slow=0.05)
-    jobs = engine.store(src, range(34), wait_for=value), engine.load(range(34), dst)
-    assert all(result.success for result in engine.finish(*jobs))
-    assert np.array_equal(engine.worker.read(dst), engine.expected(src, 1))
-    assert "Traceback" not in daemon.log(), daemon.log()

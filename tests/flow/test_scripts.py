@@ -51,13 +51,6 @@ def test_scripts_print_their_usage() -> None:
         assert "error: " in reason, script
 
 
-def test_an_unknown_scenario_is_refused() -> None:
-    done = run(TESTS / "gpu" / "vllm_scenarios.py", "restart", "nonsense")
-    assert done.returncode == 2
-    assert "nonsense" in done.stderr.splitlines()[-1]
-    assert "tensor-parallel" in done.stderr.splitlines()[-1]
-
-
 # Ctrl-C
 
 INTERRUPTED = """

@@ -1,16 +1,12 @@
-"""A daemon that is killed and restarted, and an engine in this process that uses it."""
+"""An engine in this process, whose daemon is killed and restarted."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from kvferry.client import (
     AsyncOffloadClient,
-    Fingerprint,
-    LocalDaemon,
     OffloadClient,
     Timeline,
     TransferResult,
@@ -21,33 +17,7 @@ from kvferry.testing.engine import until
 from support.block_specs import load, store
 
 BLOCKS, PAGE = 16, 4096
-POOL = 1 << 20
 NEVER = 1 << 40
-FINGERPRINT = Fingerprint("llama", PAGE, key_bytes=4)
-A, B, C = b"aaaa", b"bbbb", b"cccc"
-
-
-class DaemonService:
-    """A daemon that is killed and started again in the same folder."""
-
-    def __init__(self, runtime_dir: Path) -> None:
-        self._running, self._runtime_dir = ExitStack(), runtime_dir
-        self.start()
-
-    @property
-    def directory(self) -> Path:
-        return self.daemon.directory
-
-    def start(self, **options: Any) -> None:
-        chosen = {"pool_bytes": POOL, "runtime_dir": self._runtime_dir, **options}
-        self.daemon = self._running.enter_context(LocalDaemon(**chosen))
-
-    def restart(self, **options: Any) -> None:
-        self.daemon.kill()
-        self.start(**options)
-
-    def close(self) -> None:
-        self._running.close()
 
 
 class ReconnectingFixture:

@@ -19,6 +19,7 @@ from kvferry.client import (
     OffloadClient,
     TensorLayout,
     TensorRef,
+    Timeline,
     TransferResult,
     TransferSpec,
     offload_key,
@@ -45,12 +46,20 @@ def keys(*numbers: int) -> tuple[bytes, ...]:
 class RestartingEngine:
     """A client with tensors of its own, as scheduler and worker of an engine."""
 
-    def __init__(self, directory: Path, name: str = "one", *, namespace: bool = True) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        name: str = "one",
+        *,
+        namespace: bool = True,
+        host_bytes: int = 4 << 20,
+        timeline: Timeline | None = None,
+    ) -> None:
         self.client = OffloadClient(directory, engine=name)
         if namespace:
-            self.opened = self.client.open_namespace(FINGERPRINT, cpu_bytes_to_use=4 << 20)
+            self.opened = self.client.open_namespace(FINGERPRINT, cpu_bytes_to_use=host_bytes)
         self.region, (self.tensor,), _ = self.client.allocate_kv_caches(
-            LAYOUT, host_bytes=None if namespace else 4 << 20
+            LAYOUT, host_bytes=None if namespace else host_bytes, timeline=timeline
         )
         self.jobs = 0
 
