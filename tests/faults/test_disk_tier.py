@@ -206,18 +206,3 @@ def test_a_root_that_is_read_only_after_a_kill(pool: PoolMemory, tmp_path: Path)
         tier.wait_until(lambda: tier.client.is_on)
         assert fetch_all(tier, range(128)) == [OK] * 128
         assert tier.put([1000]) == [OK]
-
-
-def test_slabs_that_are_truncated_while_they_are_used(pool: PoolMemory, tmp_path: Path) -> None:
-    with disk_process(tmp_path / "tier", pool) as tier:
-        assert put_all(tier, range(512)) == [OK] * 512
-        slabs = sorted(tmp_path.glob("tier/*/slab-*"))
-        os.truncate(slabs[0], slabs[0].stat().st_size // 3)
-        results = fetch_all(tier, range(512))
-        assert set(results) == {OK, MISS}
-        for _ in range(200):  # the file is replaced in the background
-            assert set(put_all(tier, range(512))) <= {OK, PRESENT, FULL}
-            if fetch_all(tier, range(512)) == [OK] * 512:
-                break
-        assert fetch_all(tier, range(512)) == [OK] * 512
-        assert tier.client.breaker.state == "closed"

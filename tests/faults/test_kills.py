@@ -124,40 +124,6 @@ def test_engines(
     assert device_bytes(device) <= on_device + MAX_GROWTH
 
 
-def test_a_stopped_engine(
-    start_daemon: Callable[..., LocalDaemon],
-    start_traffic: Callable[[Path], TrafficProcesses],
-    device: str,
-    rng: random.Random,
-    job_timeout: float,
-) -> None:
-    """Two engines are stopped while others do hundreds of jobs; then they continue."""
-    daemon = start_daemon(**STALLS)
-    traffic = start_traffic(daemon.directory)
-    engines = mixed_engines(device, rng, job_timeout=job_timeout)
-    before = measure_idle(daemon, traffic, engines, rng)
-    traffic.start(*engines)
-    until(lambda: all(count_registrations(traffic).values()))
-    stopped = [traffic.processes["engine-1"], traffic.processes["engine-4"]]
-    for process in stopped:
-        process.pause()
-    others = [process for process in traffic.processes.values() if process not in stopped]
-    done = [process.report().counts["done"] for process in others]
-    until(
-        lambda: all(
-            process.report().counts["done"] > had + 300
-            for process, had in zip(others, done, strict=True)
-        )
-    )
-    for process in stopped:
-        process.resume()
-    total = traffic.stop()
-    print(summary(total))
-    assert not total.errors, "\n".join(total.errors)
-    check_released(daemon.directory)
-    check_not_grown(daemon, before)
-
-
 def measure_idle(
     daemon: LocalDaemon,
     traffic: TrafficProcesses,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -13,10 +11,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.client import LocalDaemon
 from kvferry.proto.errors import Code, Gone, Refused
 from kvferry.proto.fingerprint import Fingerprint
-from kvferry.proto.memory import FdAllocation, Location
 from kvferry.proto.message import Message
 from kvferry.proto.messages import (
     Allocated,
@@ -24,13 +21,11 @@ from kvferry.proto.messages import (
     Error,
     Opened,
     OpenNamespace,
-    RegisterKVCaches,
 )
 from kvferry.testing.engine import until
 from support.fuzz import memfd
 from support.process_usage import ProcessUsage
 from support.raw_client import RawClient, one_tensor, store
-from support.time_limits import TIMEOUT
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -164,24 +159,6 @@ def allocate(raw: RawClient, nbytes: int) -> Allocated | Error:
     return answer
 
 
-def test_sparse_tensors_larger_than_memory(kvferryd: LocalDaemon) -> None:
-    """Registered or allocated, they are refused: twelve of 10 TiB would use all addresses."""
-    size = 10 << 40
-    with RawClient(kvferryd.directory, "allocates") as raw:
-        answer = allocate(raw, size)
-        assert isinstance(answer, Error)
-        assert answer.error.code == Code.BAD_LAYOUT
-        assert "this machine's memory" in answer.error.message
-    with RawClient(kvferryd.directory, "registers") as raw:
-        descriptor = memfd(size)
-        (ticket,) = raw.deposit(descriptor)
-        os.close(descriptor)
-        shared = (FdAllocation(ticket, size),), (Location(0, 0),)
-        raw.send(RegisterKVCaches(1, one_tensor(), *shared, host_bytes=512))
-        assert raw.recv(Error).error.code == Code.BAD_LAYOUT
-    assert is_served(kvferryd.directory)
-
-
 def test_more_tensors_than_addresses() -> None:
     """A tensor without addresses is refused, and accepted when another one is gone."""
     with SmallAddressSpaceDaemon(pool_bytes=16 << 20) as daemon, ExitStack() as clients:
@@ -199,22 +176,6 @@ def test_more_tensors_than_addresses() -> None:
         first.close()
         until(lambda: isinstance(allocate(client, 1 << 30), Allocated))
         assert daemon.process.poll() is None
-
-
-def test_a_second_daemon_beside_a_stopped_one(kvferryd: LocalDaemon) -> None:
-    """A stopped daemon keeps its directory, and continues there."""
-    with OffloadClient(kvferryd.directory) as client:
-        os.kill(kvferryd.pid, signal.SIGSTOP)
-        try:
-            done = subprocess.run(kvferryd.command, capture_output=True, text=True, timeout=TIMEOUT)
-        finally:
-            os.kill(kvferryd.pid, signal.SIGCONT)
-        assert done.returncode == 2
-        assert "endpoint_in_use" in done.stderr
-        assert str(kvferryd.pid) in done.stderr
-        assert client.status().pid == kvferryd.pid
-    with OffloadClient(kvferryd.directory) as later:
-        assert later.daemon.pid == kvferryd.pid
 
 
 def test_a_lock_file_with_the_pid_of_another_process(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,6 @@ from kvferry.testing.mooncake_store import INSTALL, MooncakeStore, is_installed
 from support.daemon_invariants import broken_invariants, check_released
 from support.lossy_network import LossyNetwork, missing
 from support.patient_daemon import PatientDaemon
-from support.restarting_daemons import RestartingDaemons
 from support.tiered_engine import TieredEngine, keys
 from support.time_limits import PROMPTLY, TIMEOUT
 from support.traffic_processes import TrafficProcesses
@@ -183,48 +181,6 @@ def test_another_host_loads_stored_blocks_until_a_reset(stack: ExitStack) -> Non
     assert b.find(range(32, 64)).prefix == 0
     until(lambda: {b.manager.lookup(key) for key in keys(range(32))} == {Lookup.MISS})
     cluster.share()
-
-
-@pytest.mark.parametrize("restarted", [False, True])
-def test_a_host_that_never_searches_notices_a_reset(stack: ExitStack, restarted: bool) -> None:
-    """Also if the master has lost everything before."""
-    cluster = Cluster(stack, 64 << 20)
-    a, b, blocks = cluster.a, cluster.b, range(8)
-    a.store(blocks)
-    a.wait_written(len(blocks))
-    if restarted:
-        cluster.store.kill_master()
-        cluster.store.start_master()
-    b.manager.reset_cache()
-    until(lambda: {a.manager.lookup(key) for key in keys(blocks)} == {Lookup.MISS})
-    cluster.share()
-    assert b.find(blocks).prefix == 0
-
-
-@pytest.mark.parametrize("reset", [False, True])
-def test_a_restarted_host_notices_a_reset_of_another_one(
-    stack: ExitStack, tmp_path: Path, reset: bool
-) -> None:
-    store = stack.enter_context(MooncakeStore(segment_bytes=64 << 20))
-    options: dict[str, Any] = {"pool_bytes": POOL_BYTES, "tiers_mooncake_master": store.address}
-    options |= {"tiers_mooncake_write": "write_through", "tiers_mooncake_admit_after": 1}
-    restarting = stack.enter_context(RestartingDaemons("cpu", tmp_path, kept=True, **options))
-    other = TieredEngine(stack.enter_context(LocalDaemon(**options)), stack)
-    with ExitStack() as first:
-        before = TieredEngine(restarting, first)
-        before.store(range(8))
-        before.wait_written(8)
-    restarting.kill()
-    if reset:
-        other.manager.reset_cache()
-    restarting.start()
-    engine = TieredEngine(restarting, stack)
-    kept = Lookup.MISS if reset else Lookup.HIT
-    until(lambda: {engine.manager.lookup(key) for key in keys(range(8))} == {kept})
-    until(lambda: engine.tier().state == "on")
-    engine.store(range(8, 16))
-    engine.wait_written(8)  # so the daemon has read the epoch
-    assert {engine.manager.lookup(key) for key in keys(range(8))} == {kept}
 
 
 def start_load(

@@ -4,8 +4,7 @@
 
 Each client is an engine with a region of its own. It submits its part of the rate, one block per
 job, whether or not earlier jobs have ended (an open loop). The clients share as many processes as
-there are cores. A job is timed from when it was due, so a late submission counts. `--echo` replaces
-the daemon by a bare socket that answers all messages (zeromq_echo.py): the upper limit.
+there are cores. A job is timed from when it was due, so a late submission counts.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from kvferry.client import CPULoadStoreSpec, GPULoadStoreSpec, LocalDaemon, Offl
 from kvferry.client.tensors import shared_empty
 from support.time_limits import TIMEOUT
 from support.traffic_statistics import TrafficStatistics, merge_statistics, percentile
-from support.zeromq_echo import ZeroMQEcho, echo_process
 
 BLOCKS = 64
 PAGE = 4096
@@ -48,7 +46,6 @@ class LoadOptions:
     seconds: float = 10.0
     processes: int = os.cpu_count() or 1
     device: str = "cpu"
-    echo: bool = False
     drain_seconds: float = 30.0
 
 
@@ -114,14 +111,10 @@ def run_clients(
 ) -> None:
     """Run some clients for `options.seconds` after a message arrives; send their statistics."""
     every = options.clients / options.rate
-    clients: Sequence[LoadClient | ZeroMQEcho] = (
-        [ZeroMQEcho(directory, every) for _ in range(count)]
-        if options.echo
-        else [
-            LoadClient(directory, f"load-{number}", options.device, every)
-            for number in range(first, first + count)
-        ]
-    )
+    clients = [
+        LoadClient(directory, f"load-{number}", options.device, every)
+        for number in range(first, first + count)
+    ]
     pipe.send("ready")
     pipe.recv()
     statistics, began = TrafficStatistics(f"from {first}"), time.perf_counter()
@@ -174,7 +167,7 @@ def run(directory: Path, options: LoadOptions) -> TrafficStatistics:
 def record(options: LoadOptions, total: TrafficStatistics) -> dict[str, Any]:
     """The printed and saved record."""
     return {
-        "device": "echo" if options.echo else options.device,
+        "device": options.device,
         "clients": options.clients,
         "processes": options.processes,
         "cores": os.cpu_count(),
@@ -199,17 +192,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--device", default="cpu", help='"cpu", or a GPU by index')
-    parser.add_argument("--echo", action="store_true", help="ZeroMQ alone, without a daemon")
     parser.add_argument("--json", type=Path, help="file to write the record to")
     args = parser.parse_args(arguments)
     device = "cpu" if args.device == "cpu" else f"cuda:{args.device}"
-    options = LoadOptions(args.clients, args.rate, args.seconds, args.processes, device, args.echo)
-    if options.echo:
-        with echo_process() as directory:
-            result = record(options, run(directory, options))
-    else:
-        with LocalDaemon(args.device, pool_bytes=options.clients * BLOCKS * PAGE) as daemon:
-            result = record(options, run(daemon.directory, options))
+    options = LoadOptions(args.clients, args.rate, args.seconds, args.processes, device)
+    with LocalDaemon(args.device, pool_bytes=options.clients * BLOCKS * PAGE) as daemon:
+        result = record(options, run(daemon.directory, options))
     print(json.dumps(result, indent=1))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
