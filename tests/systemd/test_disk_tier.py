@@ -4,68 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvferry.testing.engine import until
 from support.systemd_container import OFFLINE, SystemdContainer
-from support.time_limits import TIMEOUT
 
 pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 
 README = Path(__file__).parents[2] / "deploy" / "README.md"
+ENGINE = Path(__file__).with_name("key_engine.py")
 UNIT, DIRECTORY = "kvferryd@cpu", "/var/lib/kvferry"
 DROP_IN = "/etc/systemd/system/kvferryd@.service.d/tier.conf"
-
-ENGINE = '''
-"""tier_engine.py store|find DIRECTORY: store eight keys, or promote and load them."""
-import json, mmap, os, sys, time
-from pathlib import Path
-from kvferry.client import (
-    Fingerprint, GPULoadStoreSpec, KeyLoadStoreSpec, Lookup, OffloadClient, OffloadingManager,
-    offload_key,
-)
-from kvferry.proto.memory import FdAllocation, Location
-from kvferry.proto.messages import Opened, OpenNamespace, Registered, RegisterKVCaches
-from support.raw_client import RawClient, one_tensor
-
-BLOCKS, PAGE = 8, 4096
-fingerprint = Fingerprint("model", PAGE, key_bytes=12)
-keys = tuple(offload_key(number.to_bytes(8, "big")) for number in range(BLOCKS))
-right = b"".join(bytes([number + 1]) * PAGE for number in range(BLOCKS))
-directory = Path(sys.argv[2])
-
-with OffloadClient(directory, engine="engine") as client, RawClient(directory, "engine") as worker:
-    memory = os.memfd_create("kv")
-    os.ftruncate(memory, BLOCKS * PAGE)
-    pages = mmap.mmap(memory, BLOCKS * PAGE)
-    worker.ask(OpenNamespace(1, fingerprint), Opened)
-    (handle,) = worker.deposit(memory)
-    places = (FdAllocation(handle, BLOCKS * PAGE),), (Location(0, 0),)
-    worker.ask(RegisterKVCaches(2, one_tensor(BLOCKS, PAGE), *places), Registered)
-    client.open_namespace(fingerprint)
-    gpu, host = GPULoadStoreSpec(range(BLOCKS)), KeyLoadStoreSpec(keys)
-    found = 0
-    if sys.argv[1] == "store":
-        pages[:] = right
-        client.transfer_async(1, (gpu, host))
-    else:
-        manager = OffloadingManager(client)
-        assert manager.lookup(keys[0]) is Lookup.MISS, "the key is in the pool"
-        deadline, pending = time.monotonic() + TIMEOUT, (Lookup.RETRY, Lookup.HIT_PENDING)
-        while found < BLOCKS and time.monotonic() < deadline:  # a search can time out
-            prefetch = manager.prefetch(keys)
-            while any(manager.lookup(key) in pending for key in keys):
-                time.sleep(0.01)
-            found = sum(manager.lookup(key) is Lookup.HIT for key in prefetch.found_keys)
-        client.transfer_async(1, (host, gpu))
-    client.wait([1])
-    (result,) = client.get_finished()
-    print(json.dumps({"outcome": result.outcome, "found": found, "right": pages[:] == right}))
-'''
 
 
 def drop_in() -> str:
@@ -85,13 +38,6 @@ def encryption_commands() -> tuple[str, str]:
     (commands,) = re.findall(r"(?m)^    (umask.*\n.*pip install.*\n.*/dev/urandom.*)$", section)
     (credential,) = re.findall(r"(?m)^    (LoadCredential=.*)$", section)
     return commands, credential
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 class TieredService:
@@ -134,14 +80,19 @@ class TieredService:
         directory = self.machine.script("dirname /run/kvferry/cpu/lock")
         become = ["setpriv", "--reuid=engine", "--regid=engine", "--init-groups"]
         command = [*become, "env", "PYTHONPATH=/src/tests", "/opt/kvferry/bin/python"]
-        output = self.machine.run(*command, "/srv/tier_engine.py", action, directory)
+        output = self.machine.run(*command, "/srv/engine.py", directory, action)
         return json.loads(output.splitlines()[-1])
+
+    def load(self) -> tuple[str, bool | None]:
+        """Promote and load the blocks. Returns the outcome, and whether they are right."""
+        found = self.run_engine("find")
+        return found["outcome"], found.get("right")
 
 
 @pytest.fixture
 def service(machine: SystemdContainer) -> Iterator[TieredService]:
     """The unit with the drop-in, started. Restores the installed unit at the end."""
-    machine.write("/srv/tier_engine.py", f"TIMEOUT = {TIMEOUT}\n{ENGINE}")
+    machine.write("/srv/engine.py", ENGINE.read_text())
     machine.write(DROP_IN, drop_in())
     machine.run("systemctl", "daemon-reload")
     service = TieredService(machine)
@@ -171,7 +122,7 @@ def test_blocks_are_found_when_the_pool_is_lost(service: TieredService, kill: bo
         service.systemctl("kill", "--signal=KILL")
     service.lose_pool()
     assert service.has_plain_bytes()
-    assert service.run_engine("find") == {"outcome": "done", "found": 8, "right": True}
+    assert service.load() == ("done", True)
     tool = ["/opt/kvferry/bin/kvferry", "tier", "list", f"{DIRECTORY}/cpu"]
     assert re.search(r"\b8\b", service.machine.run(*tool))
 
@@ -190,7 +141,7 @@ def test_a_credential_encrypts_the_tier(service: TieredService) -> None:
     until(lambda: service.tier()["written"] == 8)
     service.lose_pool()
     assert not service.has_plain_bytes()
-    assert service.run_engine("find") == {"outcome": "done", "found": 8, "right": True}
+    assert service.load() == ("done", True)
     service.machine.script(commands.splitlines()[-1])
     service.lose_pool()
     assert service.run_engine("store")["outcome"] == "done"

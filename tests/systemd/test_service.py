@@ -23,98 +23,7 @@ CHECKOUT = Path(__file__).parents[2]
 FILE = "/etc/kvferry/kvferryd.toml"
 PYTHON = "/opt/kvferry/bin/python"
 CAP_SYS_RESOURCE = 24
-
-ENGINE = '''
-"""engine.py DIRECTORY store|load|busy: an engine whose blocks have keys."""
-import json, mmap, os, sys, time
-from pathlib import Path
-from kvferry.client import (
-    Fingerprint, GPULoadStoreSpec, KeyLoadStoreSpec, Lookup, OffloadClient, OffloadingManager,
-    offload_key,
-)
-from kvferry.proto.errors import KVFerryError
-from kvferry.proto.memory import FdAllocation, Location
-from kvferry.proto.messages import OpenNamespace, Opened, RegisterKVCaches, Registered
-from support.raw_client import RawClient, one_tensor
-
-BLOCKS, PAGE = 8, 4096
-fingerprint = Fingerprint("model", PAGE, key_bytes=12)
-keys = [offload_key(number.to_bytes(8, "big")) for number in range(BLOCKS)]
-bytes_of = lambda block: bytes((31 * block + offset) % 251 for offset in range(PAGE))
-written = b"".join(map(bytes_of, range(BLOCKS)))
-
-class HostTensor:
-    """A tensor without torch, registered by a worker of its own."""
-
-    def __init__(self, directory):
-        memory = os.memfd_create("kv")
-        os.ftruncate(memory, BLOCKS * PAGE)
-        self._bytes = mmap.mmap(memory, BLOCKS * PAGE)
-        self._worker = worker = RawClient(directory, "engine").__enter__()
-        worker.ask(OpenNamespace(1, fingerprint), Opened)
-        (handle,) = worker.deposit(memory)
-        memory_of_tensors = (FdAllocation(handle, BLOCKS * PAGE),), (Location(0, 0),)
-        worker.ask(RegisterKVCaches(2, one_tensor(BLOCKS, PAGE), *memory_of_tensors), Registered)
-
-    def write(self, data):
-        self._bytes[:] = data
-
-    def read(self):
-        return self._bytes[:]
-
-class GPUTensor:
-    def __init__(self, directory):
-        import torch
-        self._torch = torch
-        self._bytes = torch.zeros(BLOCKS, PAGE, dtype=torch.uint8, device="cuda")
-        self._worker = worker = OffloadClient(directory, engine="engine", client="worker")
-        worker.open_namespace(fingerprint)
-        worker.register_kv_caches({"layer": self._bytes}, num_blocks=BLOCKS)
-
-    def write(self, data):
-        rows = self._torch.frombuffer(bytearray(data), dtype=self._torch.uint8)
-        self._bytes.copy_(rows.view(BLOCKS, PAGE))
-        self._torch.cuda.synchronize()
-
-    def read(self):
-        return self._bytes.cpu().numpy().tobytes()
-
-def main(directory, action):
-    with OffloadClient(directory, engine="engine") as client:
-        tensor = (HostTensor if directory.name == "cpu" else GPUTensor)(directory)
-        client.open_namespace(fingerprint)
-        blocks = GPULoadStoreSpec(range(BLOCKS))
-        if action == "load":
-            manager = OffloadingManager(client)
-            deadline = time.monotonic() + TIMEOUT
-            unknown = Lookup.RETRY, Lookup.HIT_PENDING  # after a restart, until verified
-            while any(manager.lookup(key) in unknown for key in keys):
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.01)
-            if any(manager.lookup(key) is not Lookup.HIT for key in keys):
-                return {"outcome": "miss"}
-            client.transfer_async(1, (KeyLoadStoreSpec(tuple(keys)), blocks))
-        else:
-            tensor.write(written)
-            client.transfer_async(1, (blocks, KeyLoadStoreSpec(tuple(keys))))
-        client.wait([1])
-        (result,) = client.get_finished()
-        right = tensor.read() == written
-        number = 1
-        while action == "busy":  # until the daemon disconnects
-            number += 1
-            print(number, flush=True)
-            client.transfer_async(number, (KeyLoadStoreSpec(tuple(keys)), blocks))
-            client.get_finished()
-            client.wait([number])
-        return {"outcome": result.outcome, "right": right, "pid": client.daemon.pid}
-
-try:
-    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2])))
-except KVFerryError as error:
-    print(json.dumps({"outcome": error.code}))
-'''
+ENGINE = Path(__file__).with_name("key_engine.py")
 
 
 class SystemdService:
@@ -190,7 +99,7 @@ def service(request: pytest.FixtureRequest) -> Iterator[SystemdService]:
     machine = request.getfixturevalue("machine" if request.param == "cpu" else "gpu_machine")
     service = SystemdService(machine, request.param)
     before = machine.run("cat", FILE)
-    machine.write("/srv/engine.py", f"TIMEOUT = {TIMEOUT}\n{ENGINE}")
+    machine.write("/srv/engine.py", ENGINE.read_text())
     service.systemctl("start", check=False)
     assert service.show("ActiveState") == "active", service.journal(f"--unit={service.unit}")
     yield service
@@ -290,13 +199,6 @@ def test_blocks_are_restored_after_a_kill(service: SystemdService, how: tuple[st
     assert (loaded["outcome"], loaded.get("right")) == ("done", True)
 
 
-def test_an_engine_finds_its_blocks_while_the_daemon_runs(service: SystemdService) -> None:
-    """Shows that a failure of the previous test comes from the daemon's restart."""
-    assert service.run_engine("store")["outcome"] == "done"
-    loaded = service.run_engine("load")
-    assert (loaded["outcome"], loaded["right"]) == ("done", True)
-
-
 def test_the_watchdog(service: SystemdService) -> None:
     """systemd does not restart a healthy daemon, and restarts one that hangs."""
     service.configure("[Service]\nWatchdogSec=6\n")
@@ -340,16 +242,6 @@ def test_a_unit_that_cannot_start_reports_the_reason_and_stops(service: SystemdS
     service.systemctl("reset-failed")
     service.systemctl("start")
     assert service.show("ActiveState") == "active"
-
-
-def test_the_exposure_level_of_the_unit(service: SystemdService) -> None:
-    """The level depends on the version of systemd. A newer one checks more."""
-    output = service.machine.run(
-        "systemd-analyze", "security", service.unit, "--no-pager", "--threshold=21"
-    )
-    assert "Overall exposure level" in output
-    verified = service.machine.run("systemd-analyze", "verify", f"{service.unit}.service")
-    assert "Unknown" not in verified
 
 
 def test_the_unit_refuses_dangerous_calls(service: SystemdService) -> None:
