@@ -17,26 +17,13 @@ import make_release
 
 ROOT = Path(__file__).parents[1]
 PROJECT_FILES = ("pyproject.toml", "README.md", "LICENSE", ".gitattributes", ".git_archival.txt")
-COMMITTER = (
-    "-c",
-    "user.name=a",
-    "-c",
-    "user.email=a@example.com",
-    "-c",
-    "commit.gpgsign=0",
-    "-c",
-    "tag.gpgsign=0",
-)
-COMMIT = r"\+g[0-9a-f]{7,}"
+SETTINGS = "user.name=a", "user.email=a@example.com", "commit.gpgsign=0", "tag.gpgsign=0"
 
 
 def git(directory: Path, *arguments: str) -> None:
-    command = ["git", "-C", str(directory), *COMMITTER, *arguments]
+    options = [each for setting in SETTINGS for each in ("-c", setting)]
+    command = ["git", "-C", str(directory), *options, *arguments]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-
-
-def commit(directory: Path) -> None:
-    git(directory, "commit", "--quiet", "--allow-empty", "--message", "a change")
 
 
 @pytest.fixture
@@ -53,7 +40,7 @@ def unpacked(tmp_path: Path) -> Path:
 def checkout(unpacked: Path) -> Path:
     git(unpacked, "init", "--quiet")
     git(unpacked, "add", "--all")
-    commit(unpacked)
+    git(unpacked, "commit", "--quiet", "--message", "a change")
     return unpacked
 
 
@@ -61,54 +48,19 @@ def version(directory: Path) -> str:
     return ProjectMetadata(str(directory), PluginManager()).version
 
 
-def archive(directory: Path) -> Path:
-    git(directory, "archive", "--output=../archive.tar", "--prefix=archive/", "HEAD")
-    subprocess.run(["tar", "-xf", "archive.tar"], cwd=directory.parent, check=True)
-    return directory.parent / "archive"
-
-
-def test_a_checkout_of_a_tag_has_its_version(checkout: Path) -> None:
+def test_the_version_is_that_of_the_tag(checkout: Path) -> None:
+    """Of a checkout and of an archive. A later checkout names its commit."""
     git(checkout, "tag", "v0.1.0")
-    assert version(checkout) == "0.1.0"
-
-
-def test_a_later_checkout_names_its_commit(checkout: Path) -> None:
-    git(checkout, "tag", "v0.1.0")
-    commit(checkout)
-    assert re.fullmatch(rf"0\.1\.1\.dev1{COMMIT}", version(checkout))
-
-
-def test_a_checkout_without_tag_is_older_than_the_first_release(checkout: Path) -> None:
-    assert re.fullmatch(rf"0\.1\.dev1{COMMIT}", version(checkout))
-
-
-def test_a_shallow_clone_names_its_commit(checkout: Path, tmp_path: Path) -> None:
-    git(checkout, "tag", "v0.1.0")
-    commit(checkout)
-    clone = tmp_path / "clone"
-    git(tmp_path, "clone", "--quiet", "--depth=1", f"file://{checkout}", str(clone))
-    with pytest.warns(UserWarning, match="is shallow"):
-        assert re.fullmatch(rf"0\.1\.dev1{COMMIT}", version(clone))
-
-
-def test_an_archive_of_a_tag_has_its_version(checkout: Path) -> None:
-    git(checkout, "tag", "v0.1.0")
-    assert version(archive(checkout)) == "0.1.0"
-
-
-def test_an_sdist_keeps_its_version(unpacked: Path) -> None:
-    (unpacked / ".git_archival.txt").unlink()
-    (unpacked / "PKG-INFO").write_text("Metadata-Version: 2.4\nName: kvferry\nVersion: 0.1.0\n")
-    assert version(unpacked) == "0.1.0"
+    git(checkout, "archive", "--output=../archive.tar", "--prefix=archive/", "HEAD")
+    subprocess.run(["tar", "-xf", "archive.tar"], cwd=checkout.parent, check=True)
+    assert version(checkout) == version(checkout.parent / "archive") == "0.1.0"
+    git(checkout, "commit", "--quiet", "--allow-empty", "--message", "a change")
+    assert re.fullmatch(r"0\.1\.1\.dev1\+g[0-9a-f]{7,}", version(checkout))
 
 
 @pytest.mark.filterwarnings("ignore:.*git archiv")
 def test_files_without_git_can_be_installed(unpacked: Path) -> None:
     assert version(unpacked) == "0.0"
-
-
-def test_a_clean_tree_can_be_released(checkout: Path) -> None:
-    make_release.check_committed(checkout)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +75,7 @@ def test_a_clean_tree_can_be_released(checkout: Path) -> None:
 def test_a_tree_with_changes_is_refused(
     checkout: Path, change: Callable[[Path], object], line: str
 ) -> None:
+    make_release.check_committed(checkout)
     change(checkout)
     with pytest.raises(SystemExit, match=f"not committed:\n{re.escape(line)}\ncommit, stash"):
         make_release.check_committed(checkout)
@@ -137,20 +90,13 @@ def builds(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "first", tmp_path / "second"
 
 
-def test_equal_builds_pass(builds: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize(
+    ("build", "name"), [(0, "kvferry.tar.gz"), (1, "kvferry.tar.gz"), (1, "kvferry.whl")]
+)
+def test_builds_that_differ_are_refused(builds: tuple[Path, Path], build: int, name: str) -> None:
     make_release.check_equal(*builds)
-
-
-def test_builds_with_other_bytes_are_refused(builds: tuple[Path, Path]) -> None:
-    (builds[1] / "kvferry.whl").write_bytes(b"WHEEL")
-    with pytest.raises(SystemExit, match=r"differ in kvferry\.whl; compare the files in .*/first"):
-        make_release.check_equal(*builds)
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_builds_with_other_names_are_refused(builds: tuple[Path, Path], index: int) -> None:
-    (builds[index] / "kvferry.tar.gz").touch()
-    with pytest.raises(SystemExit, match=r"differ in kvferry\.tar\.gz; "):
+    (builds[build] / name).write_bytes(b"other")
+    with pytest.raises(SystemExit, match=f"differ in {name}; compare the files in .*/first"):
         make_release.check_equal(*builds)
 
 

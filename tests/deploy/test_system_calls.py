@@ -96,14 +96,6 @@ def test_both_allow_the_same_sockets_and_no_namespaces() -> None:
     assert settings("RestrictNamespaces") == ["yes"]
 
 
-def test_a_call_is_in_one_sorted_list() -> None:
-    names = [*CALLS, *RUNTIMES["names"]]
-    assert len(set(names)) == len(names)
-    for rule in (*LISTS, RUNTIMES):
-        assert rule["names"] == sorted(rule["names"])
-        assert rule["action"] == "SCMP_ACT_ALLOW"
-
-
 def test_the_containers_use_the_profile() -> None:
     assert f"\nSeccompProfile=/etc/containers/{PROFILE.name}\n" in QUADLET
     assert f"#     cp deploy/containers/{PROFILE.name} /etc/containers/\n" in QUADLET

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.engine import until
 from support.lossy_network import LossyNetwork, NetworkHost, NetworkUnavailable, missing
 from support.time_limits import TIMEOUT
 
@@ -39,37 +36,6 @@ def open_udp(host: NetworkHost) -> socket.socket:
     opened.bind((host.address, 0))
     opened.settimeout(TIMEOUT)
     return opened
-
-
-def connect(stack: ExitStack, first: NetworkHost, second: NetworkHost) -> list[socket.socket]:
-    """Returns both ends of a TCP connection."""
-    with second.entered():
-        listener = stack.enter_context(socket.create_server((second.address, 0)))
-    with first.entered():
-        client = stack.enter_context(socket.create_connection(listener.getsockname(), TIMEOUT))
-    server, peer = listener.accept()
-    assert peer[0] == first.address
-    server.settimeout(TIMEOUT)
-    return [client, stack.enter_context(server)]
-
-
-@pytest.mark.parametrize("loss", [0.0, 0.03])
-def test_tcp_carries_bytes(network: LossyNetwork, loss: float) -> None:
-    first, second = network.hosts
-    content = os.urandom(4 << 20)
-    with ExitStack() as stack:
-        client, server = connect(stack, first, second)
-        second.set_link(loss=loss)
-        sender = threading.Thread(target=client.sendall, args=(content,))
-        sender.start()
-        received = bytearray()
-        while len(received) < len(content):
-            part = server.recv(1 << 20)
-            assert part
-            received += part
-        sender.join()
-    assert received == content
-    assert (first.counters().lost > 0) == (loss > 0)
 
 
 def test_a_link_delays_each_packet(network: LossyNetwork) -> None:
@@ -107,39 +73,13 @@ def test_a_lossy_link_loses_its_share(network: LossyNetwork) -> None:
         assert 20 < sent.lost < 80  # 50 plus or minus five standard deviations
         received = [receiver.recv(9)[0] for _ in range(sent.forwarded)]
         assert received == sorted(set(received))
+        second.set_link(blackhole=True)
+        sender.sendto(b"lost", receiver.getsockname())
         receiver.setblocking(False)
+        while first.counters().lost == sent.lost:
+            assert time.monotonic() < deadline
         with pytest.raises(BlockingIOError):
             receiver.recv(9)
-
-
-def test_a_blackhole_is_silent_and_ends(network: LossyNetwork) -> None:
-    first, second = network.hosts
-    with ExitStack() as stack:
-        client, server = connect(stack, first, second)
-        first.set_link(blackhole=True)
-        client.sendall(b"lost")
-        server.settimeout(0.5)
-        with pytest.raises(TimeoutError):
-            server.recv(9)
-        assert first.counters().lost > 0
-        first.set_link()
-        server.settimeout(TIMEOUT)
-        assert server.recv(9) == b"lost"  # TCP sends it again
-
-
-def test_processes_of_a_host_end_with_the_network(network: LossyNetwork) -> None:
-    first, second = network.hosts
-    with first.entered():
-        processes = [subprocess.Popen(["sleep", "1000"])]
-    inside = subprocess.Popen([*second.command, "sleep", "1000"])
-    processes.append(inside)
-    name = Path(f"/proc/{inside.pid}/comm")
-    until(lambda: name.read_text() == "sleep\n")  # it runs in the namespace
-    command = ["cat", "/proc/net/fib_trie"]
-    assert second.address in subprocess.check_output([*second.command, *command], text=True)
-    network.close()
-    assert [process.wait(TIMEOUT) for process in processes] == [-signal.SIGKILL] * 2
-    assert network.relay.returncode == 0
 
 
 VICTIM = """
