@@ -98,7 +98,7 @@ def counted(start_kvferryd: StartKvferryd) -> Iterator[LocalDaemon]:
 @pytest.mark.parametrize("end", ["killed", "goodbye", "dropped"])
 def test_engines(counted: LocalDaemon, end: str) -> None:
     if end == "killed":
-        command = [sys.executable, "-c", KILLED, counted.directory]
+        command = [sys.executable, "-c", KILLED, str(counted.directory)]
         killed = [subprocess.Popen([*command, action]) for action in ACTIONS]
         assert {process.wait(TIMEOUT) for process in killed} == {-signal.SIGKILL}
         return

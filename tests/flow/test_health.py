@@ -62,6 +62,18 @@ def test_a_device_that_hangs(
     assert daemon.log().count("unhealthy") == 1
 
 
+def test_a_job_that_waits_for_its_engine_is_no_fault(
+    start_engine: StartSmallEngine, kvferryd: LocalDaemon
+) -> None:
+    engine = start_engine(kvferryd)
+    until(lambda: health_of(engine.client).healthy)
+    engine.store([0], [0], wait_for=1 << 40)
+    until(lambda: health_of(engine.client).held_job is not None)
+    status = health_of(engine.client)
+    assert status.healthy
+    assert status.oldest_job is None
+
+
 def test_a_removed_socket_makes_the_daemon_unhealthy(
     kvferryd: LocalDaemon, kvferry_client: OffloadClient
 ) -> None:
