@@ -20,7 +20,6 @@ from kvferry.proto.messages import (
     StatusRequest,
     Submit,
     Subscribe,
-    Wait,
 )
 from kvferry.proto.specs import MAX_KEYS, GPULoadStoreSpec, KeyLoadStoreSpec
 from kvferry.testing.engine import until
@@ -111,7 +110,7 @@ def fill_namespace(raw: RawClient) -> None:
         assert raw.result(1).outcome == "done"
 
 
-@pytest.mark.parametrize("request_", [Subscribe(), StatusRequest(1), Wait(1, ())], ids=repr)
+@pytest.mark.parametrize("request_", [Subscribe(), StatusRequest(1)], ids=repr)
 def test_a_client_that_never_receives(
     start_daemon: Callable[..., LocalDaemon], request_: ClientMessage
 ) -> None:

@@ -14,14 +14,6 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_soak(device: str, seed: int) -> None:
-    verdict = soak(SoakOptions(20.0, faults=0.7, device=device, seed=seed), print)
-    print(verdict.record())
-    assert not verdict.errors, "\n".join(verdict.errors)
-    assert verdict.statistics.counts["compared"] > 0
-    assert sum(verdict.faults.values()) > 0
-
-
-def test_soak_with_a_tier(device: str, seed: int) -> None:
     """The tier becomes full; the pool above it is smaller."""
     options = SoakOptions(
         30.0, faults=0.7, tier_bytes=16 << 20, pool_bytes=12 << 20, device=device, seed=seed

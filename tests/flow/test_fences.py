@@ -39,9 +39,7 @@ def load_while_read(engine: SmallEngine, seed: int, *, fenced: bool) -> tuple[By
     value = engine.worker.write(BLOCKS, seed)
     engine.finish(engine.store(BLOCKS, BLOCKS, wait_for=value))
     engine.worker.write(COPIES, seed + 1)
-    engine.worker.read(
-        COPIES
-    )  # returns when the write has ended, so that the load cannot precede it
+    engine.worker.read(COPIES)  # so that the write has ended before the load begins
     value = engine.worker.read_slowly(COPIES, SLOW)
     engine.finish(engine.load(BLOCKS, COPIES, wait_for=value if fenced else 0))
     return engine.worker.seen(), engine.worker.read(COPIES)
