@@ -36,26 +36,20 @@ class SiblingDaemons:
         self.daemons = [self.start(number) for number in range(count)]
         self.engines = [TieredEngine(daemon, stack) for daemon in self.daemons]
 
-    def start(self, number: int, **options: Any) -> LocalDaemon | RestartingDaemons:
-        directories = ":".join(map(str, self.folders))
-        # Options of single daemons are dicts by number.
-        mine = {
-            name: value[number] if isinstance(value, dict) else value
-            for name, value in (self._options | options).items()
-            if not isinstance(value, dict) or number in value
-        }
-        given: dict[str, Any] = {
+    def start(self, number: int) -> LocalDaemon | RestartingDaemons:
+        options: dict[str, Any] = {
             "pool_bytes": 1 << 20,
             "siblings_enabled": "true",
-            "siblings_directories": directories,
+            "siblings_directories": ":".join(map(str, self.folders)),
             "state_dir": self.folders[0].parent / "state",
+            **self._options,
         }
         folder = self.folders[number]
         if number in self._kept:
             folder.mkdir()
-            kept = RestartingDaemons("cpu", folder, kept=True, **given | mine)
+            kept = RestartingDaemons("cpu", folder, kept=True, **options)
             return self._stack.enter_context(kept)
-        return self._stack.enter_context(PatientDaemon(runtime_dir=folder, **given | mine))
+        return self._stack.enter_context(PatientDaemon(runtime_dir=folder, **options))
 
     def kill(self, number: int) -> None:
         self.daemons[number].kill()

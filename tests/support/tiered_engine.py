@@ -90,9 +90,9 @@ class TieredEngine:
             assert torch.equal(self.pages[block].cpu(), content(number)), f"key {number}"
         return success
 
-    def find(self, numbers: Sequence[int], compute_seconds: float = 0.0) -> TiersFound:
+    def find(self, numbers: Sequence[int]) -> TiersFound:
         """Search in the session beside. Then the manager knows the key events of before, too."""
-        found = self.raw.ask(FindInTiers(2, keys(numbers), compute_seconds), TiersFound)
+        found = self.raw.ask(FindInTiers(2, keys(numbers)), TiersFound)
         self.client.status()
         return found
 
