@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -12,13 +14,24 @@ from kvferry.daemon.core.actions import (
     TensorsUnmapped,
     TransferCompleted,
 )
+from kvferry.daemon.core.block_states import BlockStates
+from kvferry.daemon.core.block_table import WITH_CONTENTS, BlockTable
+from kvferry.daemon.core.layout import BlockLayout, ResolvedBlocks
 from kvferry.daemon.core.records import engine_owner
 from kvferry.proto import messages as wire
-from kvferry.proto.errors import Code
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.protocol import make_hello
 from kvferry.proto.results import Outcome
-from kvferry.proto.specs import CPULoadStoreSpec, GPULoadStoreSpec
-from support.committed_blocks import residents_of
+from kvferry.proto.specs import (
+    CPULoadStoreSpec,
+    Direction,
+    GPULoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+)
+from support.committed_blocks import commit_all, next_table, residents_of
 from support.core_fixture import LAYOUT, CoreFixture, load, store
 
 
@@ -195,3 +208,83 @@ def test_only_the_user_of_an_engine_gets_its_host_blocks(restarted: bool) -> Non
             fixture.start("new", 1, load(0, 1, hosts=(0,)))
         else:
             assert fixture.refused("new", 1, load(0, 1, hosts=(0,))) == Code.STALE
+
+
+# Host blocks of four GPU blocks, whose groups have pages of these sizes.
+WIDE, NARROW = 0, 1
+
+
+def new_states(table: BlockTable, *pages: int) -> BlockStates:
+    return BlockStates.for_layout(layout_of(*pages), table)
+
+
+def layout_of(*pages: int) -> LayoutArrays:
+    tensors = tuple(TensorLayout(8, page, page) for page in pages)
+    groups = tuple((TensorRef(number, page),) for number, page in enumerate(pages))
+    return LayoutArrays.from_layout(KVLayout(tensors, groups, 4))
+
+
+def parts_of(*pages: int, group: int = WIDE, host: int = 0, first: int = 0, count: int = 4) -> Any:
+    """`count` sub-blocks of a host block."""
+    sizes = tuple(count * (each == group) for each in range(len(pages)))
+    gpu = GPULoadStoreSpec(range(count), sizes, (first,) * len(pages))
+    layout = BlockLayout(layout_of(*pages), 0, 2)
+    return layout.resolve(Direction.STORE, gpu, np.array([host]))
+
+
+def stored(states: BlockStates, serial: int, blocks: ResolvedBlocks) -> None:
+    states.submit_store(serial, blocks)
+    states.end_store(serial, blocks, done=True)
+
+
+def test_a_host_block_belongs_to_the_page_size_that_was_stored_last() -> None:
+    table, pages = BlockTable(2), (64, 32)
+    states = new_states(table, *pages)
+    wide, narrow = (parts_of(*pages, group=group, count=2) for group in (WIDE, NARROW))
+    for serial, (own, other) in enumerate(((wide, narrow), (narrow, wide)), 1):
+        stored(states, serial, own)
+        assert states.required_stores(own) == ()
+        with pytest.raises(Refused, match="host block 0 has no completed store"):
+            states.required_stores(other)
+    commit_all(table)
+    restarted = next_table(table, 0)
+    new_states(restarted, *pages).restore_blocks()  # the size is not recorded
+    assert restarted.find(*WITH_CONTENTS).size == 0
+
+
+def test_of_a_block_with_gaps_the_longest_run_is_kept() -> None:
+    table = BlockTable(2)
+    states = new_states(table, 64)
+    for serial, (first, count) in enumerate(((0, 1), (2, 2)), 1):
+        stored(states, serial, parts_of(64, first=first, count=count))
+    assert table.part(0) == (2, 4)
+    states.required_stores(parts_of(64, count=1))
+    commit_all(table)
+    restarted = next_table(table, 0)
+    after = new_states(restarted, 64)
+    after.restore_blocks()
+    after.mark_verified(np.array([0]))
+    assert after.required_stores(parts_of(64, first=2, count=2)) == ()
+    with pytest.raises(Refused):
+        after.required_stores(parts_of(64, count=1))
+
+
+def test_a_store_into_an_unverified_block_makes_the_rest_of_it_undefined() -> None:
+    """The checksum is of the whole host block."""
+    table = BlockTable(2)
+    stored(new_states(table, 64), 1, parts_of(64))
+    commit_all(table)
+    states = new_states(restarted := next_table(table, 0), 64)
+    states.restore_blocks()
+    stored(states, 2, parts_of(64, count=1))
+    states.mark_verified(np.array([0]))
+    assert (restarted.part(0), states.required_stores(parts_of(64, count=1))) == ((0, 1), ())
+    with pytest.raises(Refused, match="no completed store"):
+        states.required_stores(parts_of(64, first=1, count=1))
+
+
+def test_a_corrupt_block_that_is_being_stored_stays_pending() -> None:
+    states = new_states(BlockTable(2), 64)
+    states.submit_store(1, parts_of(64))
+    states.discard_blocks(np.array([0]))
+    assert states.required_stores(parts_of(64)) == (1,)

@@ -6,9 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvferry.daemon.core.block_lines import BlockLines, Part, UseClock
 from kvferry.daemon.core.block_story import IllegalTransition
@@ -353,97 +350,3 @@ def test_all_tables_share_the_use_clock_also_after_a_restart() -> None:
         lines.use_clock(clock)
     others[1].touch(blocks(1))
     assert others[1].stamps(blocks(0, 1)).tolist() == [3, 5]
-
-
-NUMBERS = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=3, unique=True)
-
-
-class BlockTableMachine(RuleBasedStateMachine):
-    """Compared with a dictionary of what the next daemon must find: the content of each block.
-
-    A copy may be made at any time: a kill of the daemon. So the check follows each step.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = new_table()
-        # Blocks whose contents, by number, are written, or stored, or committed.
-        self.written: dict[int, int] = {}
-        self.stored: dict[int, int] = {}
-        self.committed: dict[int, int] = {}
-        self.reading: list[tuple[Any, Any, dict[int, int]]] = []
-        self.next = 1
-
-    @rule(numbers=NUMBERS)
-    def begin_store(self, numbers: list[int]) -> None:
-        some = blocks(*numbers)
-        self.table.drop(some[self.table.among(some, *OCCUPIED)])
-        self.table.set_pending(some)
-        for number in numbers:
-            self.forget(number)
-            self.written[number], self.next = self.next, self.next + 1
-
-    @rule(numbers=NUMBERS)
-    def end_store(self, numbers: list[int]) -> None:
-        done = [number for number in numbers if number in self.written]
-        self.table.set_stored(blocks(*done), [self.key(self.written[each]) for each in done])
-        self.stored.update((each, self.written.pop(each)) for each in done)
-
-    @rule()
-    def begin_checksums(self) -> None:
-        some = self.table.find(*UNCOMMITTED)
-        assert some.tolist() == sorted(self.stored)
-        self.reading.append((some, self.table.lines.versions(some), dict(self.stored)))
-
-    @rule(which=st.integers(0, 3))
-    def end_checksums(self, which: int) -> None:
-        if self.reading:
-            some, versions, contents = self.reading.pop(which % len(self.reading))
-            checksums = np.array([contents[block] for block in some.tolist()], np.uint64)
-            self.table.commit(some, versions, checksums)
-            for block, content in contents.items():
-                if self.stored.get(block) == content:
-                    self.committed[block] = self.stored.pop(block)
-
-    @rule(numbers=NUMBERS)
-    def drop(self, numbers: list[int]) -> None:
-        some = blocks(*numbers)
-        self.table.drop(some[self.table.among(some, *OCCUPIED)])
-        for number in numbers:
-            self.forget(number)
-
-    @rule()
-    def begin_epoch(self) -> None:
-        self.table.begin_epoch(self.table.epoch + 1)
-        for number in range(BLOCKS):
-            self.forget(number)
-
-    @rule(verified=NUMBERS)
-    def restart(self, verified: list[int]) -> None:
-        self.table = restored(self.table)
-        self.table.set_verified(blocks(*verified))
-        self.written, self.stored, self.reading = {}, {}, []
-
-    def forget(self, number: int) -> None:
-        for contents in (self.written, self.stored, self.committed):
-            contents.pop(number, None)
-
-    @staticmethod
-    def key(content: int) -> bytes:
-        return content.to_bytes(KEY, "big")
-
-    @invariant()
-    def the_next_daemon_finds_the_committed_contents_with_their_checksums(self) -> None:
-        self.table.check_integrity()
-        assert {r.block: r.key for r in residents(self.table)} == {
-            block: self.key(content) for block, content in self.committed.items()
-        }
-        found = np.fromiter(self.committed, np.int64)
-        checksums = self.table.lines.checksums(found).tolist()
-        assert checksums == list(self.committed.values())
-
-
-def test_a_kill_at_any_time_leaves_committed_blocks_with_their_checksums() -> None:
-    run_state_machine_as_test(
-        BlockTableMachine, settings=settings(max_examples=100, stateful_step_count=40)
-    )
