@@ -155,37 +155,3 @@ def test_a_copy_changes_only_the_bytes_of_its_transfer(data: st.DataObject) -> N
                 arena[gpu] = pool[host]
     assert np.array_equal(memory.arena, arena)
     assert np.array_equal(memory.pool, pool)
-
-
-@settings(PROFILE)
-@given(st.data())
-def test_stored_blocks_load_into_other_blocks_unchanged(data: st.DataObject) -> None:
-    model = data.draw(models())
-    memory = ArenaMemory(model)
-    store = replace(data.draw(valid_transfers(model)), direction=Direction.STORE)
-    load = data.draw(loads_of(model, store))
-    memory.transfer(store)
-    before, origin = memory.arena.copy(), [gpu for gpu, _ in moved_bytes(model, store)]
-    memory.transfer(load)
-    target = [gpu for gpu, _ in moved_bytes(model, load)]
-    assert np.array_equal(memory.arena[target], before[origin])
-    rest = np.ones(memory.arena.size, dtype=bool)
-    rest[target] = False
-    assert np.array_equal(memory.arena[rest], before[rest])
-
-
-@st.composite
-def loads_of(draw: st.DrawFn, model: TransfersModel, store: ModelTransfer) -> ModelTransfer:
-    """A load of the host blocks of `store`, into any valid GPU blocks."""
-    gpu_ids: list[tuple[int, int]] = []
-    for group, size in enumerate(store.sizes):
-        free = [
-            block
-            for block in range(model.blocks_of(group))
-            if not any(block == b and model.share_memory(group, g) for g, b in gpu_ids)
-        ]
-        if len(free) < size:  # too few are left: use the blocks of the store
-            return replace(store, direction=Direction.LOAD)
-        gpu_ids += [(group, block) for block in draw(st.permutations(free))[:size]]
-    blocks = tuple(block for _, block in gpu_ids)
-    return replace(store, direction=Direction.LOAD, gpu_ids=blocks)

@@ -15,7 +15,7 @@ from kvferry.daemon.core.actions import (
     TransferCompleted,
 )
 from kvferry.daemon.core.block_states import BlockStates
-from kvferry.daemon.core.block_table import WITH_CONTENTS, BlockTable
+from kvferry.daemon.core.block_table import BlockTable
 from kvferry.daemon.core.layout import BlockLayout, ResolvedBlocks
 from kvferry.daemon.core.records import engine_owner
 from kvferry.proto import messages as wire
@@ -248,8 +248,11 @@ def test_a_host_block_belongs_to_the_page_size_that_was_stored_last() -> None:
             states.required_stores(other)
     commit_all(table)
     restarted = next_table(table, 0)
-    new_states(restarted, *pages).restore_blocks()  # the size is not recorded
-    assert restarted.find(*WITH_CONTENTS).size == 0
+    after = new_states(restarted, *pages)
+    after.restore_blocks()  # the size is not recorded
+    assert not restarted.lines.memory["committed"].any()
+    with pytest.raises(Refused):
+        after.required_stores(wide)
 
 
 def test_of_a_block_with_gaps_the_longest_run_is_kept() -> None:

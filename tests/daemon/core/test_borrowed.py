@@ -10,7 +10,7 @@ import pytest
 from kvferry.daemon.core.actions import SendMessage
 from kvferry.daemon.core.borrowed import BORROWED_SECONDS, MAX_BORROWED, BorrowedKeys
 from kvferry.daemon.core.cache.cache import Cache
-from kvferry.daemon.core.siblings import NO_SIBLINGS, NamespaceContents
+from kvferry.daemon.core.siblings import NamespaceContents
 from kvferry.daemon.core.tier_actions import FetchBlocks, FindKeys, KeysFound
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
@@ -183,12 +183,6 @@ def test_a_key_that_a_search_does_not_find_again_is_forgotten(
     assert key_events_of(search(fixture, b"ab")) == [("abandoned", b"a")]
 
 
-def test_a_reset_forgets_them(fixture: NamespacesFixture) -> None:
-    search(fixture, b"ab")
-    fixture.send("a", wire.Reset(9))
-    assert fixture.loadable("a", b"ab") == b""
-
-
 def test_a_key_that_is_here_is_not_reported_as_forgotten(
     fixture: NamespacesFixture, siblings: SiblingStandIn
 ) -> None:
@@ -224,20 +218,3 @@ def test_the_newest_are_kept_if_there_are_too_many() -> None:
     borrowed.search(CONTENTS, keys, NOW)
     assert len(borrowed) == MAX_BORROWED
     assert borrowed.places([keys[0], keys[2]]) == [1]
-
-
-def test_keys_expire_in_the_order_of_their_last_search(siblings: SiblingStandIn) -> None:
-    borrowed = BorrowedKeys(siblings, Cache(1))
-    borrowed.search(CONTENTS, [b"a", b"b"], NOW)
-    borrowed.search(CONTENTS, [b"a"], NOW + 5)
-    siblings.changed = {0, 1}
-    borrowed.expire(NOW + BORROWED_SECONDS)
-    assert borrowed.places([b"a", b"b"]) == [0]
-    borrowed.expire(NOW + 15)
-    assert borrowed.places([b"a", b"b"]) == []
-
-
-def test_without_siblings_nothing_is_borrowed() -> None:
-    borrowed = BorrowedKeys(NO_SIBLINGS, Cache(1))
-    borrowed.search(CONTENTS, [b"a"], NOW)
-    assert (borrowed.places([b"a"]), borrowed.held_elsewhere(CONTENTS, [b"a"])) == ([], set())

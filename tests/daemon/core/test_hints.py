@@ -150,13 +150,6 @@ def test_released_keys_of_another_engine_stay() -> None:
     assert fixture.loadable("a", LETTERS[40:44]) == LETTERS[40:44]
 
 
-def test_finished_requests_do_not_end_retaining() -> None:
-    fixture = start()
-    retain(fixture, LETTERS[:4])
-    fixture.send("a", wire.Spare(each(LETTERS)))
-    assert evict_others(fixture) == LETTERS[:4]
-
-
 def test_a_reset_ends_retaining() -> None:
     fixture = start()
     retain(fixture, LETTERS[:4])

@@ -25,7 +25,6 @@ from support.namespaces_fixture import (
     FINGERPRINT,
     LAYOUT,
     OTHER,
-    PAGE,
     REGION_BYTES,
     WIDE,
     NamespacesFixture,
@@ -161,17 +160,6 @@ def test_a_freed_namespace_leaves_memory_at_once() -> None:
         gc.enable()
 
 
-def test_a_namespace_that_is_opened_again_keeps_its_region() -> None:
-    fixture = NamespacesFixture("a", pool_bytes=REGION_BYTES)
-    fixture.stored("a", b"abc")
-    fixture.close_sessions("a")
-    fixture.open_sessions("b", "n")
-    fixture.open_namespace("b")
-    assert fixture.error("n", wire.OpenNamespace(1, OTHER, REGION_BYTES))[0] == Code.POOL_FULL
-    fixture.register("b")
-    assert fixture.loadable("b") == b"abc"
-
-
 def test_a_successor_registers_after_its_predecessor_is_unmapped() -> None:
     fixture = NamespacesFixture("a/old")
     fixture.stored("a/old", b"a")
@@ -185,15 +173,3 @@ def test_a_successor_registers_after_its_predecessor_is_unmapped() -> None:
     assert action.message.error.code == Code.NAMESPACE_MISMATCH
     fixture.register("a/new")
     assert fixture.loadable("a/new") == b"a"
-
-
-def test_a_namespace_that_is_full_evicts_from_no_other() -> None:
-    fixture = NamespacesFixture("a")
-    fixture.open_sessions("b")
-    fixture.open_namespace("b", OTHER, 2 * PAGE)
-    fixture.register("b")
-    fixture.stored("a", b"abcd")
-    fixture.stored("b", b"ab")
-    assert fixture.refused("b", store(b"cde")) == Code.CACHE_FULL
-    fixture.stored("b", b"cd")
-    assert (fixture.loadable("a"), fixture.loadable("b")) == (b"abcd", b"cd")

@@ -15,12 +15,8 @@ from support.namespaces_fixture import (
     CANCELLED,
     DONE,
     FAILED,
-    FINGERPRINT_OF_THREE,
-    PAGE,
-    WIDE,
     NamespacesFixture,
     blocks,
-    gpu_blocks,
     key_events_of,
     load,
     offsets,
@@ -96,19 +92,3 @@ def test_opened_and_snapshots_have_the_epoch() -> None:
     fixture.close_sessions("a")
     fixture.open_sessions("b")
     assert fixture.open_namespace("b", policy="arc").epoch == 2
-
-
-def test_a_reset_clears_the_stored_parts(fixture_with_parts: NamespacesFixture) -> None:
-    all_parts = blocks(range(12))
-    fixture_with_parts.send("a", wire.Reset(5))
-    fixture_with_parts.stored("a", b"abcd", all_parts)
-    assert gpu_blocks(fixture_with_parts.start("a", load(b"abcd", all_parts))) == list(range(12))
-
-
-def test_a_partial_store_across_a_reset_does_not_limit_later_loads() -> None:
-    fixture = NamespacesFixture("a", fingerprint=FINGERPRINT_OF_THREE, layout=WIDE, quota=3 * PAGE)
-    before = fixture.start("a", store(b"a", blocks([0])))
-    fixture.send("a", wire.Reset(5))
-    fixture.end(before)
-    fixture.stored("a", b"a", blocks([0, 1, 2]))
-    fixture.start("a", load(b"a", blocks([0, 1, 2])))

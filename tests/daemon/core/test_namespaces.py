@@ -38,12 +38,6 @@ def test_opening_creates_a_namespace() -> None:
     assert fixture.core.reserved_bytes == REGION_BYTES + 100
 
 
-def test_a_namespace_without_a_quota_gets_all_free_bytes() -> None:
-    fixture = NamespacesFixture()
-    fixture.open_sessions("a")
-    assert fixture.open_namespace("a", quota=None).num_blocks == POOL // PAGE
-
-
 def test_a_namespace_without_a_quota_gets_the_memory_of_deserted_ones() -> None:
     fixture = NamespacesFixture("a", quota=15 * REGION_BYTES)
     fixture.stored("a", b"abc")
@@ -229,13 +223,6 @@ def test_an_unknown_policy_is_refused() -> None:
     error = fixture.error("a", wire.OpenNamespace(5, FINGERPRINT, REGION_BYTES, "fifo"))
     assert error == (Code.BAD_SPEC, "fifo")
     assert fixture.namespaces() == ()
-
-
-def test_a_stopping_daemon_opens_no_namespace() -> None:
-    fixture = NamespacesFixture()
-    fixture.open_sessions("a")
-    fixture.core.stop()
-    assert fixture.error("a", wire.OpenNamespace(5, FINGERPRINT))[0] == Code.SHUTTING_DOWN
 
 
 def test_opening_twice_changes_nothing() -> None:

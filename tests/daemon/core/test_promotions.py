@@ -122,21 +122,11 @@ def test_keys_are_promoted_only_if_computing_them_is_slower(seconds: float, prom
 
 
 @pytest.mark.parametrize(
-    ("computing", "seconds"),
-    [(0.0, 0.25), (0.0011, 0.25), (0.3, 0.25)],
-)
-def test_the_shortest_timeout_of_a_promotion_is_a_quarter_of_a_second(
-    computing: float, seconds: float
-) -> None:
-    fixture = new_fixture()
-    actions = end_search(fixture, start_search(fixture, b"ab", computing), 0, 0)
-    (fetch,) = actions_of(actions, FetchBlocks)
-    assert fetch.seconds == seconds
-
-
-@pytest.mark.parametrize(
     ("rate", "computing", "seconds"),
-    [(10, 0.0, 0.4), (10, 0.2, 0.4), (10, 0.15, 0.3), (10, 0.11, 0.25), (1, 0.0, 2.0), (1, 9, 2.0)],
+    [
+        *((10, 0.0, 0.4), (10, 0.2, 0.4), (10, 0.15, 0.3), (10, 0.11, 0.25)),
+        *((1, 0.0, 2.0), (1, 9, 2.0), (1000, 0.0, 0.25), (1000, 0.3, 0.25)),
+    ],
 )
 def test_the_timeout_of_a_promotion_is_twice_its_estimate_and_at_most_the_computing_time(
     rate: float, computing: float, seconds: float

@@ -129,13 +129,6 @@ def test_one_process_of_an_engine_registers() -> None:
         assert owner in action.message.error.message
 
 
-def test_a_full_pool_is_refused_and_counted() -> None:
-    fixture = CoreFixture("a", "b", registered=False)
-    fixture.send("a", wire.AllocateKVCaches(1, LAYOUT))
-    assert fixture.error("b", wire.AllocateKVCaches(1, LAYOUT)) == Code.POOL_FULL
-    assert fixture.core.errors == {"pool_full": 1}
-
-
 def test_a_successor_waits_until_the_old_mapping_is_unmapped() -> None:
     fixture = CoreFixture("a/old", "a/new", "a/third")
     plan = fixture.start("a/old", 1, store(0))
@@ -189,15 +182,6 @@ def test_a_registration_waits_for_the_last_of_several_disconnecting_engines() ->
     assert fixture.report(TensorsUnmapped(2)) == []
     (mapping,) = fixture.report(TensorsUnmapped(1))
     assert isinstance(mapping, MapTensors)
-
-
-def test_a_stopping_daemon_registers_no_waiting_successor() -> None:
-    fixture = CoreFixture("a/old", "a/new")
-    fixture.core.close_session("a/old")
-    assert fixture.send("a/new", wire.AllocateKVCaches(5, LAYOUT, 4096)) == []
-    fixture.core.stop()
-    (refusal,) = fixture.report(TensorsUnmapped(1))
-    assert refusal.message.error.code == Code.SHUTTING_DOWN
 
 
 def test_a_waiting_successor_that_disconnects_is_dropped() -> None:

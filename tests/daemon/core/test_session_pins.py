@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 
 from kvferry.daemon.core.actions import FreeDeferred, SendMessage
-from kvferry.daemon.core.cache.cache import Cache
-from kvferry.daemon.core.session_pins import LEAST_PINS, SOME, SessionPins
+from kvferry.daemon.core.session_pins import LEAST_PINS, SOME
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.specs import MAX_KEYS
-from support import letter_caches
 from support.counted_key import CountedKey
 from support.namespaces_fixture import PAGE, NamespacesFixture, each, free_all, store
 
@@ -126,20 +124,6 @@ def test_a_further_pin_of_a_key_takes_little_memory() -> None:
     finally:
         tracemalloc.stop()
     assert second - first < 300 * len(keys)
-
-
-def test_many_pinned_keys_of_an_ended_session_are_released_in_steps() -> None:
-    cache = Cache(4)
-    letter_caches.store(cache, "a")
-    pins = SessionPins(cache)
-    absent = [number.to_bytes(4, "big") for number in range(3 * SOME)]
-    pins.pin_keys([b"a", *absent])
-    assert cache.usage.pinned == 1
-    steps = 1
-    while pins.free_some():
-        steps += 1
-    assert steps == 3
-    assert cache.usage.pinned == 0
 
 
 @pytest.mark.parametrize("make", [wire.Pin, wire.Touch])

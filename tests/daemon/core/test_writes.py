@@ -30,7 +30,6 @@ from support.namespaces_fixture import (
     NamespacesFixture,
     each,
     load,
-    store,
 )
 
 # 16 blocks: four may be written at a time.
@@ -177,46 +176,6 @@ def test_keys_that_are_evicted_before_they_were_written_are_counted(
     fixture.open_sessions("b")
     fixture.open_namespace("b", OTHER, POOL)
     assert fixture.core.tier_counters()["disk"]["dropped_writes"] == dropped + lost
-
-
-def test_pending_keys_are_written_after_they_are_stored() -> None:
-    fixture = new_fixture()
-    plan = fixture.start("a", store(b"a"))
-    assert take_writes(fixture) == []
-    fixture.end(plan)
-    assert write_all(fixture) == b"a"
-
-
-def test_at_most_a_quarter_of_the_blocks_are_written_at_a_time() -> None:
-    fixture = new_fixture(b"abcdef")
-    (job,) = take_writes(fixture)
-    assert keys_of([job]) == b"abcd"
-    assert take_writes(fixture) == []
-    end_write(fixture, job, [True] * 4)
-    assert keys_of(take_writes(fixture)) == b"ef"
-
-
-def test_a_key_that_is_stored_again_in_another_block_is_written_again() -> None:
-    fixture = new_fixture(b"a")
-    assert write_all(fixture) == b"a"
-    fixture.stored("a", b"bcdefghijklmnopq")
-    fixture.stored("a", b"a")
-    assert sorted(write_all(fixture)) == sorted(b"abcdefghijklmnop")
-
-
-def test_each_tier_is_written() -> None:
-    fixture = NamespacesFixture("a", quota=QUOTA, tiers=("disk", "store"))
-    for letter in each(b"ab"):
-        fixture.stored("a", letter)
-    (job,) = take_writes(fixture, tier=0)
-    (other,) = take_writes(fixture, tier=1)
-    assert keys_of([job]) == keys_of([other]) == b"ab"
-    assert job.number != other.number
-    end_write(fixture, job, [True, False])
-    assert take_writes(fixture, tier=1) == []
-    end_write(fixture, other, [False, True])
-    assert write_all(fixture, tier=0) == b"b"
-    assert write_all(fixture, tier=1) == b"a"
 
 
 def promote(fixture: NamespacesFixture, key: bytes, tier: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvferry.daemon.core.cache.admission_filter import AdmissionFilter
 
 
@@ -52,9 +50,3 @@ def test_taking_the_index_clears_the_counts() -> None:
     admitted(offers, "ab")
     assert len(offers.take_index()) == 2
     assert (len(offers), admitted(offers, "ab")) == (0, "")
-
-
-@pytest.mark.parametrize("threshold", [0, -1])
-def test_a_threshold_below_one_is_refused(threshold: int) -> None:
-    with pytest.raises(ValueError, match=f"store_threshold is {threshold}"):
-        AdmissionFilter(threshold, 3)

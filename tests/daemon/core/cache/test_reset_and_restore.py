@@ -15,7 +15,7 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.keys import EventKind, Lookup
 from support.cached_keys import entries_of, find_key, pending_keys, ready_keys
 from support.committed_blocks import commit_all, next_table, store_blocks
-from support.letter_caches import keys, ready, reserve, store
+from support.letter_caches import keys, reserve, store
 
 SUB_BLOCKS = 4
 
@@ -23,14 +23,6 @@ HIT, MISS, HIT_PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
 
 
 # Reset
-
-
-def test_reset_makes_everything_absent_and_keeps_the_counters(cache: Cache) -> None:
-    store(cache, "abcd")
-    cache.reset(1)
-    assert (ready(cache), cache.usage.free, cache.usage.orphaned) == ("", 4, 0)
-    assert cache.counts["stored"] == 4
-    assert len(reserve(cache, "abcd").keys) == 4
 
 
 @pytest.mark.parametrize("success", [True, False])
@@ -64,29 +56,6 @@ def test_a_block_pinned_before_a_reset_is_free_with_its_last_load(cache: Cache) 
     cache.check_integrity()
 
 
-def test_a_load_from_before_a_reset_unpins_no_later_block(cache: Cache) -> None:
-    store(cache, "a")
-    earlier = cache.prepare_load([b"a"])
-    cache.reset(1)
-    store(cache, "a")
-    later = cache.prepare_load([b"a"])
-    cache.complete_load(earlier)
-    assert cache.usage.pinned == 1
-    cache.complete_load(later)
-
-
-def test_stores_from_before_two_resets_free_their_blocks(cache: Cache) -> None:
-    oldest = reserve(cache, "ab")
-    cache.reset(1)
-    older = reserve(cache, "ab")
-    cache.reset(2)
-    assert (cache.usage.orphaned, cache.prepare_store([b"a"])) == (4, None)
-    cache.complete_store(older, success=True)
-    cache.check_integrity()
-    cache.complete_store(oldest, success=True)
-    assert (cache.usage.free, ready(cache)) == (4, "")
-
-
 # Restart of the daemon
 
 
@@ -94,14 +63,12 @@ def restored(
     entries: Sequence[tuple[bytes, int]],
     parts: Mapping[int, Part] = NO_PARTS,
     policy: str = "lru",
-    capacity: int = 4,
-    threshold: int = 1,
 ) -> Cache:
     """A cache with keys of an earlier daemon. entries: (key, block), the least recent first."""
-    table = BlockTable(capacity, 1)
+    table = BlockTable(4, 1)
     for key, block in entries:
         store_blocks(table, [block], [key], {block: parts[block]} if block in parts else {})
-    cache = Cache(capacity, policy, threshold, table=next_table(table, 1))
+    cache = Cache(4, policy, table=next_table(table, 1))
     cache.restore_keys(SUB_BLOCKS)
     return cache
 
@@ -139,14 +106,6 @@ def test_the_more_recent_of_two_blocks_with_one_key_is_restored(policy: str) -> 
     assert next_table(cache.table, 1).restore(SUB_BLOCKS)[0].tolist() == [1, 2]
 
 
-def test_restored_keys_have_their_blocks() -> None:
-    cache = restored([(b"a", 3), (b"b", 1)])
-    cache.mark_verified(np.array([3, 1]))
-    assert cache.prepare_load(keys("ab")).blocks.tolist() == [3, 1]
-    assert set(reserve(cache, "cd").blocks) == {0, 2}
-    cache.check_integrity()
-
-
 def test_a_restored_key_is_pending_until_it_is_verified() -> None:
     cache = restored([(b"a", 0), (b"b", 1), (b"c", 2)], {2: (0, 1)})
     assert (ready_keys(cache), pending_keys(cache)) == ([], [b"a", b"b"])
@@ -160,30 +119,3 @@ def test_a_restored_key_is_pending_until_it_is_verified() -> None:
     assert (cache.usage.unverified, cache.usage.ready) == (1, 2)
     assert [find_key(cache, key) for key in keys("abc")] == [HIT, HIT_PENDING, MISS]
     cache.check_integrity()
-
-
-def test_a_store_replaces_a_key_that_is_not_verified() -> None:
-    cache = restored([(b"a", 0), (b"b", 1)])
-    reservation = reserve(cache, "a")
-    assert cache.events.take() == [
-        CacheEvent(EventKind.ABANDONED, (b"a",)),
-        CacheEvent(EventKind.PENDING, (b"a",)),
-    ]
-    cache.mark_verified(np.array(reservation.blocks))
-    assert find_key(cache, b"a") is HIT_PENDING
-    cache.complete_store(reservation, success=True)
-    assert (find_key(cache, b"a"), cache.usage.unverified) == (HIT, 1)
-    assert reserve(cache, "cdef").evicted == (b"b", b"a")
-    cache.check_integrity()
-
-
-def test_an_unverified_key_of_an_offer_that_is_not_stored_again_is_not_evicted(policy: str) -> None:
-    """This holds although the number of its offers is below the threshold."""
-    cache = restored([(b"h", 0), (b"j", 1)], policy=policy, capacity=2, threshold=2)
-    assert cache.prepare_store([b"a", b"g"]) is not None  # a reservation without keys
-    assert cache.prepare_store([b"a", b"h", b"g"]) is None
-    assert find_key(cache, b"h") is Lookup.HIT_PENDING
-
-
-def test_restoring_no_keys_leaves_the_cache_empty() -> None:
-    assert len(reserve(restored([]), "abcd").keys) == 4
