@@ -38,7 +38,6 @@ LARGE = {
     "tests/daemon/tiers/test_tier_client.py": 431,
     "tests/gpu/sglang_figures.py": 485,
     "tests/gpu/vllm_scenarios.py": 544,
-    "tests/support/cache_model.py": 402,
     "tests/support/namespaces_fixture.py NamespacesFixture.__init__": 9,
     "tests/support/sglang_tree.py TreeServer.__init__": 9,
     "tests/support/sibling_cores.py SiblingCore": 318,

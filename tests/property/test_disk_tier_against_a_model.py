@@ -128,7 +128,7 @@ def pool() -> Iterator[PoolMemory]:
 
 
 @given(steps)
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_the_disk_tier_equals_the_dictionary(
     pool: PoolMemory, script: list[tuple[str, str, list[int]]]
 ) -> None:

@@ -38,7 +38,7 @@ from support.own_epochs import OwnEpochs
 ENGINES = "abc"
 LAYOUTS = tuple(KVLayout((TensorLayout(n, 1024, 1024),), ((TensorRef(0, 1024),),)) for n in (2, 3))
 POOL = 16 << 10
-PROFILE = settings(max_examples=400)
+PROFILE = settings(max_examples=200)
 
 Step = tuple[str, str, int, int]
 steps = st.lists(

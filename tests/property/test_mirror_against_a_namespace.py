@@ -13,7 +13,7 @@ from kvferry.client.mirror import Mirror
 from kvferry.proto.keys import EventKind, Lookup, OffloadKey
 from kvferry.proto.messages import KeyEvent, KeyEvents, Snapshot
 
-PROFILE = settings(max_examples=400)
+PROFILE = settings(max_examples=200)
 KEYS = tuple(bytes([n]) * 4 for n in range(6))
 HIT, MISS, PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
 

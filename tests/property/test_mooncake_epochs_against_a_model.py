@@ -110,5 +110,5 @@ class EpochsMachine(RuleBasedStateMachine):
 
 def test_epochs_hold_whatever_hosts_and_store_do() -> None:
     run_state_machine_as_test(
-        EpochsMachine, settings=settings(max_examples=300, stateful_step_count=30)
+        EpochsMachine, settings=settings(max_examples=150, stateful_step_count=30)
     )

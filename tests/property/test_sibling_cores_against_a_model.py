@@ -18,20 +18,16 @@ from support.sibling_schedules import Step
 # Minutes if other processes keep the cores busy.
 pytestmark = pytest.mark.timeout(900)
 
-RUNS, STEPS = 120, 400
+RUNS, STEPS = 80, 400
 
 
 @pytest.mark.parametrize("daemons", [2, 3])
 def test_no_load_returns_wrong_or_old_bytes(tmp_path: Path, daemons: int) -> None:
     counts: Counter[str] = run_seeds(tmp_path, range(RUNS), STEPS, daemons)
     # The machine is worth something only if all of this happens.
-    assert counts["borrowed"] > 300
-    assert counts["own"] > 1000
-    assert counts["changed"] > 50
-    assert counts["resets"] > 100
-    assert counts["kills within"] > 50
-    assert counts["starts with a pool"] > 200
-    assert counts["tables lost"] > 50
+    least = {"borrowed": 200, "own": 700, "changed": 30, "resets": 70}
+    least |= {"kills within": 35, "starts with a pool": 140, "tables lost": 35}
+    assert {name: counts[name] for name in least if counts[name] <= least[name]} == {}
 
 
 def test_borrowed_keys_of_another_composition_are_not_loaded(tmp_path: Path) -> None:

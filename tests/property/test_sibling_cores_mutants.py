@@ -17,6 +17,8 @@ SEEDS, STEPS = range(400), 400
 RARE = {
     "the version is read last",
     "the version is counted",
+    "the version is inverted",
+    "the parity is ignored",
     "keys are compared by hash",
     "a reserved block keeps its version",
     "a freed table is not void",

@@ -26,7 +26,7 @@ from support.transfers_model import (
     valid_transfers,
 )
 
-PROFILE = settings(max_examples=300)
+PROFILE = settings(max_examples=150)
 LIMITS = st.integers(1, 12)
 
 

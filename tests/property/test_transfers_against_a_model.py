@@ -30,7 +30,7 @@ from support.transfers_model import (
     valid_transfers,
 )
 
-PROFILE = settings(max_examples=250)
+PROFILE = settings(max_examples=150)
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -77,7 +77,7 @@ def test_chunks_have_all_bytes_of_the_transfer_in_order(data: st.DataObject) -> 
         assert chunk.group != following.group or chunk.gpu_blocks.size == full[chunk.group]
 
 
-@settings(PROFILE, max_examples=600)
+@settings(PROFILE, max_examples=300)
 @given(st.data())
 def test_transfers_are_refused_exactly_if_the_model_refuses_them(data: st.DataObject) -> None:
     model = data.draw(models())

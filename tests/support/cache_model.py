@@ -394,9 +394,7 @@ class CacheModel(CacheModelState):
         assert entries_of(self.cache) == [(key, self.block_of[key]) for key in order]
         usage = self.cache.usage
         assert (usage.free, usage.pending) == (self.free(), len(pending))
-        assert (usage.ready, usage.unverified) == (
-            len(ready - self.unverified),
-            len(self.unverified),
-        )
+        unverified = len(self.unverified)
+        assert (usage.ready, usage.unverified) == (len(ready) - unverified, unverified)
         assert (usage.pinned, usage.orphaned) == (len(self.pinned()), len(self.orphaned()))
         assert self.cache.counts == self.counts
