@@ -10,18 +10,13 @@ from kvferry.daemon.core.actions import (
     Action,
     KeepTensors,
     MapTensors,
-    RegionCreated,
-    RegionFreed,
-    RegionUpdated,
     ReleaseTensors,
+    Report,
     SendMessage,
     TensorsMapped,
     TensorsUnmapped,
     UnmapTensors,
 )
-from kvferry.daemon.core.core import Core, PoolBounds
-from kvferry.daemon.core.identity import DaemonIdentity
-from kvferry.daemon.core.ports import Ports
 from kvferry.daemon.core.records import (
     KeptTensorsRecord,
     RecoveredRegion,
@@ -30,77 +25,63 @@ from kvferry.daemon.core.records import (
 )
 from kvferry.proto import memory
 from kvferry.proto import messages as wire
-from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code, ErrorInfo, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.protocol import make_hello
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
-from support.own_epochs import OwnEpochs
+from support.core_fixture import LAYOUT, CoreFixture
 
 POOL = 16384
 SIZE = 1 << 20
+FEWER = KVLayout((TensorLayout(4, 1024, 1024),), ((TensorRef(0, 1024),),), 2)
 
 
-def layout(blocks: int = 8) -> KVLayout:
-    return KVLayout((TensorLayout(blocks, 1024, 1024),), ((TensorRef(0, 1024),),), 2)
+def without_records(actions: list[Any]) -> list[Any]:
+    """Actions except those for the records of kept tensors."""
+    return [action for action in actions if not isinstance(action, KeepTensors)]
 
 
-def without_records(actions: list[Action]) -> list[Action]:
-    """Actions except those for the records of the pool and of kept tensors."""
-    return [
-        a
-        for a in actions
-        if not isinstance(a, RegionCreated | RegionUpdated | RegionFreed | KeepTensors)
-    ]
-
-
-class KeptTensorsFixture:
-    """A core and its sessions. Sessions are named engine/process."""
+class KeptTensorsFixture(CoreFixture):
+    """Adds allocations, and leaves out KeepTensors. Sessions are named engine/process."""
 
     def __init__(self) -> None:
-        device = proto_status.DeviceInfo("cpu", "cpu", "host memory")
-        self.core = Core(
-            DaemonIdentity("0.1", "boot", 1, device, proto_status.Limits(1 << 20, 1 << 10, 8), 0.0),
-            PoolBounds(POOL),
-            Ports(OwnEpochs()),
-        )
+        super().__init__(pool_bytes=POOL)
 
     def open_sessions(self, session: str) -> None:
         self.core.open_session(session, make_hello(session, session.partition("/")[0]))
 
-    def send(self, session: str, message: wire.ClientMessage) -> list[Action]:
-        return without_records(self.core.handle(session, message, now=1.0))
+    def send(self, session: str, message: wire.ClientMessage) -> list[Any]:
+        return without_records(super().send(session, message))
 
-    def send_allocate(self, session: str, keep: bool, shape: KVLayout, **more: Any) -> list[Action]:
+    def report(self, report: Report) -> list[Any]:
+        return without_records(super().report(report))
+
+    def send_allocate(self, session: str, keep: bool, shape: KVLayout, **more: Any) -> list[Any]:
         self.open_sessions(session)
         return self.send(session, wire.AllocateKVCaches(1, shape, keep=keep, **more))
 
-    def allocate(self, session: str, *, keep: bool = True, shape: KVLayout | None = None) -> Any:
+    def allocate(self, session: str, *, keep: bool = True, shape: KVLayout = LAYOUT) -> Any:
         """Allocate tensors with 4096 bytes of the pool, and map them.
 
         Returns the actions before and after MapTensors, MapTensors, and the reply.
         """
-        *before, mapping = self.send_allocate(session, keep, shape or layout(), host_bytes=4096)
-        assert isinstance(mapping, MapTensors)
+        *before, mapping = self.send_allocate(session, keep, shape, host_bytes=4096)
         *after, reply = self.report_mapped(mapping)
-        assert isinstance(reply, SendMessage)
         assert isinstance(reply.message, wire.Allocated)
         return [*before, *after], mapping, reply.message
 
-    def report_mapped(self, mapping: MapTensors, error: ErrorInfo | None = None) -> list[Action]:
+    def report_mapped(self, mapping: MapTensors, error: ErrorInfo | None = None) -> list[Any]:
         allocations = () if error else (memory.FdAllocation(1, SIZE),)
         reused = mapping.reuse is not None
-        report = TensorsMapped(
-            mapping.registration, mapping.session, error, allocations, reused=reused
-        )
-        return without_records(self.core.report(report))
+        number, session = mapping.registration, mapping.session
+        return self.report(TensorsMapped(number, session, error, allocations, reused=reused))
 
     def disconnect(self, session: str) -> list[Action]:
         """Close a session and unmap its tensors. Returns the actions that follow."""
         unmaps = [a for a in self.core.close_session(session) if isinstance(a, UnmapTensors)]
-        reports = [self.core.report(TensorsUnmapped(unmap.registration)) for unmap in unmaps]
-        return without_records([action for actions in reports for action in actions])
+        reports = [self.report(TensorsUnmapped(unmap.registration)) for unmap in unmaps]
+        return [action for actions in reports for action in actions]
 
     def kept(self) -> dict[str, tuple[bool, int]]:
         """Engine -> (is connected, kept bytes), if it has kept tensors."""
@@ -129,8 +110,7 @@ def test_tensors_are_kept_if_the_engine_gets_other_host_blocks(fixture: KeptTens
     """Another number of bytes frees the engine's region of the pool, but not its tensors."""
     fixture.allocate("a/1")
     fixture.disconnect("a/1")
-    (mapping,) = fixture.send_allocate("a/2", True, layout(), host_bytes=8192)
-    assert isinstance(mapping, MapTensors)
+    (mapping,) = fixture.send_allocate("a/2", True, LAYOUT, host_bytes=8192)
     assert mapping.reuse == 1
 
 
@@ -155,9 +135,8 @@ def test_tensors_allocated_again_without_keep_are_not_kept(fixture: KeptTensorsF
 def test_another_layout_frees_kept_tensors_before_it_is_mapped(fixture: KeptTensorsFixture) -> None:
     fixture.allocate("a/1")
     fixture.disconnect("a/1")
-    actions = fixture.send_allocate("a/2", True, layout(4), host_bytes=4096)
+    actions = fixture.send_allocate("a/2", True, FEWER, host_bytes=4096)
     assert actions[0] == ReleaseTensors(1)
-    assert isinstance(actions[1], MapTensors)
     assert actions[1].reuse is None
     assert fixture.kept() == {}
 
@@ -167,21 +146,18 @@ def test_an_engine_that_waits_for_the_old_mapping_gets_its_tensors(
 ) -> None:
     fixture.allocate("a/1")
     fixture.core.close_session("a/1")
-    assert fixture.send_allocate("a/2", True, layout(), host_bytes=4096) == []
-    (mapping,) = fixture.core.report(TensorsUnmapped(1))
-    assert isinstance(mapping, MapTensors)
+    assert fixture.send_allocate("a/2", True, LAYOUT, host_bytes=4096) == []
+    (mapping,) = fixture.report(TensorsUnmapped(1))
     assert mapping.reuse == 1
 
 
 def test_kept_tensors_stay_if_they_cannot_be_mapped(fixture: KeptTensorsFixture) -> None:
     fixture.allocate("a/1")
     fixture.disconnect("a/1")
-    (mapping,) = fixture.send_allocate("a/2", True, layout(), host_bytes=4096)
-    assert isinstance(mapping, MapTensors)
+    (mapping,) = fixture.send_allocate("a/2", True, LAYOUT, host_bytes=4096)
     (reply,) = fixture.report_mapped(
         mapping, ErrorInfo(Code.NOT_SHAREABLE, "the page is not sealed")
     )
-    assert isinstance(reply, SendMessage)
     assert isinstance(reply.message, wire.Error)
     assert fixture.kept() == {"a": (False, SIZE)}
     fixture.disconnect("a/2")
@@ -194,11 +170,10 @@ def test_kept_tensors_stay_if_the_engine_disconnects_before_they_are_mapped(
     """The device worker may have mapped them with the new number. That mapping is released."""
     fixture.allocate("a/1")
     fixture.disconnect("a/1")
-    (mapping,) = fixture.send_allocate("a/2", True, layout(), host_bytes=4096)
-    assert isinstance(mapping, MapTensors)
+    (mapping,) = fixture.send_allocate("a/2", True, LAYOUT, host_bytes=4096)
     assert UnmapTensors(2) in fixture.core.close_session("a/2")
     assert fixture.report_mapped(mapping) == []
-    assert fixture.core.report(TensorsUnmapped(2)) == [ReleaseTensors(2)]
+    assert fixture.report(TensorsUnmapped(2)) == [ReleaseTensors(2)]
     assert fixture.kept() == {"a": (False, SIZE)}
     assert fixture.allocate("a/3")[1].reuse == 1
 
@@ -212,7 +187,7 @@ def test_kept_tensors_are_freed_with_the_region_of_their_engine(
         fixture.disconnect(f"a/{number}")
         assert fixture.kept() == {"a": (False, SIZE)}
         if session == "b/1":
-            actions = fixture.send_allocate(session, False, layout(), host_bytes=POOL)
+            actions = fixture.send_allocate(session, False, LAYOUT, host_bytes=POOL)
             assert ReleaseTensors(1) in actions
         else:
             fixture.open_sessions(session)
@@ -230,8 +205,7 @@ def test_tensors_are_kept_as_long_as_their_namespace(
     for session in ("a/1", "a/2"):
         fixture.open_sessions(session)
         fixture.send(session, wire.OpenNamespace(1, fingerprint, 8192))
-        (*_, mapping) = fixture.send(session, wire.AllocateKVCaches(2, layout(), keep=True))
-        assert isinstance(mapping, MapTensors)
+        (*_, mapping) = fixture.send(session, wire.AllocateKVCaches(2, LAYOUT, keep=True))
         assert mapping.reuse == (1 if session == "a/2" else None)
         fixture.report_mapped(mapping)
         fixture.disconnect(session)
@@ -243,8 +217,7 @@ def test_kept_tensors_belong_to_one_namespace(fixture: KeptTensorsFixture) -> No
     for session, model in (("a/1", "model"), ("a/2", "another")):
         fixture.open_sessions(session)
         fixture.send(session, wire.OpenNamespace(1, Fingerprint(model, 2048), 8192))
-        actions = fixture.send(session, wire.AllocateKVCaches(2, layout(), keep=True))
-        assert isinstance(actions[-1], MapTensors)
+        actions = fixture.send(session, wire.AllocateKVCaches(2, LAYOUT, keep=True))
         assert actions[-1].reuse is None
         fixture.report_mapped(actions[-1])
         fixture.disconnect(session)
@@ -263,12 +236,11 @@ def test_registered_tensors_of_an_engine_free_its_kept_ones(fixture: KeptTensors
         fixture.open_sessions(f"a/own-{number}")
         memories = (allocation,), (memory.Location(0, 0),)
         actions = fixture.send(
-            f"a/own-{number}", wire.RegisterKVCaches(1, layout(), *memories, host_bytes=4096)
+            f"a/own-{number}", wire.RegisterKVCaches(1, LAYOUT, *memories, host_bytes=4096)
         )
-        assert isinstance(actions[-1], MapTensors)
         released = any(isinstance(action, ReleaseTensors) for action in actions)
         assert released == isinstance(allocation, memory.CudaAllocation)
-        fixture.core.report(TensorsMapped(actions[-1].registration, f"a/own-{number}"))
+        fixture.report(TensorsMapped(actions[-1].registration, f"a/own-{number}"))
         fixture.disconnect(f"a/own-{number}")
         assert ("a" in fixture.kept()) != released
 
@@ -280,10 +252,7 @@ def test_kept_tensors_are_released_by_name(fixture: KeptTensorsFixture) -> None:
     reply = SendMessage("b/1", wire.Released(5, SIZE))
     assert fixture.send("b/1", wire.ReleaseKVCaches(5, "a")) == [ReleaseTensors(1), reply]
     assert fixture.kept() == {}
-    (refused,) = fixture.send("b/1", wire.ReleaseKVCaches(6, "a"))
-    assert isinstance(refused, SendMessage)
-    assert isinstance(refused.message, wire.Error)
-    assert (refused.message.error.code, refused.message.error.value) == (Code.NOT_REGISTERED, "a")
+    assert fixture.error("b/1", wire.ReleaseKVCaches(6, "a")) == Code.NOT_REGISTERED
 
 
 def test_released_tensors_of_a_connected_engine_are_freed_when_it_disconnects(
@@ -306,10 +275,7 @@ def test_host_memory_is_released_with_the_tensors(fixture: KeptTensorsFixture) -
     reply = SendMessage("b/1", wire.Released(5, SIZE + host_bytes))
     assert actions == [ReleaseTensors(1), reply]
     assert fixture.core.reserved_bytes == 0
-    (refused,) = fixture.send("b/1", wire.ReleaseKVCaches(6, "a", True))
-    assert isinstance(refused, SendMessage)
-    assert isinstance(refused.message, wire.Error)
-    assert refused.message.error.code == Code.NOT_REGISTERED
+    assert fixture.error("b/1", wire.ReleaseKVCaches(6, "a", True)) == Code.NOT_REGISTERED
 
 
 def test_released_host_memory_of_a_connected_engine_is_freed_when_it_disconnects(
@@ -332,13 +298,9 @@ def test_a_namespace_is_released_with_the_tensors_in_it_unless_it_is_in_use(
     fixture.open_sessions("a/1")
     fixture.open_sessions("b/1")
     fixture.send("a/1", wire.OpenNamespace(1, fingerprint, 8192))
-    (*_, mapping) = fixture.send("a/1", wire.AllocateKVCaches(2, layout(), keep=True))
-    assert isinstance(mapping, MapTensors)
+    (*_, mapping) = fixture.send("a/1", wire.AllocateKVCaches(2, LAYOUT, keep=True))
     fixture.report_mapped(mapping)
-    (refused,) = fixture.send("b/1", release)
-    assert isinstance(refused, SendMessage)
-    assert isinstance(refused.message, wire.Error)
-    assert refused.message.error.code == Code.ALREADY_REGISTERED
+    assert fixture.error("b/1", release) == Code.ALREADY_REGISTERED
     fixture.disconnect("a/1")
     actions = fixture.send("b/1", release)
     assert ReleaseTensors(mapping.registration) in actions
@@ -348,20 +310,18 @@ def test_a_namespace_is_released_with_the_tensors_in_it_unless_it_is_in_use(
 
 def test_releasing_without_kept_tensors_is_refused(fixture: KeptTensorsFixture) -> None:
     fixture.allocate("a/1", keep=False)
-    (refused,) = fixture.send("a/1", wire.ReleaseKVCaches(5, "a"))
-    assert isinstance(refused, SendMessage)
-    assert isinstance(refused.message, wire.Error)
+    assert fixture.error("a/1", wire.ReleaseKVCaches(5, "a")) == Code.NOT_REGISTERED
 
 
 def test_restored_tensors_belong_to_their_engine_if_its_region_was_restored(
     fixture: KeptTensorsFixture,
 ) -> None:
-    kept = KeptTensorsRecord("a", LayoutArrays.from_layout(layout()), SIZE, engine_owner("a"))
+    kept = KeptTensorsRecord("a", LayoutArrays.from_layout(LAYOUT), SIZE, engine_owner("a"))
     with pytest.raises(Refused) as refused:
         fixture.core.restore_kept_tensors(kept)
     assert (refused.value.code, refused.value.value) == (Code.NOT_REGISTERED, "a")
     fixture.core.restore_region(
-        RecoveredRegion(RegionRecord("a", 0, 4096, LayoutArrays.from_layout(layout())))
+        RecoveredRegion(RegionRecord("a", 0, 4096, LayoutArrays.from_layout(LAYOUT)))
     )
     assert fixture.core.restore_kept_tensors(kept) == 1
     with pytest.raises(Refused):
