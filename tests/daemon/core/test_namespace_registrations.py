@@ -200,18 +200,6 @@ def test_the_namespace_is_usable_after_a_failed_registration() -> None:
     assert fixture.usage("engines", "ready") == ((), 1)
 
 
-def test_without_stored_keys_later_engines_may_use_another_layout() -> None:
-    fixture = NamespacesFixture()
-    fixture.open_sessions("a", "b")
-    fixture.open_namespace("a")
-    fixture.register(
-        "a", KVLayout((ROW, ROW), ((TensorRef(0, PAGE // 2), TensorRef(1, PAGE // 2)),))
-    )
-    fixture.close_sessions("a")
-    fixture.open_namespace("b")
-    assert isinstance(fixture.send("b", wire.AllocateKVCaches(1, LAYOUT))[0], MapTensors)
-
-
 def test_with_stored_keys_later_engines_must_use_their_layout_until_a_reset() -> None:
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"a")

@@ -190,16 +190,6 @@ def test_waits_of_a_session_are_bounded() -> None:
     assert fixture.send("a", wire.Wait(999, (1,))) == []
 
 
-def test_waits_of_a_closed_session_are_dropped() -> None:
-    fixture = CoreFixture("a/worker", "a/scheduler")
-    plan = fixture.start("a/worker", 1, store(0))
-    fixture.send("a/scheduler", wire.Wait(5, (1,)))
-    fixture.core.close_session("a/scheduler")
-    actions = fixture.report(TransferCompleted(plan.serial, Outcome.DONE))
-    assert finished(actions) == [("a/worker", 1, "done", None)]
-    assert len(actions) == 1
-
-
 def test_jobs_of_a_closed_session_are_not_counted() -> None:
     """Each session has a new name, so entries of closed sessions accumulate."""
     fixture = CoreFixture("a/worker", "a/scheduler")
