@@ -131,7 +131,6 @@ class NamespacesFixture:
         self.job_ids = count(1)
         self.registrations: dict[str, int] = {}
         for session in sessions:
-            self.open_sessions(session)
             self.open_namespace(session, fingerprint, quota, policy, threshold)
             if session.partition("/")[0] not in self.registrations:
                 self.register(session, layout)
@@ -142,6 +141,9 @@ class NamespacesFixture:
             self.core.open_session(session, make_hello(session, engine))
 
     def send(self, session: str, message: wire.ClientMessage) -> list[Any]:
+        """Send a message. The first one opens its session."""
+        if session not in self.core.sessions:
+            self.open_sessions(session)
         self.now += self.step
         actions = self.core.handle(session, message, self.now)
         if self.syncs:
@@ -206,7 +208,6 @@ class NamespacesFixture:
                     free_all(action)
 
     def namespaces(self) -> tuple[proto_status.NamespaceStatus, ...]:
-        self.open_sessions("observer")
         (action,) = self.send("observer", wire.NamespacesRequest(9))
         self.core.close_session("observer")
         assert action == SendMessage(

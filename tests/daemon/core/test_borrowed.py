@@ -100,7 +100,6 @@ def test_a_search_states_what_must_be_equal(
 def test_without_a_registration_nothing_is_borrowed(siblings: SiblingStandIn) -> None:
     """The composition of its host blocks is not known."""
     fixture = NamespacesFixture(siblings=siblings)
-    fixture.open_sessions("a")
     fixture.open_namespace("a")
     assert reply_of(search(fixture, b"a")) == (0, 0)
 

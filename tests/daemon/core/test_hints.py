@@ -110,7 +110,6 @@ def test_the_tail_of_a_prefix_exceeds_the_share_of_an_engine() -> None:
     assert retain(fixture, LETTERS[:20], session="a/worker") == (16, 0, 4)
     assert retain(fixture, LETTERS[40:], session="b") == (16, 0, 8)
     assert fixture.usage("retained", "hints_clipped") == (32, 12)
-    fixture.open_sessions("c")
     fixture.open_namespace("c")
     assert retain(fixture, LETTERS[:18], session="c") == (16, 0, 2)  # the same blocks
     assert retain(fixture, LETTERS[20:], session="c") == (0, 0, 44)
@@ -183,7 +182,6 @@ def test_an_operator_ends_all_or_those_of_a_label() -> None:
     retain(fixture, LETTERS[:4], label="x")
     retain(fixture, LETTERS[3:5], label="y", session="b")
     retain(fixture, LETTERS[5:6], session="b")
-    fixture.open_sessions("operator")
 
     def release(label: str | None) -> int:
         *_, action = fixture.send("operator", ReleaseRetained(4, FINGERPRINT.name, label))
@@ -201,7 +199,6 @@ def test_wrong_keys_are_refused(message: wire.ClientMessage) -> None:
     fixture = start()
     assert fixture.error("a", message) == (Code.BAD_KEY, "6162")
     assert fixture.usage("hints_refused") == (1,)
-    fixture.open_sessions("outside")
     assert fixture.error("outside", message)[0] == Code.UNKNOWN_NAMESPACE
 
 

@@ -48,17 +48,16 @@ class KeptTensorsFixture(CoreFixture):
     def __init__(self) -> None:
         super().__init__(pool_bytes=POOL)
 
-    def open_sessions(self, session: str) -> None:
-        self.core.open_session(session, make_hello(session, session.partition("/")[0]))
-
     def send(self, session: str, message: wire.ClientMessage) -> list[Any]:
+        """Send a message. The first one opens its session."""
+        if session not in self.core.sessions:
+            self.core.open_session(session, make_hello(session, session.partition("/")[0]))
         return without_records(super().send(session, message))
 
     def report(self, report: Report) -> list[Any]:
         return without_records(super().report(report))
 
     def send_allocate(self, session: str, keep: bool, shape: KVLayout, **more: Any) -> list[Any]:
-        self.open_sessions(session)
         return self.send(session, wire.AllocateKVCaches(1, shape, keep=keep, **more))
 
     def allocate(self, session: str, *, keep: bool = True, shape: KVLayout = LAYOUT) -> Any:
@@ -190,7 +189,6 @@ def test_kept_tensors_are_freed_with_the_region_of_their_engine(
             actions = fixture.send_allocate(session, False, LAYOUT, host_bytes=POOL)
             assert ReleaseTensors(1) in actions
         else:
-            fixture.open_sessions(session)
             fingerprint = Fingerprint("model", 2048)
             actions = fixture.send(session, wire.OpenNamespace(1, fingerprint, POOL))
             assert any(isinstance(action, ReleaseTensors) for action in actions)
@@ -203,7 +201,6 @@ def test_tensors_are_kept_as_long_as_their_namespace(
 ) -> None:
     fingerprint = Fingerprint("model", 2048)
     for session in ("a/1", "a/2"):
-        fixture.open_sessions(session)
         fixture.send(session, wire.OpenNamespace(1, fingerprint, 8192))
         (*_, mapping) = fixture.send(session, wire.AllocateKVCaches(2, LAYOUT, keep=True))
         assert mapping.reuse == (1 if session == "a/2" else None)
@@ -215,7 +212,6 @@ def test_tensors_are_kept_as_long_as_their_namespace(
 def test_kept_tensors_belong_to_one_namespace(fixture: KeptTensorsFixture) -> None:
     """Equal layouts of two models are not interchangeable."""
     for session, model in (("a/1", "model"), ("a/2", "another")):
-        fixture.open_sessions(session)
         fixture.send(session, wire.OpenNamespace(1, Fingerprint(model, 2048), 8192))
         actions = fixture.send(session, wire.AllocateKVCaches(2, LAYOUT, keep=True))
         assert actions[-1].reuse is None
@@ -233,7 +229,6 @@ def test_registered_tensors_of_an_engine_free_its_kept_ones(fixture: KeptTensors
     for number, allocation in enumerate(allocations):
         fixture.allocate(f"a/{number}")
         fixture.disconnect(f"a/{number}")
-        fixture.open_sessions(f"a/own-{number}")
         memories = (allocation,), (memory.Location(0, 0),)
         actions = fixture.send(
             f"a/own-{number}", wire.RegisterKVCaches(1, LAYOUT, *memories, host_bytes=4096)
@@ -248,7 +243,6 @@ def test_registered_tensors_of_an_engine_free_its_kept_ones(fixture: KeptTensors
 def test_kept_tensors_are_released_by_name(fixture: KeptTensorsFixture) -> None:
     fixture.allocate("a/1")
     fixture.disconnect("a/1")
-    fixture.open_sessions("b/1")
     reply = SendMessage("b/1", wire.Released(5, SIZE))
     assert fixture.send("b/1", wire.ReleaseKVCaches(5, "a")) == [ReleaseTensors(1), reply]
     assert fixture.kept() == {}
@@ -270,7 +264,6 @@ def test_host_memory_is_released_with_the_tensors(fixture: KeptTensorsFixture) -
     fixture.allocate("a/1")
     host_bytes = fixture.core.reserved_bytes
     fixture.disconnect("a/1")
-    fixture.open_sessions("b/1")
     actions = fixture.send("b/1", wire.ReleaseKVCaches(5, "a", True))
     reply = SendMessage("b/1", wire.Released(5, SIZE + host_bytes))
     assert actions == [ReleaseTensors(1), reply]
@@ -295,8 +288,6 @@ def test_a_namespace_is_released_with_the_tensors_in_it_unless_it_is_in_use(
 ) -> None:
     fingerprint = Fingerprint("model", 2048)
     release = wire.ReleaseKVCaches(5, fingerprint.name, True)
-    fixture.open_sessions("a/1")
-    fixture.open_sessions("b/1")
     fixture.send("a/1", wire.OpenNamespace(1, fingerprint, 8192))
     (*_, mapping) = fixture.send("a/1", wire.AllocateKVCaches(2, LAYOUT, keep=True))
     fixture.report_mapped(mapping)

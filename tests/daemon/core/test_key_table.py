@@ -89,15 +89,6 @@ def test_dead_entries_are_replaced_first() -> None:
     assert set(entries_of(rows)) == {*tags(*left), *tags(100, 101)}
 
 
-def test_in_a_full_bucket_a_new_key_replaces_another() -> None:
-    live = set[int]()
-    rows, table = new_table(live)
-    add(table, live, list(range(WAYS)), list(range(WAYS)))
-    add(table, live, [100], [20])
-    assert tags(100)[0] in entries_of(rows)
-    assert len(entries_of(rows)) == WAYS
-
-
 def test_more_keys_of_one_bucket_than_it_has_places() -> None:
     live = set[int]()
     rows, table = new_table(live)

@@ -22,9 +22,7 @@ from support.sibling_stand_in import SiblingStandIn
 
 def new_fixture() -> NamespacesFixture:
     """An engine "a" in the namespace, and the session "s" of a sibling."""
-    fixture = NamespacesFixture("a", siblings=SiblingStandIn())
-    fixture.open_sessions("s")
-    return fixture
+    return NamespacesFixture("a", siblings=SiblingStandIn())
 
 
 def borrow(fixture: NamespacesFixture, first: int | None = None, other: int = 0) -> Any:
@@ -33,12 +31,6 @@ def borrow(fixture: NamespacesFixture, first: int | None = None, other: int = 0)
     message = BorrowMemory(1, FINGERPRINT.name, namespace.record.composition ^ other, first)
     (action,) = fixture.send("s", message)
     return action
-
-
-def error_of(fixture: NamespacesFixture, message: wire.ClientMessage) -> str:
-    (reply,) = fixture.send("s", message)
-    assert isinstance(reply.message, wire.Error)
-    return reply.message.error.code
 
 
 def test_the_region_of_the_namespace_is_lent() -> None:
@@ -62,7 +54,6 @@ def test_no_namespace_is_created_for_a_sibling() -> None:
 
 def test_a_namespace_without_a_registration_is_not_lent() -> None:
     fixture = NamespacesFixture(siblings=SiblingStandIn())
-    fixture.open_sessions("a", "s")
     fixture.open_namespace("a")
     actions = fixture.send("s", BorrowMemory(1, FINGERPRINT.name, 0))
     assert actions == [SendMessage("s", MemoryLent(1))]
@@ -74,7 +65,6 @@ def test_a_sibling_does_not_keep_the_region_in_use() -> None:
     fixture.stored("a", b"a")
     borrow(fixture)
     fixture.close_sessions("a")
-    fixture.open_sessions("b")
     actions = fixture.send("b", wire.OpenNamespace(1, OTHER, POOL))
     assert isinstance(actions[0].message, wire.Opened)
     assert [each.name for each in fixture.core.namespaces()] == [OTHER.name]
@@ -86,7 +76,6 @@ def test_a_namespace_of_an_earlier_daemon_is_lent_before_any_engine_returns() ->
     fixture = NamespacesFixture(siblings=SiblingStandIn())
     fixture.region_records = old.region_records
     fixture.core.restore_region(*old.region_records.found())
-    fixture.open_sessions("s")
     action = borrow(fixture)
     assert (action.region.nbytes, action.keys) == (REGION_BYTES, 0)
 
@@ -108,11 +97,10 @@ def test_uses_of_what_is_not_here_are_ignored() -> None:
 
 
 def test_keys_of_a_wrong_length_are_refused() -> None:
-    assert error_of(new_fixture(), Uses(FINGERPRINT.name, (b"long",))) == Code.BAD_KEY
+    assert new_fixture().error("s", Uses(FINGERPRINT.name, (b"long",)))[0] == Code.BAD_KEY
 
 
 def test_a_daemon_without_siblings_lends_nothing() -> None:
     fixture = NamespacesFixture("a", tiers=("disk",))
-    fixture.open_sessions("s")
     for message in (BorrowMemory(1, "x", 1), Uses("x", each(b"a"))):
-        assert error_of(fixture, message) == Code.FORBIDDEN
+        assert fixture.error("s", message)[0] == Code.FORBIDDEN

@@ -47,7 +47,6 @@ from support.namespaces_fixture import (
 def test_a_store_gets_blocks_of_the_region_and_its_keys_load_after_it_is_done() -> None:
     # The region of "n" is first, so that of "a" does not begin at 0.
     fixture = NamespacesFixture("n", fingerprint=OTHER)
-    fixture.open_sessions("a")
     fixture.open_namespace("a")
     fixture.register("a")
     plan = fixture.start("a", store(b"abc", blocks([5, 0, 9])))
@@ -290,7 +289,6 @@ def test_stored_parts_survive_the_engine_and_a_change_of_policy(
     fixture_with_parts: NamespacesFixture,
 ) -> None:
     fixture_with_parts.close_sessions("a")
-    fixture_with_parts.open_sessions("b")
     assert fixture_with_parts.open_namespace("b", FINGERPRINT_OF_THREE, 12 * PAGE, "arc").reattached
     fixture_with_parts.register("b", WIDE)
     assert fixture_with_parts.refused("b", load(b"a", blocks([0, 1, 2]))) == Code.KEY_ABSENT

@@ -110,7 +110,6 @@ def test_subscribers_get_each_event_once_after_the_reply() -> None:
 
 def test_events_are_sent_only_to_sessions_of_the_namespace() -> None:
     fixture = NamespacesFixture("a", "b")
-    fixture.open_sessions("n")
     fixture.open_namespace("n", OTHER)
     for session in ("b", "n"):
         fixture.send(session, wire.Subscribe())

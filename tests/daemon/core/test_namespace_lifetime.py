@@ -80,7 +80,6 @@ def test_a_namespace_stays_after_its_engines_disconnect() -> None:
     fixture.report(TensorsUnmapped(1))
     fixture.report(TensorsUnmapped(2))
     assert fixture.usage("engines", "ready", "pinned") == ((), 3, 0)
-    fixture.open_sessions("c")
     assert fixture.open_namespace("c").reattached
     fixture.register("c")
     assert offsets(fixture.start("c", load(b"abc"))) == offsets(plan)
@@ -90,7 +89,6 @@ def test_a_namespace_stays_after_its_engines_disconnect() -> None:
 def test_an_unused_namespace_is_freed_if_its_room_is_needed(as_namespace: bool) -> None:
     fixture = NamespacesFixture("a", pool_bytes=2 * REGION_BYTES)
     fixture.stored("a", b"abc")
-    fixture.open_sessions("n", "b")
     if as_namespace:
         request: wire.ClientMessage = wire.OpenNamespace(1, OTHER, 2 * REGION_BYTES)
     else:
@@ -114,7 +112,6 @@ def test_a_request_for_all_that_is_free_waits_until_a_disconnected_engine_is_unm
     as_namespace: bool,
 ) -> None:
     fixture = NamespacesFixture("a", pool_bytes=4 * REGION_BYTES)
-    fixture.open_sessions("n", "b")
     fixture.core.close_session("a")
     request: wire.ClientMessage = wire.AllocateKVCaches(1, LAYOUT)
     if as_namespace:
@@ -133,7 +130,6 @@ def test_a_freed_namespace_publishes_cleared(
     fixture = NamespacesFixture("a", pool_bytes=2 * REGION_BYTES)
     fixture.stored("a", b"abc")
     fixture.close_sessions("a")
-    fixture.open_sessions("n")
     actions = fixture.send("n", wire.OpenNamespace(1, fingerprint, 2 * REGION_BYTES))
     (publish,) = (action for action in actions if isinstance(action, PublishKVEvents))
     assert (publish.namespace, key_events_of([publish], PublishKVEvents)) == (
@@ -153,7 +149,6 @@ def test_a_freed_namespace_leaves_memory_at_once() -> None:
     gc.collect()
     gc.disable()
     try:
-        fixture.open_sessions("n")
         fixture.send("n", wire.OpenNamespace(1, OTHER, 2 * REGION_BYTES))
         assert (freed(), table()) == (None, None)
     finally:
@@ -163,7 +158,6 @@ def test_a_freed_namespace_leaves_memory_at_once() -> None:
 def test_a_successor_registers_after_its_predecessor_is_unmapped() -> None:
     fixture = NamespacesFixture("a/old")
     fixture.stored("a/old", b"a")
-    fixture.open_sessions("a/new")
     fixture.open_namespace("a/new")
     fixture.core.close_session("a/old")
     assert fixture.send("a/new", wire.AllocateKVCaches(1, WIDE)) == []

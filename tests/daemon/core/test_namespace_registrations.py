@@ -46,7 +46,6 @@ from support.namespaces_fixture import (
 
 def test_an_engine_in_a_namespace_gets_no_region() -> None:
     fixture = NamespacesFixture()
-    fixture.open_sessions("a")
     fixture.open_namespace("a")
     error = fixture.error("a", wire.AllocateKVCaches(1, LAYOUT, REGION_BYTES))
     assert error == (Code.BAD_LAYOUT, str(REGION_BYTES))
@@ -57,7 +56,6 @@ def test_an_engine_in_a_namespace_gets_no_region() -> None:
 @pytest.mark.parametrize("layout", [WIDE, HYBRID])
 def test_a_layout_whose_host_blocks_have_another_size_is_refused(layout: KVLayout) -> None:
     fixture = NamespacesFixture()
-    fixture.open_sessions("a")
     fixture.open_namespace("a")
     error = fixture.error("a", wire.AllocateKVCaches(1, layout))
     assert error == (Code.NAMESPACE_MISMATCH, str(3 * PAGE))
@@ -67,7 +65,6 @@ def test_a_layout_whose_host_blocks_have_another_size_is_refused(layout: KVLayou
 def test_a_layout_that_splits_the_same_bytes_differently_is_refused() -> None:
     fixture = NamespacesFixture("a")
     halves = (TensorRef(0, PAGE // 2), TensorRef(1, PAGE // 2))
-    fixture.open_sessions("b")
     fixture.open_namespace("b")
     split = KVLayout((ROW, ROW), (halves,))
     assert fixture.error("b", wire.AllocateKVCaches(1, split))[0] == Code.NAMESPACE_MISMATCH
@@ -85,7 +82,6 @@ def test_a_layout_with_more_gpu_blocks_per_host_block_is_refused(restarted: bool
         records, fixture = fixture.region_records, NamespacesFixture()
         fixture.region_records = records
         fixture.core.restore_region(*records.found())
-    fixture.open_sessions("b")
     fixture.open_namespace("b", FINGERPRINT_OF_THREE)
     (action,) = fixture.send("b", wire.AllocateKVCaches(1, WIDE))
     error = action.message.error
@@ -115,7 +111,6 @@ def test_a_restored_namespace_has_its_keys_and_parts_and_sends_no_events(
     records, fixture = fixture_with_parts.region_records, NamespacesFixture()
     fixture.region_records = records
     fixture.core.restore_region(*records.found())
-    fixture.open_sessions("b")
     actions = fixture.send("b", wire.OpenNamespace(7, FINGERPRINT_OF_THREE))
     assert [type(action) for action in actions] == [SendMessage]
     assert actions[0].message.epoch == 1
@@ -148,7 +143,6 @@ def test_a_restored_namespace_with_a_damaged_block_table_is_refused() -> None:
 
 def test_a_layout_with_smaller_blocks_keeps_the_offsets_of_the_host_blocks() -> None:
     fixture = NamespacesFixture()
-    fixture.open_sessions("a")
     fixture.open_namespace("a")
     half = KVLayout((ROW,), ((TensorRef(0, PAGE // 2),),))
     assert fixture.register("a", half) == memory.HostRegion(4, PAGE, False)
@@ -159,7 +153,6 @@ def test_a_layout_with_smaller_blocks_keeps_the_offsets_of_the_host_blocks() -> 
 
 def test_transfers_by_key_outside_a_namespace_are_refused() -> None:
     fixture = NamespacesFixture()
-    fixture.open_sessions("a")
     fixture.register("a")
     for spec in (store(b"a"), load(b"a")):
         assert fixture.refused("a", spec) == Code.UNKNOWN_NAMESPACE
@@ -190,7 +183,6 @@ def test_messages_with_keys_outside_a_namespace_are_refused(message: wire.Client
 
 def test_the_namespace_is_usable_after_a_failed_registration() -> None:
     fixture = NamespacesFixture()
-    fixture.open_sessions("a")
     fixture.open_namespace("a")
     fixture.send("a", wire.AllocateKVCaches(1, LAYOUT))
     fixture.report(TensorsMapped(1, "a", ErrorInfo(Code.MAP_FAILED, "no memory")))
@@ -204,7 +196,6 @@ def test_with_stored_keys_later_engines_must_use_their_layout_until_a_reset() ->
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"a")
     fixture.close_sessions("a")
-    fixture.open_sessions("b")
     fixture.open_namespace("b")
     split = KVLayout((ROW, ROW), ((TensorRef(0, PAGE // 2), TensorRef(1, PAGE // 2)),))
     assert fixture.error("b", wire.AllocateKVCaches(1, split))[0] == Code.NAMESPACE_MISMATCH

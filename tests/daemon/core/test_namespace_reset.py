@@ -90,5 +90,4 @@ def test_opened_and_snapshots_have_the_epoch() -> None:
     (stream,) = fixture.send("a", wire.Subscribe())
     assert list(stream.messages) == [wire.Snapshot(2, 0, False, (), True, 2)]
     fixture.close_sessions("a")
-    fixture.open_sessions("b")
     assert fixture.open_namespace("b", policy="arc").epoch == 2

@@ -32,7 +32,6 @@ from support.namespaces_fixture import (
 
 def test_opening_creates_a_namespace() -> None:
     fixture = NamespacesFixture()
-    fixture.open_sessions("a")
     opened = fixture.open_namespace("a", quota=REGION_BYTES + 100, policy="arc", threshold=2)
     assert opened == wire.Opened(7, FINGERPRINT.name, 4, PAGE, False, "arc", 2, ())
     assert fixture.core.reserved_bytes == REGION_BYTES + 100
@@ -41,18 +40,15 @@ def test_opening_creates_a_namespace() -> None:
 def test_a_namespace_without_a_quota_gets_the_memory_of_deserted_ones() -> None:
     fixture = NamespacesFixture("a", quota=15 * REGION_BYTES)
     fixture.stored("a", b"abc")
-    fixture.open_sessions("n", "m")
     beside = fixture.open_namespace("n", OTHER, quota=None)
     assert beside.num_blocks == REGION_BYTES // PAGE
     in_use = f"in use: namespace {FINGERPRINT.name} of 'llama' (60 KiB)"
     assert beside.shortfall.endswith(in_use)
     assert fixture.open_namespace("m", OTHER, quota=None).shortfall == beside.shortfall
     fixture.close_sessions("a", "m", "n")
-    fixture.open_sessions("n")
     again = fixture.open_namespace("n", OTHER, quota=None)
     assert (again.reattached, again.num_blocks) == (True, REGION_BYTES // PAGE)
     assert f"kvferry release {OTHER.name}" in again.shortfall
-    fixture.open_sessions("w")
     third = Fingerprint("third", PAGE, key_bytes=1)
     whole = fixture.open_namespace("w", third, quota=None)
     assert (whole.num_blocks, whole.shortfall.split(";")[0]) == (
@@ -65,7 +61,6 @@ def test_a_namespace_without_a_quota_gets_the_memory_of_deserted_ones() -> None:
 def test_an_engine_with_an_equal_fingerprint_shares_the_namespace() -> None:
     fixture = NamespacesFixture("a")
     plan = fixture.stored("a", b"ab")
-    fixture.open_sessions("b")
     assert fixture.open_namespace("b") == wire.Opened(
         7, FINGERPRINT.name, 4, PAGE, True, "lru", 1, ()
     )
@@ -95,7 +90,6 @@ def test_a_fingerprint_that_differs_in_one_field_is_another_namespace(
 ) -> None:
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"a")
-    fixture.open_sessions("b")
     opened = fixture.open_namespace("b", msgspec.structs.replace(FINGERPRINT, **{field: value}))
     original = getattr(FINGERPRINT, field)
     difference = f"{FINGERPRINT.name}: {field}: {value!r} here, {original!r} there"
@@ -109,7 +103,6 @@ def test_a_fingerprint_that_differs_in_one_field_is_another_namespace(
 
 def test_differences_are_listed_for_namespaces_of_the_same_model() -> None:
     fixture = NamespacesFixture()
-    fixture.open_sessions("a", "b", "c")
     fixture.open_namespace("a", OTHER)
     first = fixture.open_namespace(
         "b", msgspec.structs.replace(FINGERPRINT, extra=(("rope", "yarn"),))
@@ -122,7 +115,6 @@ def test_differences_are_listed_for_namespaces_of_the_same_model() -> None:
 def test_differences_to_other_namespaces_are_bounded() -> None:
     fixture = NamespacesFixture(pool_bytes=64 * REGION_BYTES)
     names = [f"e{n}" for n in range(40)]
-    fixture.open_sessions("a", *names)
     for name in names:
         extra = tuple((f"{field:02}", name * 20) for field in range(20))
         fixture.open_namespace(name, msgspec.structs.replace(FINGERPRINT, extra=extra))
@@ -134,7 +126,6 @@ def test_differences_to_other_namespaces_are_bounded() -> None:
 def test_a_too_long_fingerprint_is_refused() -> None:
     """One message reports the fingerprints of all namespaces."""
     fixture = NamespacesFixture()
-    fixture.open_sessions("a")
     for texts, fits in ((15, True), (16, False)):
         extra = tuple((f"{n:02}", 253 * "x") for n in range(texts))
         fingerprint = msgspec.structs.replace(FINGERPRINT, extra=extra)
@@ -142,7 +133,6 @@ def test_a_too_long_fingerprint_is_refused() -> None:
         if fits:
             fixture.open_namespace("a", fingerprint)
             fixture.close_sessions("a")
-            fixture.open_sessions("a")
         else:
             error = fixture.error("a", wire.OpenNamespace(5, fingerprint, REGION_BYTES))
             assert error == (Code.BAD_SPEC, str(fingerprint.nbytes))
@@ -151,7 +141,6 @@ def test_a_too_long_fingerprint_is_refused() -> None:
 @pytest.mark.parametrize("second", ["a/worker", "a/scheduler"])
 def test_the_sessions_of_an_engine_are_in_one_namespace(second: str) -> None:
     fixture = NamespacesFixture("a/worker")
-    fixture.open_sessions("a/scheduler")
     other = msgspec.structs.replace(FINGERPRINT, kv_dtype="fp8", rank=3)
     before = fixture.namespaces()
     assert fixture.error(second, wire.OpenNamespace(5, other, REGION_BYTES)) == (
@@ -164,7 +153,6 @@ def test_the_sessions_of_an_engine_are_in_one_namespace(second: str) -> None:
 
 def test_the_order_of_extra_fields_is_ignored() -> None:
     fixture = NamespacesFixture()
-    fixture.open_sessions("a")
     extra = (("rope", "yarn"), ("tokenizer", "v2"))
     fixture.open_namespace("a", msgspec.structs.replace(FINGERPRINT, extra=extra))
     again = msgspec.structs.replace(FINGERPRINT, extra=extra[::-1])
@@ -175,7 +163,6 @@ def test_the_order_of_extra_fields_is_ignored() -> None:
 
 def test_fingerprints_with_duplicate_extra_fields_are_compared_in_full() -> None:
     fixture = NamespacesFixture()
-    fixture.open_sessions("a/worker", "a/scheduler")
     fixture.open_namespace(
         "a/worker", msgspec.structs.replace(FINGERPRINT, extra=(("b", "1"), ("b", "2")))
     )
@@ -187,7 +174,6 @@ def test_fingerprints_with_duplicate_extra_fields_are_compared_in_full() -> None
 def test_an_engine_may_change_its_fingerprint_after_its_last_session() -> None:
     fixture = NamespacesFixture("a/worker", "a/scheduler")
     fixture.close_sessions("a/worker")
-    fixture.open_sessions("a/new")
     assert fixture.error("a/new", wire.OpenNamespace(5, OTHER))[0] == Code.NAMESPACE_MISMATCH
     fixture.close_sessions("a/scheduler")
     fixture.open_namespace("a/new", OTHER)
@@ -196,7 +182,6 @@ def test_an_engine_may_change_its_fingerprint_after_its_last_session() -> None:
 @pytest.mark.parametrize("quota", [0, 1, PAGE - 1, POOL + 1])
 def test_a_quota_below_one_block_or_above_the_pool_is_refused(quota: int) -> None:
     fixture = NamespacesFixture()
-    fixture.open_sessions("a")
     assert fixture.error("a", wire.OpenNamespace(5, FINGERPRINT, quota)) == (
         "pool_full",
         str(quota),
@@ -210,7 +195,6 @@ def test_a_refused_quota_keeps_the_namespace() -> None:
     fixture = NamespacesFixture("a", policy="arc")
     fixture.stored("a", b"abc")
     fixture.close_sessions("a")
-    fixture.open_sessions("b")
     before = fixture.namespaces()
     assert fixture.error("b", wire.OpenNamespace(5, FINGERPRINT, POOL + 1))[0] == Code.POOL_FULL
     assert fixture.namespaces() == before
@@ -219,7 +203,6 @@ def test_a_refused_quota_keeps_the_namespace() -> None:
 
 def test_an_unknown_policy_is_refused() -> None:
     fixture = NamespacesFixture()
-    fixture.open_sessions("a")
     error = fixture.error("a", wire.OpenNamespace(5, FINGERPRINT, REGION_BYTES, "fifo"))
     assert error == (Code.BAD_SPEC, "fifo")
     assert fixture.namespaces() == ()
@@ -240,7 +223,6 @@ def test_opening_twice_changes_nothing() -> None:
 def test_opening_a_used_namespace_with_other_settings_keeps_its_settings() -> None:
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"ab")
-    fixture.open_sessions("b")
     opened = fixture.open_namespace("b", quota=2 * REGION_BYTES, policy="arc", threshold=3)
     reason = (
         "8 KiB were asked for, but the namespace is in use with 4 KiB; another size applies when "
@@ -259,7 +241,6 @@ def test_opening_while_an_engine_is_being_unmapped_keeps_the_settings() -> None:
     fixture = NamespacesFixture("a")
     plan = fixture.start("a", store(b"a"))
     fixture.core.close_session("a")
-    fixture.open_sessions("b")
     assert fixture.open_namespace("b", quota=2 * REGION_BYTES, policy="arc").policy == "lru"
     fixture.end(plan)
     fixture.report(TensorsUnmapped(1))
@@ -271,7 +252,6 @@ def test_opening_an_unused_namespace_changes_its_policy_and_keeps_the_keys() -> 
     fixture = NamespacesFixture("a")
     plan = fixture.stored("a", b"abcd")
     fixture.close_sessions("a")
-    fixture.open_sessions("b")
     opened = fixture.open_namespace("b", policy="arc", threshold=2)
     assert (opened.reattached, opened.policy, opened.store_threshold) == (True, "arc", 2)
     (found,) = fixture.region_records.found()
@@ -289,7 +269,6 @@ def test_a_change_of_policy_sends_no_events_and_keeps_the_counters() -> None:
     fixture.stored("a", b"e")
     fixture.close_sessions("a")
     (before,) = fixture.namespaces()
-    fixture.open_sessions("b")
     actions = fixture.send("b", wire.OpenNamespace(7, FINGERPRINT, REGION_BYTES, "arc", 2))
     assert [type(action) for action in actions] == [SendMessage]
     (after,) = fixture.namespaces()
@@ -304,7 +283,6 @@ def test_reopening_with_the_same_policy_keeps_its_state() -> None:
     fixture.stored("a", b"c")  # its first offer
     fixture.close_sessions("a")
     before = fixture.namespaces()
-    fixture.open_sessions("b")
     fixture.open_namespace("b", policy="arc", threshold=2)
     fixture.register("b")
     assert [msgspec.structs.replace(n, engines=()) for n in fixture.namespaces()] == list(before)
@@ -316,7 +294,6 @@ def test_another_quota_recreates_a_namespace_without_engines() -> None:
     fixture = NamespacesFixture("a")
     fixture.stored("a", b"abcd")
     fixture.close_sessions("a")
-    fixture.open_sessions("b")
     opened = fixture.open_namespace("b", quota=2 * REGION_BYTES)
     assert (opened.reattached, opened.num_blocks) == (False, 8)
     assert fixture.usage("blocks", "ready", "free") == (8, 0, 8)
@@ -339,7 +316,6 @@ def test_namespace_status_has_all_counters() -> None:
         fixture.submit("b", store(b"e"))
     fixture.send("a/scheduler", wire.Pin(each(b"b")))
     fixture.send("a/scheduler", wire.Touch(each(b"ab"), 5, 6))
-    fixture.open_sessions("n")
     fixture.open_namespace("n", OTHER, 2 * PAGE)
     fixture.close_sessions("n")
     assert fixture.namespaces() == (
@@ -374,7 +350,6 @@ def test_spare_keys_are_evicted_first_while_one_engine_is_in_the_namespace() -> 
     fixture.stored("a", b"x")
     assert fixture.loadable("a") == b"bcd"
     fixture.send("a", wire.Spare(each(b"b")))
-    fixture.open_sessions("b")
     fixture.open_namespace("b")  # forgets it
     fixture.send("a", wire.Spare(each(b"c")))  # is ignored
     fixture.stored("a", b"y")

@@ -92,7 +92,6 @@ def test_a_prefix_is_promoted_up_to_the_first_missing_key() -> None:
 
 def test_blocks_of_a_second_namespace_are_fetched_into_its_region() -> None:
     fixture = new_fixture()
-    fixture.open_sessions("b")
     fixture.open_namespace("b", OTHER, QUOTA)
     fixture.register("b")
     (search,) = fixture.send("b", wire.FindInTiers(1, each(b"c")))
@@ -232,7 +231,6 @@ def test_a_search_of_a_closed_session_promotes_nothing() -> None:
     fixture = new_fixture()
     search = start_search(fixture, b"a")
     fixture.close_sessions("a")
-    fixture.open_sessions("a")
     fixture.open_namespace("a", quota=QUOTA)
     assert end_search(fixture, search, 0) == []
     assert fixture.usage("free") == (16,)
@@ -242,7 +240,6 @@ def test_a_region_with_a_promotion_is_not_freed_before_its_release() -> None:
     fixture = new_fixture()
     fetch = promote(fixture, b"a")
     fixture.close_sessions("a")
-    fixture.open_sessions("b")
     assert fixture.send("b", wire.OpenNamespace(7, OTHER, POOL, "lru", 1)) == []
     assert not actions_of(fixture.report(BlocksFetched(fetch.fetch, (True,))), SendMessage)
     opened = reply_of(fixture.report(FetchReleased(fetch.fetch)))

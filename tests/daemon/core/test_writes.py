@@ -124,7 +124,6 @@ def test_keys_are_written_after_they_have_a_checksum() -> None:
 def test_each_written_key_that_was_used_is_returned_once() -> None:
     """If the tier has lost a key, it is written again."""
     fixture = new_fixture(b"abcdef")
-    fixture.open_sessions("b")
     fixture.open_namespace("b", OTHER, QUOTA)
     fixture.register("b")
     fixture.stored("b", b"uv")
@@ -173,7 +172,6 @@ def test_keys_that_are_evicted_before_they_were_written_are_counted(
     assert counters == {"disk": {"skipped": 0, "dropped_writes": dropped}}
     fixture.send("a", wire.Touch(each(b"0")))
     fixture.close_sessions("a")  # then another namespace gets its region
-    fixture.open_sessions("b")
     fixture.open_namespace("b", OTHER, POOL)
     assert fixture.core.tier_counters()["disk"]["dropped_writes"] == dropped + lost
 
@@ -254,7 +252,6 @@ def test_a_request_for_a_region_that_is_being_written_waits_for_the_end_of_the_w
     fixture = new_fixture(b"abcd")
     fixture.close_sessions("a")
     jobs = [take_writes(fixture, limit=1)[0] for _ in range(2)]
-    fixture.open_sessions("b")
     assert fixture.send("b", wire.OpenNamespace(7, OTHER, quota, "lru", 1)) == []
     assert take_writes(fixture) == []
     end_write(fixture, jobs[0], [True])
@@ -270,7 +267,6 @@ def test_a_request_that_waited_for_a_write_in_vain_is_refused() -> None:
     fixture = new_fixture(b"a")
     fixture.close_sessions("a")
     (job,) = take_writes(fixture)
-    fixture.open_sessions("b")
     assert fixture.send("b", wire.OpenNamespace(7, OTHER, POOL + 1, "lru", 1)) == []
     (refused,) = [each for each in end_write(fixture, job, [True]) if isinstance(each, SendMessage)]
     assert isinstance(refused.message, wire.Error)
@@ -280,7 +276,6 @@ def test_a_request_that_waited_for_a_write_in_vain_is_refused() -> None:
 def test_namespaces_in_use_are_written_while_a_request_waits() -> None:
     fixture = new_fixture(b"ab")
     fixture.close_sessions("a")
-    fixture.open_sessions("b", "c")
     fixture.open_namespace("b", OTHER, QUOTA)
     fixture.register("b")
     assert keys_of(take_writes(fixture, limit=1)) == b"a"
@@ -294,7 +289,6 @@ def test_namespaces_in_use_are_written_while_a_request_waits() -> None:
 
 def test_writes_alternate_between_namespaces() -> None:
     fixture = new_fixture(b"ab")
-    fixture.open_sessions("b")
     fixture.open_namespace("b", OTHER, QUOTA)
     fixture.register("b")
     fixture.stored("b", b"cd")
@@ -306,7 +300,6 @@ def test_writes_alternate_between_namespaces() -> None:
 
 def test_blocks_of_a_second_namespace_are_written_from_its_region() -> None:
     fixture = new_fixture()
-    fixture.open_sessions("b")
     fixture.open_namespace("b", OTHER, QUOTA)
     fixture.register("b")
     fixture.stored("b", b"cd")

@@ -74,18 +74,6 @@ def test_a_load_with_an_absent_or_pending_key_is_refused_and_pins_nothing(
     cache.check_integrity()
 
 
-def test_a_session_pins_the_loadable_keys(cache: Cache) -> None:
-    store(cache, "ab")
-    reserve(cache, "c")
-    blocks = cache.pin_loadable(keys("axabc"))
-    assert blocks == [0, -1, 0, 1, -1]
-    assert cache.usage.pinned == 2
-    cache.unpin_blocks([0, 1])
-    assert cache.usage.pinned == 1
-    cache.unpin_blocks([0])
-    assert cache.usage.pinned == 0
-
-
 def test_each_event_is_taken_once_in_order(cache: Cache) -> None:
     store(cache, "abcd")
     failed = reserve(cache, "xy")

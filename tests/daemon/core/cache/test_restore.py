@@ -1,4 +1,4 @@
-"""Resets while jobs are in flight, and keys that are restored after a restart of the daemon."""
+"""Keys that are restored after a restart of the daemon."""
 
 from __future__ import annotations
 
@@ -20,43 +20,6 @@ from support.letter_caches import keys, reserve, store
 SUB_BLOCKS = 4
 
 HIT, MISS, HIT_PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
-
-
-# Reset
-
-
-@pytest.mark.parametrize("success", [True, False])
-def test_a_store_from_before_a_reset_frees_its_blocks_and_nothing_else(
-    cache: Cache, success: bool
-) -> None:
-    earlier = reserve(cache, "ab")
-    cache.reset(1)
-    later = reserve(cache, "ax")
-    assert set(later.blocks).isdisjoint(earlier.blocks)
-    assert cache.usage.orphaned == 2
-    assert cache.prepare_store([b"y"]) is None
-    cache.complete_store(earlier, success)
-    cache.complete_store(earlier, success)
-    assert (cache.usage.orphaned, cache.usage.free) == (0, 2)
-    assert (find_key(cache, b"a"), find_key(cache, b"b")) == (HIT_PENDING, MISS)
-    assert set(reserve(cache, "yz").blocks) == set(earlier.blocks)
-
-
-def test_a_block_pinned_before_a_reset_is_free_with_its_last_load(cache: Cache) -> None:
-    store(cache, "ab")
-    first, second = cache.prepare_load(keys("aa")), cache.prepare_load(keys("ab"))
-    cache.reset(1)
-    assert (cache.usage.orphaned, cache.usage.pinned, cache.usage.free) == (2, 0, 2)
-    cache.complete_load(second)
-    assert (cache.usage.orphaned, cache.usage.free) == (1, 3)
-    cache.complete_load(first)
-    assert (cache.usage.orphaned, cache.usage.free) == (0, 4)
-    with pytest.raises(Refused):
-        cache.complete_load(first)
-    cache.check_integrity()
-
-
-# Restart of the daemon
 
 
 def restored(
