@@ -40,7 +40,6 @@ from support.region_records_model import RegionRecordsModel
 MAX_JOBS = 3
 POOL = 16 * 4096
 LAYOUT = KVLayout((TensorLayout(8, 1024, 1024),), ((TensorRef(0, 1024),),), 2)
-OTHER = KVLayout((TensorLayout(8, 512, 512),), ((TensorRef(0, 512),),))
 MAX_GPU_BLOCKS = 16
 LIMITS = proto_status.Limits(1 << 20, MAX_GPU_BLOCKS, MAX_JOBS)
 DEVICE = proto_status.DeviceInfo("cpu", "cpu", "host memory")

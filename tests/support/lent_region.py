@@ -19,17 +19,6 @@ BLOCKS, BLOCK = 8, 4096
 FINGERPRINT = Fingerprint("llama", BLOCK, key_bytes=8)
 
 
-def record_of(start: int = 0, blocks: int = BLOCKS) -> RegionRecord:
-    return RegionRecord(
-        FINGERPRINT.name,
-        start,
-        blocks * BLOCK,
-        fingerprint=FINGERPRINT,
-        pages=((BLOCK // 2,),),
-        factor=2,
-    )
-
-
 def key(number: int) -> bytes:
     return number.to_bytes(8, "big")
 
@@ -39,7 +28,9 @@ class LentRegion:
 
     def __init__(self, start: int = 0, blocks: int = BLOCKS) -> None:
         self.page = PoolIncarnation()
-        self.file = TableFile.create(record_of(start, blocks))
+        name, nbytes, pages = FINGERPRINT.name, blocks * BLOCK, ((BLOCK // 2,),)
+        record = RegionRecord(name, start, nbytes, fingerprint=FINGERPRINT, pages=pages, factor=2)
+        self.file = TableFile.create(record)
         self.file.sign(self.page.number)
         self.table = BlockTable(blocks, FINGERPRINT.key_bytes)
         self.table.lines.use_memory(self.file.lines)

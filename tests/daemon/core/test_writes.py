@@ -44,6 +44,12 @@ def new_fixture(letters: bytes = b"", policy: str = "lru", min_uses: int = 1) ->
     return fixture
 
 
+def open_second(fixture: NamespacesFixture) -> None:
+    """Engine b, in another namespace."""
+    fixture.open_namespace("b", OTHER, QUOTA)
+    fixture.register("b")
+
+
 def take_writes(
     fixture: NamespacesFixture,
     limit: int = 16,
@@ -124,8 +130,7 @@ def test_keys_are_written_after_they_have_a_checksum() -> None:
 def test_each_written_key_that_was_used_is_returned_once() -> None:
     """If the tier has lost a key, it is written again."""
     fixture = new_fixture(b"abcdef")
-    fixture.open_namespace("b", OTHER, QUOTA)
-    fixture.register("b")
+    open_second(fixture)
     fixture.stored("b", b"uv")
     assert sorted(write_all(fixture)) == sorted(b"abcdefuv")
     assert fixture.core.writes.next_written(0, 16) is None
@@ -276,8 +281,7 @@ def test_a_request_that_waited_for_a_write_in_vain_is_refused() -> None:
 def test_namespaces_in_use_are_written_while_a_request_waits() -> None:
     fixture = new_fixture(b"ab")
     fixture.close_sessions("a")
-    fixture.open_namespace("b", OTHER, QUOTA)
-    fixture.register("b")
+    open_second(fixture)
     assert keys_of(take_writes(fixture, limit=1)) == b"a"
     third = msgspec.structs.replace(OTHER, model="third")
     assert fixture.send("c", wire.OpenNamespace(7, third, POOL, "lru", 1)) == []
@@ -289,8 +293,7 @@ def test_namespaces_in_use_are_written_while_a_request_waits() -> None:
 
 def test_writes_alternate_between_namespaces() -> None:
     fixture = new_fixture(b"ab")
-    fixture.open_namespace("b", OTHER, QUOTA)
-    fixture.register("b")
+    open_second(fixture)
     fixture.stored("b", b"cd")
     jobs = [take_writes(fixture, limit=1)[0] for _ in range(4)]
     stores = [job.store for job in jobs]
@@ -300,8 +303,7 @@ def test_writes_alternate_between_namespaces() -> None:
 
 def test_blocks_of_a_second_namespace_are_written_from_its_region() -> None:
     fixture = new_fixture()
-    fixture.open_namespace("b", OTHER, QUOTA)
-    fixture.register("b")
+    open_second(fixture)
     fixture.stored("b", b"cd")
     (job,) = take_writes(fixture)
     assert job.offsets.tolist() == [QUOTA, QUOTA + PAGE]
