@@ -247,7 +247,7 @@ class NamespacesFixture:
         assert (action.session, result.outcome) == (session, Outcome.REFUSED)
         return str(result.error.code)
 
-    def end(self, plan: CopyPlan, outcome: Outcome = DONE) -> list[Action]:
+    def end(self, plan: CopyPlan, outcome: Outcome = DONE) -> list[Any]:
         return self.report(
             TransferCompleted(plan.serial, outcome, error=FAULT if outcome == FAILED else None)
         )

@@ -108,14 +108,6 @@ def test_the_end_of_an_older_store_of_a_block_is_not_that_of_the_newer_one() -> 
     assert fixture.start("a", 3, load(4, hosts=(0,))).requires == (newer.serial,)
 
 
-def test_parts_of_a_host_block_that_were_not_stored_are_stale() -> None:
-    fixture = CoreFixture("a")
-    plan = fixture.start("a", 1, store(0, hosts=(0,)))
-    fixture.report(TransferCompleted(plan.serial, Outcome.DONE))
-    assert fixture.refused("a", 2, load(0, 1, hosts=(0,))) == Code.STALE
-    fixture.start("a", 3, load(0, hosts=(0,)))
-
-
 def test_a_completed_store_is_committed_with_the_parts_that_are_loadable() -> None:
     fixture = CoreFixture("a")
     plans = [
@@ -165,22 +157,14 @@ def test_blocks_of_an_earlier_daemon_are_stale_until_they_are_verified() -> None
     for plan in plans:
         old.report(TransferCompleted(plan.serial, Outcome.DONE))
     fixture = restarted(old)
-    assert fixture.refused("a", 1, load(0, hosts=(0,))) == Code.STALE
+    (action,) = fixture.submit("a", 1, load(2, 3, hosts=(1,)))
+    (result,) = action.message.results
+    assert (result.error.code, result.error.value) == (Code.STALE, "1")
     fixture.report(BlocksVerified(engine_owner("a"), np.array([0])))
     fixture.start("a", 2, load(0, hosts=(0,)))
     assert fixture.refused("a", 3, load(0, 1, hosts=(0,))) == Code.STALE
     assert fixture.refused("a", 4, load(0, 1, hosts=(1,))) == Code.STALE
     assert fixture.report(BlocksVerified(engine_owner("unknown"), np.array([0]))) == []
-
-
-def test_a_refused_load_names_its_unverified_block() -> None:
-    old = CoreFixture("a")
-    old.fill("a")
-    fixture = restarted(old)
-    fixture.report(BlocksVerified(engine_owner("a"), np.array([0])))
-    (action,) = fixture.submit("a", 1, load(0, 1, 2, 3, hosts=(0, 1)))
-    (result,) = action.message.results
-    assert (result.error.code, result.error.value) == (Code.STALE, "1")
 
 
 @pytest.mark.parametrize("restarted", [False, True])

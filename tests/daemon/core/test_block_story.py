@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvferry.daemon.core.block_story import BlockStory, IllegalTransition
-from kvferry.daemon.core.block_table import COMMITTED, FREE, NAMES, PENDING, STATES, BlockTable
+from kvferry.daemon.core.block_table import COMMITTED, PENDING, BlockTable
 from kvferry.proto.layout import Int64s
 
 STATES_NAMED = "free", "pending", "stored"
@@ -43,10 +43,6 @@ def test_only_the_last_transitions_are_kept() -> None:
     ]
 
 
-def test_every_state_has_a_name() -> None:
-    assert len(set(NAMES)) == len(NAMES) == STATES
-
-
 def test_a_transition_that_must_not_happen_tells_the_story() -> None:
     table = BlockTable(8)
     table.set_pending(blocks(3, 4))
@@ -57,13 +53,3 @@ def test_a_transition_that_must_not_happen_tells_the_story() -> None:
         "host block 3 is pending, and cannot become committed; its story: free > pending (reserved)"
     )
     assert table.among(blocks(3), PENDING).all()
-
-
-def test_the_table_tells_why_blocks_lost_their_contents() -> None:
-    table = BlockTable(8)
-    table.set_pending(blocks(3))
-    table.set_stored(blocks(3))
-    table.drop(blocks(3), "evicted")
-    assert table.state(3) == FREE
-    expected = "free > pending (reserved) > stored (completed) > free (evicted)"
-    assert table.story.of(3) == expected

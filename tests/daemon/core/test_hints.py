@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from kvferry.daemon.core.actions import SendMessage
 from kvferry.daemon.core.cache.cache import Cache
 from kvferry.daemon.core.retention import LOOK_EVERY, MAX_ENTRIES, Owner, RetainedBlocks
 from kvferry.proto import messages as wire
@@ -43,7 +42,6 @@ def retain(
 ) -> tuple[int, int, int]:
     """How many keys are kept, missing and clipped."""
     (action,) = fixture.send(session, Retain(9, each(letters), seconds, label))
-    assert isinstance(action, SendMessage)
     reply = action.message
     assert isinstance(reply, Retained)
     assert (action.session, reply.request_id) == (session, 9)

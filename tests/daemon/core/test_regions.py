@@ -50,15 +50,6 @@ def assign(regions: Regions, name: str, pages: int | None) -> int:
     return region.start // ALIGNMENT
 
 
-def test_regions_begin_at_whole_pages_and_hold_whole_blocks() -> None:
-    regions = Regions(4 * ALIGNMENT)
-    first, _ = regions.assign_region(engine_owner("a"), SMALL, 4500)
-    second, _ = regions.assign_region(engine_owner("b"), SMALL, 1000)
-    assert (first.start, first.nbytes, first.num_blocks) == (0, 4500, 4)
-    assert (second.start, second.num_blocks) == (2 * ALIGNMENT, 1)
-    assert regions.reserved_bytes == 5500
-
-
 def test_without_a_size_an_engine_gets_all_that_no_present_engine_has() -> None:
     """Deserted regions count as free, whether they lie beside each other or not."""
     regions = new_regions(16, a=15)
@@ -79,14 +70,6 @@ def test_a_region_lies_in_the_smallest_range_that_is_large_enough() -> None:
         regions.free_region(engine_owner(name))
     assert assign(regions, "e", 2) == 5
     assert assign(regions, "f", 4) == 0
-
-
-def test_an_engine_gets_its_own_region_back_although_a_larger_one_is_possible() -> None:
-    regions = new_regions(16, a=12, b=4)
-    for name in "ab":
-        regions.mark_deserted(engine_owner(name))
-    assert regions.assign_region(engine_owner("b"), PAGE, None)[1]
-    assert engines(regions) == {"a": (0, 12), "b": (12, 4)}
 
 
 # Texts for users

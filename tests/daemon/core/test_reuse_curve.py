@@ -82,19 +82,6 @@ def test_the_curve_is_within_two_hundredths_of_caches_of_each_size(
         assert middle == pytest.approx(cache.hits / asked, abs=0.02), name
 
 
-def test_a_pool_that_is_too_small_for_a_loop_has_nothing_of_it() -> None:
-    curve = ReuseCurve(100)
-    for _ in range(50):
-        for number in range(150):
-            curve.use([key(number)])
-    assert curve.hit_rates() == {
-        "hit_rate_half": 0.0,
-        "hit_rate": 0.0,
-        "hit_rate_double": pytest.approx(1.0, abs=0.05),
-        "hit_rate_quadruple": pytest.approx(1.0, abs=0.05),
-    }
-
-
 def test_old_work_is_forgotten() -> None:
     """At first each key is used twice, then never again."""
     curve, numbers = ReuseCurve(64), iter(range(1 << 30))
