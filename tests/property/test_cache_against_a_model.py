@@ -68,7 +68,7 @@ def run_step(
 
 
 @pytest.mark.parametrize("policy", PLAIN)
-@settings(max_examples=120)
+@settings(max_examples=150)
 @given(st.integers(1, 6), st.sampled_from([1, 1, 1, 2]), st.booleans(), STEPS)
 def test_every_result_equals_that_of_the_model(
     policy: str, capacity: int, threshold: int, drains_late: bool, steps: list[Step]

@@ -76,13 +76,13 @@ def test_a_region_lies_in_the_smallest_range_that_is_large_enough() -> None:
 
 
 def test_a_refusal_names_the_region_between_two_free_parts() -> None:
-    regions = new_regions(64, a=16, b=16, c=16, d=16)
+    regions = new_regions(65, a=16, b=16, c=16, d=16, z=1)
     for name in "ac":
         regions.mark_deserted(engine_owner(name))
     with pytest.raises(Refused) as caught:
         assign(regions, "e", 24)
     assert caught.value.message == (
-        "the host pool of 256 KiB has no 98304 contiguous bytes (96 KiB) that are not in use; the "
+        "the host pool of 260 KiB has no 98304 contiguous bytes (96 KiB) that are not in use; the "
         "largest part has 64 KiB, one host block 4 KiB. engine 'b' (64 KiB) lies between two free "
         "parts: stop its engines, start this one, and then start them again; or request less host "
         "memory, or raise pool.size of the daemon"
