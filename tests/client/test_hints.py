@@ -50,10 +50,14 @@ def test_many_keys_are_sent_in_prefix_order_and_released_from_the_end(
     assert [len(message.keys) for message in fake_daemon.received_of(Release)] == [1, MAX_KEYS]
 
 
-def test_without_a_daemon_nothing_is_retained(
+def test_without_a_daemon_or_if_it_refuses_nothing_is_retained(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
     fake_daemon.store(A)
+    fake_daemon.refusal = ErrorInfo(Code.BUSY, "later")
+    refused = client_in_namespace.retain([A, B], 1.0)
+    client_in_namespace.poll()
+    assert numbers(refused) == (0, 0, 0, 2)
     fake_daemon.silent = True
     sent = client_in_namespace.retain([A], 1.0)
     fake_daemon.disconnected = True
@@ -63,13 +67,6 @@ def test_without_a_daemon_nothing_is_retained(
     assert [numbers(sent), numbers(later)] == [(0, 1, 0, 0), (0, 2, 0, 0)]
     assert sent.done
     assert later.done
-
-
-def test_a_refusal_is_counted(fake_daemon: FakeDaemon, client_in_namespace: OffloadClient) -> None:
-    fake_daemon.refusal = ErrorInfo(Code.BUSY, "later")
-    retention = client_in_namespace.retain([A, B], 1.0)
-    client_in_namespace.poll()
-    assert numbers(retention) == (0, 0, 0, 2)
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, 3601, math.nan, math.inf, "60", None])

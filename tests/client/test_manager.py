@@ -1,4 +1,4 @@
-"""OffloadingManager with one daemon."""
+"""OffloadingManager with one daemon; its events are keys that became hits, or ceased to be one."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ from support.client_keys import (
     answers,
     offer,
     open_manager,
+    removed,
+    stored,
 )
 
 
@@ -47,15 +49,11 @@ def manager(fake_daemon: FakeDaemon) -> OffloadingManager:
 # Store
 
 
-def test_resident_and_pending_keys_are_left_out(manager: OffloadingManager) -> None:
-    assert answers(manager, A, B, C) == [HIT, PENDING, MISS]
-    assert offer(manager, A, D, B, C, D) == (D, C)
-
-
-def test_offered_keys_are_pending_until_complete_store(
+def test_absent_keys_are_offered_and_pending_until_complete_store(
     fake_daemon: FakeDaemon, manager: OffloadingManager
 ) -> None:
-    assert offer(manager, C, D) == (C, D)
+    assert answers(manager, A, B, C) == [HIT, PENDING, MISS]
+    assert offer(manager, A, D, B, C, D) == (D, C)
     assert answers(manager, C, D) == [PENDING, PENDING]
     assert offer(manager, C, D) == ()
     fake_daemon.store(C)
@@ -81,22 +79,6 @@ def test_more_keys_than_blocks_are_none(start_fake_daemon: Start) -> None:
     assert offer(manager, D) == (D,)
 
 
-def test_an_incomplete_mirror_offers_unknown_keys(fake_daemon: FakeDaemon) -> None:
-    manager = open_manager(fake_daemon)
-    fake_daemon.lossy = True
-    fake_daemon.store(A)
-    fake_daemon.lossy = False
-    fake_daemon.store(B)
-    answers(manager, A)
-    assert offer(manager, B, C) == (C,)
-
-
-def test_offering_keys_sends_nothing(fake_daemon: FakeDaemon, manager: OffloadingManager) -> None:
-    offer(manager, C, D)
-    manager.complete_store([C, D])
-    assert fake_daemon.received == []
-
-
 # Load
 
 
@@ -106,7 +88,8 @@ def test_loaded_keys_are_pinned_until_complete_load(
     fake_daemon.store(C)
     assert manager.prepare_load([C, A]) == KeyLoadStoreSpec((C, A))
     manager.prepare_load(iter([A]))
-    assert manager.usage.pinned == 2
+    usage = manager.usage
+    assert (usage.blocks, usage.ready, usage.pending, usage.pinned, usage.free) == (8, 2, 1, 2, 5)
     manager.complete_load([A, C])
     manager.complete_load([A])
     assert fake_daemon.received == [
@@ -140,11 +123,11 @@ def test_keys_of_another_length_are_refused(manager: OffloadingManager, method: 
     assert manager.lookup(b"aaaaa") is MISS
 
 
-def test_a_prompt_of_a_million_tokens_is_legal(start_fake_daemon: Start) -> None:
-    """62,500 blocks of 16 tokens. Of a touch the first batch must be the most recent: the last."""
+def test_more_keys_than_fit_into_a_message_are_legal(start_fake_daemon: Start) -> None:
+    """Of a touch the first batch must be the most recent: the last."""
     daemon = start_fake_daemon(num_blocks=1 << 17)
     manager = open_manager(daemon)
-    keys = tuple(n.to_bytes(4) for n in range(62_500))
+    keys = tuple(n.to_bytes(4) for n in range(3 * MAX_KEYS + 10))
     batches = [keys[at : at + MAX_KEYS] for at in range(0, len(keys), MAX_KEYS)]
     manager.touch(keys)
     manager.lookup(A)
@@ -231,27 +214,14 @@ def test_generated_tokens_and_what_loads_saved_are_reported_once(
 
 def test_many_touches_are_sent_at_once(fake_daemon: FakeDaemon, manager: OffloadingManager) -> None:
     keys = [n.to_bytes(4) for n in range(MAX_TOUCHED + 10)]
-    manager.touch(keys[:MAX_TOUCHED])
+    for _ in range(3):  # they count once
+        manager.touch(keys[:MAX_TOUCHED])
     assert fake_daemon.received == []
     manager.touch(keys[MAX_TOUCHED:])
     manager.touch(keys)
     manager.touch([A])
     touched = [len(touch.keys) for touch in fake_daemon.received_of(wire.Touch)]
     assert touched == [MAX_TOUCHED, 10, MAX_TOUCHED]
-
-
-def test_keys_touched_again_count_once(fake_daemon: FakeDaemon, manager: OffloadingManager) -> None:
-    keys = [n.to_bytes(4) for n in range(MAX_TOUCHED)]
-    for _ in range(3):
-        manager.touch(keys)
-    assert fake_daemon.received == []
-    manager.flush()
-    assert fake_daemon.received == [wire.Touch(tuple(keys))]
-
-
-def test_usage(manager: OffloadingManager) -> None:
-    usage = manager.usage
-    assert (usage.blocks, usage.ready, usage.pending, usage.pinned, usage.free) == (8, 1, 1, 0, 6)
 
 
 # Reset
@@ -357,30 +327,15 @@ def test_shutdown_sends_pending_touches_and_closes(fake_daemon: FakeDaemon) -> N
     assert manager.lookup(A) is MISS
 
 
-def test_shutdown_does_not_close_a_given_client(
-    fake_daemon: FakeDaemon, client: OffloadClient
-) -> None:
-    client.open_namespace(FINGERPRINT)
-    manager = OffloadingManager(client)
-    assert offer(manager, A) == (A,)
-    manager.shutdown()
-    assert not fake_daemon.closed
-
-
-def test_a_manager_needs_a_mirror(client: OffloadClient) -> None:
+def test_a_manager_needs_a_mirror(fake_daemon: FakeDaemon, client: OffloadClient) -> None:
     with pytest.raises(Refused, match="open_namespace"):
         OffloadingManager([client])
     client.open_namespace(FINGERPRINT, mirror=False)
     with pytest.raises(Refused, match="mirror=True"):
         OffloadingManager([client])
-
-
-def test_nothing_is_offered_to_a_lost_daemon(
-    fake_daemon: FakeDaemon, manager: OffloadingManager
-) -> None:
-    fake_daemon.disconnected = True
-    assert offer(manager, C) == ()
-    assert manager.lookup(C) is MISS
+    client.open_namespace(FINGERPRINT)
+    OffloadingManager([client]).shutdown()
+    assert not fake_daemon.closed  # the client was given
 
 
 def test_a_store_has_the_epoch_in_which_its_request_began(
@@ -393,3 +348,49 @@ def test_a_store_has_the_epoch_in_which_its_request_began(
     after, late = manager.prepare_store([D]), manager.prepare_store([A], began)
     specs = [each.store_spec for each in (before, after, late) if each is not None]
     assert [spec.epoch for spec in specs] == [0, 1, 0]
+
+
+# Events
+
+
+def test_events_name_new_hits_and_removed_hits(fake_daemon: FakeDaemon) -> None:
+    fake_daemon.store(A)
+    fake_daemon.reserve(B)
+    manager = open_manager(fake_daemon, events=True)
+    assert manager.take_events() == [stored(A)]
+    assert manager.take_events() == []
+    fake_daemon.store(B, C)
+    fake_daemon.evict(A)
+    assert manager.take_events() == [removed(A), stored(B, C)]
+    fake_daemon.evict(B)
+    fake_daemon.store(B)
+    fake_daemon.send_events((EventKind.ABANDONED, D))
+    assert manager.take_events() == []
+    fake_daemon.store(A)
+    assert manager.take_events() == [stored(A)]
+
+
+def test_events_of_a_reset_are_returned_once(fake_daemon: FakeDaemon) -> None:
+    fake_daemon.store(A)
+    manager = open_manager(fake_daemon, events=True)
+    manager.take_events()
+    fake_daemon.slow = True
+    manager.reset_cache()
+    assert manager.take_events() == [removed(A)]
+    fake_daemon.finish_resets()
+    fake_daemon.store(C)
+    assert manager.take_events() == [stored(C)]
+
+
+def test_missed_events_arrive_with_the_next_snapshot(fake_daemon: FakeDaemon) -> None:
+    fake_daemon.store(A)
+    manager = open_manager(fake_daemon, events=True)
+    manager.take_events()
+    fake_daemon.lossy = True
+    fake_daemon.store(B)
+    fake_daemon.evict(A)
+    fake_daemon.lossy = False
+    fake_daemon.store(C)
+    manager.lookup(C)
+    removal, addition = manager.take_events()
+    assert (removal, set(addition.keys)) == (removed(A), {B, C})

@@ -41,7 +41,9 @@ def ranks(start_fake_daemon: Start) -> tuple[FakeDaemon, FakeDaemon]:
     return start_fake_daemon(), start_fake_daemon(num_blocks=5)
 
 
-def test_each_rank_has_a_namespace_of_its_own(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
+def test_each_rank_of_several_has_a_namespace_of_its_own(
+    ranks: tuple[FakeDaemon, FakeDaemon],
+) -> None:
     manager = OffloadingManager.connect(
         [daemon.directory for daemon in ranks],
         engine="engine",
@@ -57,12 +59,10 @@ def test_each_rank_has_a_namespace_of_its_own(ranks: tuple[FakeDaemon, FakeDaemo
         assert daemon.received_of(wire.Hello)[0].engine == "engine"
     assert manager.num_blocks == 5
     assert manager.usage.blocks == 13
-
-
-def test_one_rank_opens_the_fingerprint_unchanged(fake_daemon: FakeDaemon) -> None:
+    ranks[0].received.clear()
     own = msgspec.structs.replace(FINGERPRINT, rank=3, world_size=8)
-    OffloadingManager.connect([fake_daemon.directory], engine="engine", fingerprint=own)
-    assert fake_daemon.received_of(wire.OpenNamespace)[0].fingerprint == own
+    OffloadingManager.connect([ranks[0].directory], engine="engine", fingerprint=own)
+    assert ranks[0].received_of(wire.OpenNamespace)[0].fingerprint == own
 
 
 def test_a_key_is_a_hit_if_all_ranks_have_it(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:

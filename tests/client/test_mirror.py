@@ -1,4 +1,4 @@
-"""The client's mirror of a namespace."""
+"""The client's mirror of a namespace. tests/property compares it with one, in random sequences."""
 
 from __future__ import annotations
 
@@ -52,24 +52,6 @@ def mirror() -> Mirror:
 # KeyEvents
 
 
-@pytest.mark.parametrize(
-    ("kind", "known"),
-    [
-        (EventKind.STORED, [HIT, HIT, MISS]),
-        (EventKind.PENDING, [PENDING, PENDING, MISS]),
-        (EventKind.REMOVED, [MISS, MISS, MISS]),
-        (EventKind.ABANDONED, [MISS, MISS, MISS]),
-    ],
-)
-def test_events_change_the_state_of_keys(
-    mirror: Mirror, kind: EventKind, known: list[Lookup]
-) -> None:
-    assert answers(mirror, A, B, C) == [HIT, PENDING, MISS]
-    assert not mirror.apply_message(key_events(11, kind, A, B))
-    assert answers(mirror, A, B, C) == known
-    assert (mirror.ready, mirror.pending) == (known.count(HIT), known.count(PENDING))
-
-
 def test_the_events_of_one_message_are_in_order(mirror: Mirror) -> None:
     kinds = (EventKind.CLEARED, EventKind.PENDING, EventKind.STORED, EventKind.REMOVED)
     events = [KeyEvent(kind, (C,) if kind is not EventKind.CLEARED else ()) for kind in kinds]
@@ -90,6 +72,17 @@ def test_old_events_change_nothing(mirror: Mirror) -> None:
 # Incomplete mirrors
 
 
+@pytest.mark.parametrize("message", [stored(12), KeyEvents(11, ())])
+def test_missed_events_request_one_snapshot(mirror: Mirror, message: KeyEvents) -> None:
+    """The daemon sends a number without events instead of omitted ones, even of only one."""
+    assert mirror.apply_message(message)
+    assert not mirror.apply_message(stored(13))
+    assert not mirror.apply_message(stored(17))
+    assert not mirror.complete
+    assert not mirror.apply_message(snapshot(17, C))
+    assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
+
+
 def test_an_incomplete_first_snapshot_returns_retry() -> None:
     mirror = Mirror()
     assert answers(mirror, A, C) == [RETRY, RETRY]
@@ -97,37 +90,6 @@ def test_an_incomplete_first_snapshot_returns_retry() -> None:
     assert (answers(mirror, A, C), mirror.complete) == ([RETRY, RETRY], False)
     mirror.apply_message(snapshot(5, B, part=1))
     assert (answers(mirror, A, B, C), mirror.complete) == ([HIT, HIT, MISS], True)
-
-
-def test_the_mirror_of_an_empty_namespace_is_complete() -> None:
-    mirror = Mirror()
-    assert not mirror.apply_message(snapshot(0))
-    assert (mirror.complete, mirror.lookup(A)) == (True, MISS)
-
-
-def test_a_missing_number_requests_one_snapshot(mirror: Mirror) -> None:
-    assert mirror.apply_message(stored(12, C))
-    assert not mirror.apply_message(stored(13))
-    assert not mirror.apply_message(stored(17))
-    assert not mirror.complete
-
-
-def test_a_number_without_events_shows_that_events_were_omitted(mirror: Mirror) -> None:
-    """The daemon sends such a number instead of omitted events, also if it omits only one."""
-    assert mirror.apply_message(KeyEvents(11, ()))
-    assert not mirror.complete
-    assert not mirror.apply_message(snapshot(11, C))
-    assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
-
-
-def test_a_number_without_events_above_a_snapshot_requests_another_one() -> None:
-    mirror = Mirror()
-    mirror.apply_message(snapshot(10, A, last=False))
-    assert not mirror.apply_message(KeyEvents(11, ()))
-    assert mirror.apply_message(snapshot(10, B, part=1))
-    assert not mirror.complete
-    assert not mirror.apply_message(snapshot(11, B))
-    assert answers(mirror, A, B, C) == [MISS, HIT, MISS]
 
 
 def test_an_incomplete_mirror_returns_known_keys_and_retry_for_others(mirror: Mirror) -> None:
@@ -139,48 +101,7 @@ def test_an_incomplete_mirror_returns_known_keys_and_retry_for_others(mirror: Mi
     assert answers(mirror, A, B, C, KEYS[4]) == [MISS, HIT, HIT, MISS]
 
 
-def test_events_above_a_snapshot_are_applied_after_it(mirror: Mirror) -> None:
-    mirror.apply_message(stored(13, C))
-    mirror.apply_message(removed(16, B))  # received before the snapshot, with a higher number
-    mirror.apply_message(snapshot(15, A, B, last=False))
-    mirror.apply_message(removed(17, A))
-    assert not mirror.apply_message(snapshot(15, C, part=1))
-    assert (answers(mirror, A, B, C), mirror.complete) == ([MISS, MISS, HIT], True)
-    assert not mirror.apply_message(stored(18, A))
-    assert mirror.apply_message(stored(20, A))
-
-
-def test_a_gap_above_a_snapshot_requests_another_one(mirror: Mirror) -> None:
-    mirror.apply_message(stored(12))
-    mirror.apply_message(snapshot(12, A, last=False))
-    assert not mirror.apply_message(stored(14))
-    assert mirror.apply_message(snapshot(12, B, part=1))
-    assert not mirror.complete
-    assert not mirror.apply_message(snapshot(14, A))
-    assert mirror.complete
-
-
 # Snapshots in parts
-
-
-def test_a_newer_snapshot_replaces_an_unfinished_one() -> None:
-    mirror = Mirror()
-    mirror.apply_message(snapshot(5, A, last=False))
-    mirror.apply_message(snapshot(7, B, last=False))
-    assert not mirror.apply_message(snapshot(5, C, part=1))  # a part of the older snapshot
-    assert not mirror.complete
-    assert not mirror.apply_message(snapshot(7, KEYS[3], part=1))
-    assert answers(mirror) == [MISS, HIT, MISS, HIT, MISS, MISS]
-    assert not mirror.apply_message(snapshot(5, C, part=1))
-    assert mirror.lookup(C) is MISS
-
-
-def test_a_snapshot_restarts_at_the_same_number() -> None:
-    mirror = Mirror()
-    mirror.apply_message(snapshot(5, A, last=False))
-    mirror.apply_message(snapshot(5, B, last=False))
-    mirror.apply_message(snapshot(5, C, part=1))
-    assert answers(mirror, A, B, C) == [MISS, HIT, HIT]
 
 
 def test_a_snapshot_with_a_missing_part_requests_another_once() -> None:
@@ -195,25 +116,6 @@ def test_a_snapshot_with_a_missing_part_requests_another_once() -> None:
     assert (answers(mirror, A, B, C), mirror.complete) == ([HIT, HIT, MISS], True)
 
 
-def test_a_snapshot_without_its_first_part_requests_another_once() -> None:
-    mirror = Mirror()
-    assert mirror.apply_message(snapshot(5, B, part=1, last=False))
-    assert not mirror.apply_message(snapshot(5, C, part=2))
-    mirror.apply_message(snapshot(6, A, last=False))
-    assert mirror.apply_message(snapshot(8, C, part=1))
-    assert not mirror.apply_message(snapshot(8, A))
-    assert answers(mirror, A, B, C) == [HIT, MISS, MISS]
-
-
-def test_a_part_received_twice_counts_once() -> None:
-    mirror = Mirror()
-    mirror.apply_message(snapshot(5, A, last=False))
-    mirror.apply_message(snapshot(5, B, part=1, last=False))
-    assert not mirror.apply_message(snapshot(5, B, part=1, last=False))
-    assert not mirror.apply_message(snapshot(5, C, part=2))
-    assert (answers(mirror, A, B, C), mirror.complete) == ([HIT, HIT, HIT], True)
-
-
 def test_a_complete_mirror_ignores_snapshots(mirror: Mirror) -> None:
     mirror.apply_message(stored(11, C))
     for message in (snapshot(10), snapshot(12, part=2), snapshot(12, last=False)):
@@ -225,36 +127,62 @@ def test_a_complete_mirror_ignores_snapshots(mirror: Mirror) -> None:
 # Resets
 
 
-def test_all_keys_are_absent_until_a_reset_is_done(mirror: Mirror) -> None:
-    mirror.hide()
-    mirror.apply_message(stored(11, B))
+RESETS: dict[str, tuple[list[KeyEvents | Snapshot], list[int], Lookup]] = {
+    "done": ([cleared(11, 7), stored(12, C, epoch=7)], [7], HIT),
+    "its events were lost": ([], [7], MISS),
+    "the events of the second were lost": (
+        [cleared(11, 7), stored(12, C, epoch=7)],
+        [7, 8],
+        MISS,
+    ),
+    # Each Done names the epoch of the namespace then, perhaps that of a later reset.
+    "adopted together": ([cleared(11, 8), stored(12, C, epoch=8)], [8, 8], HIT),
+    # With shared tiers, a reset is done much later than its events.
+    "done after a later one": (
+        [cleared(11, 7), cleared(12, 8), stored(13, C, epoch=8)],
+        [8],
+        HIT,
+    ),
+    # With shared tiers, a snapshot may arrive before the reset is done, whose events were lost.
+    "done after a snapshot": ([KeyEvents(12, (), 2), snapshot(12, C, epoch=2)], [2], HIT),
+}
+
+
+@pytest.mark.parametrize(("messages", "done", "found"), RESETS.values(), ids=RESETS)
+def test_all_keys_are_absent_until_resets_are_done(
+    mirror: Mirror, messages: list[KeyEvents | Snapshot], done: list[int], found: Lookup
+) -> None:
+    for _ in done:
+        mirror.hide()
+    for message in messages:
+        mirror.apply_message(message)
     assert answers(mirror) == [MISS] * 6
-    mirror.apply_message(cleared(12, epoch=7))
-    mirror.apply_message(stored(13, C, epoch=7))
-    assert answers(mirror) == [MISS] * 6
-    mirror.clear_after_reset(7)
+    for epoch in done:
+        mirror.clear_after_reset(epoch)
     mirror.reveal()
-    assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
-    assert mirror.epoch == 7
+    assert answers(mirror, A, B, C) == [MISS, MISS, found]
+    assert mirror.epoch == done[-1]
 
 
-@pytest.mark.parametrize("epochs", [(7, 9), (9, 7)])
-def test_each_reset_clears(mirror: Mirror, epochs: tuple[int, int]) -> None:
+def test_each_reset_clears(mirror: Mirror) -> None:
     """Epochs are compared for equality only: a clock may have been set back."""
-    for number, epoch in zip((11, 13), epochs, strict=True):
+    for number, epoch in ((11, 9), (13, 7), (15, 9)):
         mirror.hide()
         mirror.apply_message(cleared(number, epoch))
         mirror.apply_message(stored(number + 1, C, epoch=epoch))
         mirror.clear_after_reset(epoch)
         mirror.reveal()
         assert answers(mirror, A, C) == [MISS, HIT]
-        assert mirror.epoch == epoch
 
 
 def test_a_reset_that_was_not_done_changes_nothing(mirror: Mirror) -> None:
-    mirror.hide()
-    mirror.reveal()
+    incomplete = Mirror()
+    for each in (incomplete, mirror):
+        each.hide()
+        assert each.lookup(A) is MISS
+        each.reveal()
     assert answers(mirror, A, B, C) == [HIT, PENDING, MISS]
+    assert incomplete.lookup(A) is RETRY
 
 
 @pytest.mark.parametrize("epoch", [3, 7])
@@ -265,68 +193,6 @@ def test_events_of_another_epoch_clear_the_known_keys(mirror: Mirror, epoch: int
     assert mirror.apply_message(stored(14, C, epoch=epoch))
     assert answers(mirror, A, B, C) == [RETRY, RETRY, HIT]
     assert mirror.epoch == epoch
-
-
-def test_a_number_without_events_of_another_epoch_clears_the_known_keys(mirror: Mirror) -> None:
-    assert mirror.apply_message(KeyEvents(12, (), 7))
-    assert answers(mirror, A, B) == [RETRY, RETRY]
-    assert mirror.epoch == 7
-
-
-def test_two_resets_with_the_events_of_the_second_lost(mirror: Mirror) -> None:
-    mirror.hide()
-    mirror.hide()
-    mirror.apply_message(cleared(11, epoch=7))
-    mirror.clear_after_reset(7)
-    mirror.apply_message(stored(12, C, epoch=7))
-    mirror.clear_after_reset(8)
-    mirror.reveal()
-    assert mirror.lookup(C) is MISS
-
-
-def test_resets_that_are_adopted_together_clear_once(mirror: Mirror) -> None:
-    """Each Done names the epoch of the namespace then, perhaps that of a later reset."""
-    mirror.hide()
-    mirror.hide()
-    mirror.apply_message(cleared(11, epoch=8))
-    mirror.apply_message(stored(12, C, epoch=8))
-    mirror.clear_after_reset(8)
-    mirror.clear_after_reset(8)
-    mirror.reveal()
-    assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
-
-
-def test_keys_stored_after_a_later_reset_survive_the_end_of_an_earlier_one(
-    mirror: Mirror,
-) -> None:
-    """With shared tiers, a reset is done much later than its events."""
-    mirror.hide()
-    mirror.apply_message(cleared(11, epoch=7))
-    mirror.apply_message(cleared(12, epoch=8))
-    mirror.apply_message(stored(13, C, epoch=8))
-    mirror.clear_after_reset(8)
-    mirror.reveal()
-    assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
-
-
-def test_a_snapshot_from_after_a_reset_survives_its_end(mirror: Mirror) -> None:
-    """With shared tiers, the snapshot may arrive before the reset is done, whose event was lost."""
-    mirror.hide()
-    assert mirror.apply_message(KeyEvents(12, (), 2))
-    assert not mirror.apply_message(snapshot(12, C, epoch=2))
-    mirror.clear_after_reset(2)
-    mirror.reveal()
-    assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
-
-
-def test_a_snapshot_that_began_before_a_reset_is_cleared_by_its_events() -> None:
-    mirror = Mirror()
-    mirror.apply_message(snapshot(10, A, last=False, epoch=1))
-    mirror.apply_message(cleared(11, epoch=2))
-    mirror.apply_message(stored(12, C, epoch=2))
-    assert not mirror.apply_message(snapshot(10, B, part=1, epoch=1))
-    assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
-    assert mirror.epoch == 2
 
 
 def test_a_snapshot_that_began_before_a_reset_is_of_no_use_without_its_events() -> None:
@@ -340,23 +206,6 @@ def test_a_snapshot_that_began_before_a_reset_is_of_no_use_without_its_events() 
     assert answers(mirror, A, B) == [RETRY, RETRY]
     assert not mirror.apply_message(snapshot(11, C, epoch=2))
     assert answers(mirror, A, B, C) == [MISS, MISS, HIT]
-
-
-def test_a_hidden_mirror_misses_even_if_incomplete() -> None:
-    mirror = Mirror()
-    mirror.hide()
-    assert mirror.lookup(A) is MISS
-    mirror.reveal()
-    assert mirror.lookup(A) is RETRY
-
-
-def test_a_reset_whose_events_were_lost_still_clears_the_mirror(mirror: Mirror) -> None:
-    mirror.hide()
-    mirror.clear_after_reset(7)
-    mirror.reveal()
-    assert answers(mirror) == [MISS] * 6
-    assert mirror.apply_message(stored(12, C, epoch=7))
-    assert answers(mirror, A, B, C) == [RETRY, RETRY, HIT]
 
 
 # Changed keys

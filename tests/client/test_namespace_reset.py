@@ -20,15 +20,6 @@ if TYPE_CHECKING:
 from support.client_keys import FINGERPRINT, HIT, MISS, PENDING, A, B, C, answers
 
 
-def test_a_reset_returns_once_it_is_done(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
-) -> None:
-    client_in_namespace.reset()
-    assert answers(client_in_namespace, A, B) == [MISS, MISS]
-    fake_daemon.store(C)
-    assert answers(client_in_namespace, A, C) == [MISS, HIT]
-
-
 def test_a_reset_sends_its_label_and_returns_the_tiers_that_do_not_have_it_yet(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
 ) -> None:
@@ -36,6 +27,8 @@ def test_a_reset_sends_its_label_and_returns_the_tiers_that_do_not_have_it_yet(
     fake_daemon.unpublished = ("store",)
     assert client_in_namespace.reset("weights 3") == ("store",)
     client_in_namespace.reset_async("weights 4")
+    fake_daemon.store(C)
+    assert answers(client_in_namespace, A, B, C) == [MISS, MISS, HIT]
     labels = [each.label for each in fake_daemon.received_of(wire.Reset)]
     assert labels == ["weights 2", "weights 3", "weights 4"]
 
@@ -99,12 +92,6 @@ def test_a_refused_reset_changes_nothing(
     with pytest.raises(Refused, match="not now"):
         client_in_namespace.reset()
     assert answers(client_in_namespace, A, B, C) == [HIT, PENDING, MISS]
-
-
-def test_a_refused_reset_async_is_raised_by_the_next_poll(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
-) -> None:
-    fake_daemon.refusal = ErrorInfo(Code.FORBIDDEN, "not now")
     client_in_namespace.reset_async()
     with pytest.raises(Refused, match="not now"):
         client_in_namespace.get_finished()

@@ -42,14 +42,7 @@ def test_a_reply_is_kept_for_its_request(session: ClientSession, reply: Any) -> 
         assert pending.reply(5) == reply
 
 
-def test_a_reply_without_a_waiting_request_is_dropped(session: ClientSession) -> None:
-    with session.wire.pending.expect_reply(wire.StatusRequest(5)):
-        pass
-    session.receive_message(encode(wire.Waited(5)))
-    session.receive_message(encode(wire.Error(5, BUSY)))
-
-
-def test_an_error_is_raised_at_its_request(session: ClientSession) -> None:
+def test_an_error_is_raised_at_its_request_or_at_once(session: ClientSession) -> None:
     pending = session.wire.pending
     with pending.expect_reply(wire.StatusRequest(5)), pending.expect_reply(wire.StatusRequest(4)):
         session.receive_message(encode(wire.Error(5, BUSY)))
@@ -57,11 +50,8 @@ def test_an_error_is_raised_at_its_request(session: ClientSession) -> None:
         with pytest.raises(Refused, match="later") as caught:
             pending.reply(5)
         assert caught.value.info == BUSY
-
-
-def test_an_error_without_a_request_is_raised_at_once(
-    session: ClientSession,
-) -> None:
+    session.receive_message(encode(wire.Error(5, BUSY)))  # nobody waits for it any more
+    session.receive_message(encode(wire.Waited(4)))
     with pytest.raises(Refused, match="later"):
         session.receive_message(encode(wire.Error(None, BUSY)))
 

@@ -12,21 +12,9 @@ from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import EventKind, Lookup
-from kvferry.proto.protocol import make_hello
-from support.client_session import LOAD, STORE, WELCOME, finish, submit
+from support.client_session import LOAD, STORE, finish, submit
 
 # Connecting
-
-
-def test_the_first_message_is_hello() -> None:
-    assert ClientSession("engine", "client").wire.hello() == make_hello("client", "engine")
-
-
-def test_read_welcome_returns_the_welcome_once_it_arrived() -> None:
-    session = ClientSession("engine", "client")
-    assert session.wire.read_welcome() is None
-    session.receive_message(encode(WELCOME))
-    assert session.wire.read_welcome() == WELCOME
 
 
 @pytest.mark.parametrize(
@@ -34,6 +22,7 @@ def test_read_welcome_returns_the_welcome_once_it_arrived() -> None:
 )
 def test_a_refused_hello_raises_the_reason(code: Code, kind: type[KVFerryError]) -> None:
     session = ClientSession("engine", "client")
+    assert session.wire.read_welcome() is None
     session.receive_message(encode(wire.Error(None, ErrorInfo(code, "no"))))
     with pytest.raises(kind) as caught:
         session.wire.read_welcome()
@@ -73,12 +62,8 @@ def test_an_incomplete_mirror_requests_one_snapshot(session: ClientSession) -> N
     (subscription,) = session.opened.follow_ups(0.0)
     assert decode_client_message(subscription) == wire.Subscribe()
     assert session.opened.follow_ups(0.0) == []
-
-
-def test_no_snapshot_is_requested_after_a_disconnect(session: ClientSession) -> None:
-    open_namespace(session).namespace.ensure_mirror()
-    session.receive_message(encode(wire.Snapshot(0, 0, False, (), True)))
-    session.receive_message(encode(wire.KeyEvents(2, KEY_EVENTS.events)))
+    session.receive_message(encode(wire.Snapshot(4, 0, False, (), True)))
+    session.receive_message(encode(wire.KeyEvents(6, KEY_EVENTS.events)))
     session.connection_lost(Gone(Code.DAEMON_GONE, "killed"))
     assert session.opened.follow_ups(0.0) == []
     with pytest.raises(Gone):
