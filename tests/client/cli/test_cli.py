@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,12 +20,6 @@ from kvferry.client import LocalDaemon, OffloadClient, shared_empty
 from support.time_limits import TIMEOUT
 
 KVFERRY = [sys.executable, "-m", "kvferry.client.cli"]
-
-
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[LocalDaemon]:
-    with LocalDaemon(pool_bytes=16 << 20) as daemon:
-        yield daemon
 
 
 class BenchProcess:
@@ -79,17 +73,16 @@ class BenchProcess:
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("seconds", [0, 0.5])
+@pytest.mark.parametrize(
+    ("number", "group"), [(signal.SIGTERM, False), (signal.SIGHUP, True), (signal.SIGINT, True)]
+)
 def test_a_terminated_bench_stops_its_daemon(
-    short_path: Path, number: signal.Signals, seconds: float
+    short_path: Path, number: signal.Signals, group: bool
 ) -> None:
-    """The signal may arrive at any time. A closed terminal sends SIGHUP to all its processes."""
+    """A closed terminal and Ctrl-C send their signals to all processes of the group."""
     bench = BenchProcess(short_path)
     try:
-        time.sleep(seconds)
-        status, error = bench.end(number, group=number == signal.SIGHUP)
-        assert (status, error) == (128 + number, "")
+        assert bench.end(number, group=group) == (128 + number, "")
         assert bench.processes() == []
         assert list(short_path.iterdir()) == []
     finally:
@@ -137,18 +130,6 @@ def test_nohup_ignores_sighup(short_path: Path) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             bench.process.wait(0.5)
         assert bench.end(signal.SIGTERM, group=False)[0] == 128 + signal.SIGTERM
-    finally:
-        bench.close()
-
-
-@pytest.mark.parametrize("seconds", [0, 0.5])
-def test_an_interrupted_bench_prints_nothing(short_path: Path, seconds: float) -> None:
-    """Ctrl-C sends SIGINT to all processes of the group."""
-    bench = BenchProcess(short_path)
-    try:
-        time.sleep(seconds)
-        assert bench.end(signal.SIGINT, group=True) == (130, "")
-        assert bench.processes() == []
     finally:
         bench.close()
 

@@ -14,55 +14,14 @@ from kvferry.client import Fingerprint
 from kvferry.client.cli.panels import render_bar, render_screen, render_sparkline
 from kvferry.client.cli.status import print_status
 from kvferry.client.cli.watcher import DaemonHistory, Rates, StatusSample
-from kvferry.proto import status as wire_status
+from kvferry.proto.status import DaemonStatus, EngineStatus, HealthStatus, VerificationStatus
+from support.status_reports import GIB, NAMESPACE, STATUS
 
-GIB = 1 << 30
-FINGERPRINT = Fingerprint("meta-llama/Llama-3.1-70B-Instruct", 2 << 20, rank=1, world_size=4)
-SPACE = wire_status.NamespaceStatus(
-    FINGERPRINT.name,
-    FINGERPRINT,
-    "arc",
-    ("llama-0",),
-    32768,
-    2 << 20,
-    900,
-    4,
-    31860,
-    0,
-    0,
-    12,
-    93,
-    7,
-    1,
-    2,
-    38861,
-)
-STATUS = wire_status.DaemonStatus(
-    version="0.1.0",
-    boot_id="boot",
-    pid=4711,
-    uptime_seconds=11520.0,
-    device=wire_status.DeviceInfo(
-        "cuda", "GPU-6f1b9c52-0000-0000-0000-000000000000", "NVIDIA H200"
-    ),
-    pool=wire_status.PoolStatus(128 * GIB, 96 * GIB, 72 * GIB),
-    sessions=3,
-    engines=(
-        wire_status.EngineStatus("llama-0", True, 1, 1, 1234),
-        wire_status.EngineStatus("[red]qwen", False, 1, 1, 0),
-    ),
-    totals=wire_status.Totals(5, 4, 1 << 35, 1 << 34, 1, 2),
-    errors={"busy": 3},
-    copying=wire_status.CopyStatus(
-        "auto", wire_status.CalibrationPoint(1 << 26, 5.5e10, 5.5e10), (), 65536, 65536
-    ),
-    health=wire_status.HealthStatus(True, (), 0.000212, 3.2, 0.012, 12.0, 0.0001, 0.0002),
-)
+RANK = msgspec.structs.replace(NAMESPACE.fingerprint, rank=1, world_size=4)
+SPACE = msgspec.structs.replace(NAMESPACE, fingerprint=RANK, blocks=32768, free=900, ready=31864)
 
 
-def advance_status(
-    status: wire_status.DaemonStatus, seconds: float, stored: int, loaded: int
-) -> wire_status.DaemonStatus:
+def advance_status(status: DaemonStatus, seconds: float, stored: int, loaded: int) -> DaemonStatus:
     old = status.totals
     totals = msgspec.structs.replace(
         old,
@@ -97,7 +56,7 @@ def render(*daemons: DaemonHistory, width: int = 100, now: float = 140.0) -> str
 def test_a_verification_is_shown_until_it_is_complete() -> None:
     for decided, shown in ((32 * GIB, True), (64 * GIB, False)):
         history = DaemonHistory(Path("/run/kvferry/GPU-6f1b"))
-        verification = wire_status.VerificationStatus(64 * GIB, decided)
+        verification = VerificationStatus(64 * GIB, decided)
         history.add_sample(
             StatusSample(msgspec.structs.replace(STATUS, verification=verification), ()), now=100.0
         )
@@ -130,7 +89,8 @@ def test_a_panel_shows_everything(history: DaemonHistory, width: int) -> None:
 
 
 def test_an_unhealthy_daemon_shows_the_reason(history: DaemonHistory) -> None:
-    health = wire_status.HealthStatus(False, ("the device worker has not moved for 31.2 s",))
+    assert "no daemon runs here (searched /run/kvferry)" in render()
+    health = HealthStatus(False, ("the device worker has not moved for 31.2 s",))
     assert history.sample is not None
     status = msgspec.structs.replace(history.sample.status, health=health)
     history.add_sample(StatusSample(status, ()), 141.0)
@@ -153,10 +113,6 @@ def test_a_daemon_that_disconnects_and_reconnects(history: DaemonHistory) -> Non
     assert history.rates == Rates()  # the totals of another process give no rate
 
 
-def test_no_daemon() -> None:
-    assert "no daemon runs here (searched /run/kvferry)" in render()
-
-
 def test_bars_have_the_requested_width() -> None:
     for fraction in (0.0, 0.001, 0.3, 1.0, 1.5):
         assert len(render_bar([(fraction, "x", ""), (fraction, "y", "")], 10)) == 10
@@ -175,7 +131,7 @@ def test_control_characters_in_names_are_escaped() -> None:
     name = "a\x1b[2J\x9bb"
     fingerprint = Fingerprint(name, 2 << 20)
     space = msgspec.structs.replace(SPACE, fingerprint=fingerprint, engines=(name,))
-    engine = wire_status.EngineStatus(name, True, 1, 1, 1)
+    engine = EngineStatus(name, True, 1, 1, 1)
     status = msgspec.structs.replace(STATUS, engines=(engine,))
     history, console = (
         DaemonHistory(Path("/run/kvferry/cpu")),

@@ -11,75 +11,47 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvferry.client import Fingerprint, LocalDaemon, OffloadClient, shared_empty
-from kvferry.client.cli.status import fetch_status, print_status, summarize_health
+from kvferry.client import LocalDaemon, OffloadClient, shared_empty
+from kvferry.client.cli.status import print_status, summarize_health
 from kvferry.proto.status import (
     DeviceInfo,
     EngineStatus,
     HealthStatus,
-    NamespaceStatus,
     PoolStatus,
     TierStatus,
     Totals,
 )
 from support.command_line import kvferry
+from support.status_reports import FINGERPRINT, NAMESPACE, STATUS
 from support.time_limits import TIMEOUT
 
 Captured: TypeAlias = pytest.CaptureFixture[str]
 
 
-def test_status_shows_pool_engines_and_totals(daemon: LocalDaemon, capsys: Captured) -> None:
+def test_the_status_of_a_daemon(daemon: LocalDaemon, capsys: Captured) -> None:
     tensor = shared_empty((16, 4096))
     with OffloadClient(daemon.directory, engine="[red]llama") as client:
         client.register_kv_caches({"layer": tensor}, num_blocks=16, host_bytes=16 << 20)
         assert kvferry("status", "--directory", daemon.directory) == 0
-    output = capsys.readouterr().out
-    assert f"pid {daemon.pid}" in output
-    assert "64 MiB: 16 MiB reserved" in output
-    assert "[red]llama" in output
-    assert "connected" in output
-    assert "stored 0 B in 0 jobs" in output
-
-
-def test_status_json_names_every_field(daemon: LocalDaemon, capsys: Captured) -> None:
-    assert kvferry("status", "-d", daemon.runtime_dir, "--json") == 0
-    status = json.loads(capsys.readouterr().out)
-    assert status["device"] == {
-        "kind": "cpu",
-        "uuid": "cpu",
-        "name": "host memory",
-        "staging_bytes": 0,
-    }
-    assert status["pool"]["size_bytes"] == 64 << 20
+        output = capsys.readouterr().out
+        assert kvferry("status", "-d", daemon.runtime_dir, "--json") == 0
+        status = json.loads(capsys.readouterr().out)
+    for words in (
+        f"pid {daemon.pid}",
+        "64 MiB: 16 MiB reserved",
+        "[red]llama",
+        "connected",
+        "stored 0 B in 0 jobs",
+    ):
+        assert words in output
+    device = {"kind": "cpu", "uuid": "cpu", "name": "host memory", "staging_bytes": 0}
+    assert (status["device"], status["pool"]["size_bytes"]) == (device, 64 << 20)
     assert status["totals"].keys() >= {"stored_bytes", "loaded_bytes", "failed"}
     assert status.keys() >= {"version", "boot_id", "uptime_seconds", "engines", "errors"}
     assert status["namespaces"] == []
 
 
-FINGERPRINT = Fingerprint("[red]meta-llama/Llama-3.1-70B", 2 << 20, extra=(("pages", "16"),))
-NAMESPACE = NamespaceStatus(
-    FINGERPRINT.name,
-    FINGERPRINT,
-    "lru",
-    ("llama-0", "llama-1"),
-    blocks=262144,
-    block_bytes=2 << 20,
-    free=1000,
-    pending=4,
-    ready=261140,
-    unverified=0,
-    orphaned=0,
-    pinned=12,
-    hits=93,
-    misses=7,
-    stored=300001,
-    stores_skipped=2,
-    evictions=38861,
-)
-
-
-def test_status_shows_the_hits_of_other_sizes(daemon: LocalDaemon, capsys: Captured) -> None:
-    report, _ = fetch_status(daemon.directory)
+def test_status_shows_the_hits_of_other_sizes(capsys: Captured) -> None:
     known = msgspec.structs.replace(
         NAMESPACE,
         saved_tokens=4096,
@@ -89,7 +61,7 @@ def test_status_shows_the_hits_of_other_sizes(daemon: LocalDaemon, capsys: Captu
         hit_rate_double=0.52,
         hit_rate_quadruple=0.58,
     )
-    print_status(report, (NAMESPACE, known), Console(width=300, highlight=False))
+    print_status(STATUS, (NAMESPACE, known), Console(width=300, highlight=False))
     shown = capsys.readouterr().out
     assert "4,096 tokens loaded, 1 min 30 s of computing saved" in shown
     rates = (
@@ -99,15 +71,13 @@ def test_status_shows_the_hits_of_other_sizes(daemon: LocalDaemon, capsys: Captu
     assert shown.count("of prompts found") == shown.count(rates) == 1
 
 
-def test_status_shows_namespaces(daemon: LocalDaemon, capsys: Captured) -> None:
-    report, namespaces = fetch_status(daemon.directory)
-    assert namespaces == ()
+def test_status_shows_namespaces(capsys: Captured) -> None:
     replace = msgspec.structs.replace
     ranked = replace(FINGERPRINT, rank=1, world_size=8)
     without_engine = replace(
         NAMESPACE, fingerprint=ranked, policy="arc", engines=(), hits=0, misses=0, shortfall="why"
     )
-    print_status(report, (NAMESPACE, without_engine), Console(width=80, highlight=False))
+    print_status(STATUS, (NAMESPACE, without_engine), Console(width=80, highlight=False))
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     first, second = (lines[at:] for at, line in enumerate(lines) if line.startswith("model "))
     counts = (
@@ -126,12 +96,9 @@ def test_status_shows_namespaces(daemon: LocalDaemon, capsys: Captured) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 60, 40])
-def test_status_keeps_lines_within_the_width_and_names_whole(
-    width: int, daemon: LocalDaemon, capsys: Captured
-) -> None:
-    report, _ = fetch_status(daemon.directory)
+def test_status_keeps_lines_within_the_width_and_names_whole(width: int, capsys: Captured) -> None:
     full = msgspec.structs.replace(
-        report,
+        STATUS,
         device=DeviceInfo("cuda", f"GPU-{'0123abcd-' * 4}", "NVIDIA H100 80GB HBM3"),
         pool=PoolStatus(100 << 30, 1023 << 20, 1023 << 20),
         engines=(EngineStatus("meta-llama-0", True, 262144, 2 << 20, 64, kept_bytes=1 << 40),),
@@ -146,20 +113,6 @@ def test_status_keeps_lines_within_the_width_and_names_whole(
     # A line that is longer has only a label and one part, which stays whole.
     for line in lines[1:]:
         assert len(line) <= width or ", " not in line.rstrip(",")
-
-
-@pytest.mark.parametrize(
-    ("pinned", "part"), [(0, "0 B pinned, being registered: 0%"), (8 << 20, "8 MiB pinned")]
-)
-def test_status_shows_how_much_of_the_pool_is_registered(
-    pinned: int, part: str, daemon: LocalDaemon, capsys: Captured
-) -> None:
-    report, _ = fetch_status(daemon.directory)
-    pool = PoolStatus(8 << 20, pinned, 0)
-    console = Console(width=120, highlight=False)
-    print_status(msgspec.structs.replace(report, pool=pool), (), console)
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "reserved" in line)
-    assert line.endswith(f", {part}")
 
 
 DISK = TierStatus("disk", "off", failure="/x is in use; give each daemon a path of its own")
@@ -191,12 +144,10 @@ def test_health_in_one_line(
     tiers: tuple[TierStatus, ...],
     row: str,
     line: str,
-    daemon: LocalDaemon,
     capsys: Captured,
 ) -> None:
-    report, _ = fetch_status(daemon.directory)
     pool = PoolStatus(8 << 20, 2 << 20, 0)
-    report = msgspec.structs.replace(report, health=health, tiers=tiers, pool=pool)
+    report = msgspec.structs.replace(STATUS, health=health, tiers=tiers, pool=pool)
     is_healthy = line.startswith(("healthy", "it replies"))
     assert summarize_health(report) == (is_healthy, line)
     print_status(report, (), Console(width=120, highlight=False))
@@ -204,6 +155,8 @@ def test_health_in_one_line(
     assert [each for each in lines if each.startswith("health ")] == (
         [f"health   {row}"] * bool(row)
     )
+    (reserved,) = [each for each in lines if "reserved" in each]
+    assert reserved.endswith(", 2 MiB pinned, being registered: 25%")
 
 
 def test_status_needs_no_torch(daemon: LocalDaemon) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from kvferry.client.cli.tier_rows import sibling_lines, sibling_row, tier_lines, tier_row
 from kvferry.proto.status import SiblingStatus, TierStatus
@@ -31,25 +32,40 @@ def lines(tier: TierStatus) -> list[str]:
     return [line.plain for line in tier_lines((tier,), 80)]
 
 
-def test_status_shows_what_a_tier_holds_and_has_moved() -> None:
-    assert lines(TIER) == [
-        "disk     on, 50 GiB of 200 GiB",
-        "         93% hits, read 1 GiB in 90 keys (mean 12.5 ms), written 2 GiB in 1,000,",
-        "         25,600 keys, 4 skipped, 12 evicted, queue 250.0 ms",
-    ]
-
-
-def test_top_shows_a_tier_in_one_line() -> None:
-    assert tier_row(TIER).plain == "disk     on · 50 GiB of 200 GiB · hits 93% · queue 250.0 ms"
-
-
-def test_an_unknown_usage_is_not_shown_as_zero() -> None:
-    shared = TierStatus("mooncake", "on", promoted=1, read_bytes=GIB)
-    assert lines(shared) == [
-        "mooncake on",
-        "         read 1 GiB in 1 keys, written 0 B in 0",
-    ]
-    assert tier_row(shared).plain == "mooncake on"
+@pytest.mark.parametrize(
+    ("tier", "in_status", "in_top"),
+    [
+        (
+            TIER,
+            [
+                "disk     on, 50 GiB of 200 GiB",
+                "         93% hits, read 1 GiB in 90 keys (mean 12.5 ms), written 2 GiB in 1,000,",
+                "         25,600 keys, 4 skipped, 12 evicted, queue 250.0 ms",
+            ],
+            "disk     on · 50 GiB of 200 GiB · hits 93% · queue 250.0 ms",
+        ),
+        (  # an unknown usage
+            TierStatus("mooncake", "on", promoted=1, read_bytes=GIB),
+            ["mooncake on", "         read 1 GiB in 1 keys, written 0 B in 0"],
+            "mooncake on",
+        ),
+        (  # an unknown capacity
+            TierStatus("mooncake", "on", used_bytes=50 * GIB),
+            ["mooncake on, 50 GiB used", "         read 0 B in 0 keys, written 0 B in 0"],
+            "mooncake on · 50 GiB used",
+        ),
+        (
+            TierStatus("disk", "starting", capacity_bytes=GIB),
+            ["disk     starting, 0 B of 1 GiB", "         read 0 B in 0 keys, written 0 B in 0"],
+            "disk     starting · 0 B of 1 GiB",
+        ),
+    ],
+)
+def test_what_a_tier_holds_and_has_moved(
+    tier: TierStatus, in_status: list[str], in_top: str
+) -> None:
+    assert lines(tier) == in_status
+    assert tier_row(tier).plain == in_top
 
 
 def test_why_a_tier_fails_is_shown() -> None:
@@ -62,18 +78,6 @@ def test_why_a_tier_fails_is_shown() -> None:
     assert numbers.endswith("5 process deaths")
     assert reason.strip() == "its directory is in use"
     assert tier_row(failing).plain.endswith("read-only · queue 250.0 ms · 5 process deaths")
-
-
-def test_a_tier_with_an_unknown_capacity_shows_the_used_bytes() -> None:
-    store = msgspec.structs.replace(TIER, name="mooncake", capacity_bytes=0)
-    assert lines(store)[0] == "mooncake on, 50 GiB used"
-    assert tier_row(store).plain.startswith("mooncake on · 50 GiB used · ")
-
-
-def test_an_idle_tier_has_no_rates() -> None:
-    idle = TierStatus("disk", "starting", capacity_bytes=GIB)
-    assert lines(idle)[1].strip() == "read 0 B in 0 keys, written 0 B in 0"
-    assert tier_row(idle).plain == "disk     starting · 0 B of 1 GiB"
 
 
 def test_status_shows_each_sibling_and_why_it_is_not_used() -> None:

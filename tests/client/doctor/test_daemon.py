@@ -10,12 +10,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
@@ -23,20 +23,22 @@ from kvferry.client import GPULoadStoreSpec, LocalDaemon, OffloadClient
 from kvferry.client.doctor import CheckContext, Finding, Verdict, daemon, run_checks
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
-from kvferry.proto.codec import decode_client_message, encode
-from kvferry.proto.errors import Code, ErrorInfo, Refused
+from kvferry.proto.codec import encode
+from kvferry.proto.errors import Code, ErrorInfo, Gone, Refused
 from kvferry.proto.version import kvferry_version
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 from support.client_keys import FINGERPRINT
 from support.raw_client import RawClient
+from support.status_reports import STATUS
 from support.time_limits import TIMEOUT
 
+# Prints the findings, and on standard error why no daemon is found without a directory.
 AS_NOBODY = """
 import os, sys
 from pathlib import Path
 import msgspec
-from kvferry.client import doctor
+from kvferry.client import doctor, endpoint
 
 doctor.CHECKS = doctor.CHECKS[1:]  # other users may not be able to read installed packages
 doctor.run_checks(Path("/nowhere"))  # imports all modules before the user changes
@@ -44,6 +46,11 @@ os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
 sys.stdout.buffer.write(msgspec.json.encode(doctor.run_checks(Path(sys.argv[1]), 20.0)))
+endpoint.runtime_directories = lambda: [Path(sys.argv[1])]
+try:
+    endpoint.find_daemon()
+except Exception as error:
+    print(type(error).__name__, error, file=sys.stderr)
 """
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
@@ -59,10 +66,10 @@ def only_failure(findings: list[Finding]) -> Finding:
     return failure
 
 
-def run_checks_as_nobody(directory: Path) -> list[Finding]:
+def run_checks_as_nobody(directory: Path) -> tuple[list[Finding], str]:
     command = [sys.executable, "-c", AS_NOBODY, str(directory)]
     done = subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=True)
-    return msgspec.json.decode(done.stdout, type=list[Finding])
+    return msgspec.json.decode(done.stdout, type=list[Finding]), done.stderr.decode()
 
 
 # Finding the daemon
@@ -120,26 +127,13 @@ def test_another_user_may_not_read_the_directory(
 ) -> None:
     kvferryd.runtime_dir.chmod(0o755)
     kvferryd.directory.chmod(mode)
-    failure = only_failure(run_checks_as_nobody(kvferryd.runtime_dir))
+    findings, error = run_checks_as_nobody(kvferryd.runtime_dir)
+    assert error.startswith("Refused [forbidden] file permissions deny your user access")
+    assert str(kvferryd.directory) in error
+    failure = only_failure(findings)
     assert failure.check == "directory"
     assert f"{kvferryd.directory}: permission denied, owned by root" in failure.found
     assert failure.change.startswith((change, f"join its group: {change}"))
-
-
-@as_root
-def test_another_user_is_warned_that_there_may_be_a_daemon(kvferryd: LocalDaemon) -> None:
-    """A client that searches for a daemon reports the same."""
-    kvferryd.runtime_dir.chmod(0o755)
-    program = AS_NOBODY[: AS_NOBODY.index("sys.stdout")] + (
-        "from kvferry.client import endpoint\n"
-        "endpoint.runtime_directories = lambda: [Path(sys.argv[1])]\n"
-        "try:\n    endpoint.find_daemon()\n"
-        "except Exception as error:\n    print(type(error).__name__, error)\n"
-    )
-    command = [sys.executable, "-c", program, str(kvferryd.runtime_dir)]
-    done = subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=True, text=True)
-    assert done.stdout.startswith("Refused [forbidden] file permissions deny your user access")
-    assert str(kvferryd.directory) in done.stdout
 
 
 @as_root
@@ -147,10 +141,10 @@ def test_another_user_may_not_connect(kvferryd: LocalDaemon) -> None:
     kvferryd.runtime_dir.chmod(0o711)
     kvferryd.directory.chmod(0o755)
     for name in ("kvferry.sock", "fds.sock"):
-        failure = only_failure(run_checks_as_nobody(kvferryd.directory))
+        failure = only_failure(run_checks_as_nobody(kvferryd.directory)[0])
         assert (failure.check, name in failure.found) == ("sockets", True)
         (kvferryd.directory / name).chmod(0o777)
-    failure = only_failure(run_checks_as_nobody(kvferryd.directory))
+    failure = only_failure(run_checks_as_nobody(kvferryd.directory)[0])
     assert failure.check == "connection"
     assert failure.change.startswith("name a group of this user as access.group")
 
@@ -194,37 +188,6 @@ def test_a_daemon_in_another_pid_namespace() -> None:
     assert findings["round trip"].verdict is Verdict.OK
 
 
-class Impostor:
-    """A fake daemon that sends its prepared replies, one for each message."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory, self.replies = directory, list[bytes]()
-        self.received: list[wire.ClientMessage] = []
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(f"ipc://{directory / 'kvferry.sock'}")
-        self._fd_server = SilentFdServer(directory / "fds.sock")
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        while not self._closed.is_set():
-            if self._socket.poll(20):
-                sender, data = self._socket.recv_multipart()
-                self.received.append(decode_client_message(data))
-                if self.replies:
-                    self._socket.send_multipart([sender, self.replies.pop(0)])
-
-    def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
-        self._fd_server.close()
-        self._socket.close()
-        self._context.term()
-
-
 class SilentFdServer:
     """A descriptor socket that accepts no connection. waiting: connections that the kernel queues,
     before further ones must wait."""
@@ -238,78 +201,87 @@ class SilentFdServer:
         self._socket.close()
 
 
-@pytest.fixture
-def impostor() -> Iterator[Impostor]:
-    with tempfile.TemporaryDirectory(prefix="kvferry-") as directory:
-        impostor = Impostor(Path(directory))
-        yield impostor
-        impostor.close()
+def answer_one(directory: Path, reply: bytes) -> threading.Thread:
+    """Bind a daemon's sockets, and answer the first message."""
+    context, bound = zmq.Context(), threading.Event()
+
+    def serve() -> None:
+        fd_server = SilentFdServer(directory / "fds.sock")
+        with context, context.socket(zmq.ROUTER) as router:
+            router.bind(f"ipc://{directory / 'kvferry.sock'}")
+            bound.set()
+            sender, _ = router.recv_multipart()
+            router.send_multipart([sender, reply])
+            router.close(1000)
+        fd_server.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert bound.wait(TIMEOUT)
+    return thread
 
 
 CPU = proto_status.DeviceInfo("cpu", "cpu", "host")
+GPU = proto_status.DeviceInfo("cuda", "GPU-of-the-daemon", "NVIDIA X")
 
 
-def welcome(
-    protocol: int = 1, version: str = "0.1.0", info: proto_status.DeviceInfo = CPU
-) -> wire.Welcome:
-    return wire.Welcome(protocol, "boot", "s", version, 1, info, proto_status.Limits(9, 9, 9))
+def welcome(version: str = "0.1.0", info: proto_status.DeviceInfo = CPU) -> wire.Welcome:
+    return wire.Welcome(1, "boot", "s", version, 1, info, proto_status.Limits(9, 9, 9))
+
+
+def connected(tmp_path: Path, daemon: wire.Welcome) -> CheckContext:
+    """The context of checks that are connected to such a daemon."""
+    case = CheckContext(None, 0.1)
+    case.client = Mock(directory=tmp_path, daemon=daemon)
+    return case
 
 
 @pytest.mark.parametrize("how", ["refuses", "sends an unknown field"])
-def test_a_daemon_of_another_build(impostor: Impostor, how: str) -> None:
+def test_a_daemon_of_another_build(short_path: Path, how: str) -> None:
     unknown = [*msgspec.msgpack.decode(encode(welcome())), "a field of a later version"]
     refusal = wire.Error(None, ErrorInfo(Code.PROTOCOL_VERSION, "this daemon speaks protocol 9"))
-    impostor.replies = [encode(refusal) if how == "refuses" else msgspec.msgpack.encode(unknown)]
-    failure = only_failure(run_checks(impostor.directory, TIMEOUT))
+    reply = encode(refusal) if how == "refuses" else msgspec.msgpack.encode(unknown)
+    thread = answer_one(short_path, reply)
+    failure = only_failure(run_checks(short_path, TIMEOUT))
+    thread.join()
     assert failure.check == "connection"
     assert f"this client is kvferry {kvferry_version()}, protocol " in failure.found
     assert "same build" in failure.change
 
 
-def test_a_daemon_of_another_version_that_never_answers(impostor: Impostor) -> None:
-    impostor.replies = [encode(welcome(1, "7.0"))]
-    findings = by_check(run_checks(impostor.directory, 3.0))
-    assert findings["version"].verdict is Verdict.WARN
-    assert findings["status"].verdict is Verdict.FAIL
-    assert findings["processes"].verdict is Verdict.WARN
-    assert "round trip" not in findings
+def test_a_daemon_of_another_version_that_never_answers(tmp_path: Path) -> None:
+    case = connected(tmp_path, welcome("7.0"))
+    case.client.status.side_effect = Gone(Code.TIMEOUT, "no reply in time")
+    (version,), (status,) = daemon.version(case), daemon.status(case)
+    assert (version.verdict, status.verdict) == (Verdict.WARN, Verdict.FAIL)
+    assert [*daemon.round_trip(case)] == []
 
 
 def test_a_descriptor_socket_with_a_full_queue_does_not_block_the_doctor(tmp_path: Path) -> None:
-    server, case = SilentFdServer(tmp_path / "fds.sock", waiting=1), CheckContext(None, 0.1)
-    case.client = Mock(directory=tmp_path, daemon=welcome())
+    server = SilentFdServer(tmp_path / "fds.sock", waiting=1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as queued:
         queued.connect(str(tmp_path / "fds.sock"))
-        (finding,) = daemon.processes(case)
+        (finding,) = daemon.processes(connected(tmp_path, welcome()))
     server.close()
     assert (finding.check, finding.verdict) == ("processes", Verdict.WARN)
     assert str(tmp_path / "fds.sock") in finding.found
 
 
 def test_a_gpu_that_is_not_visible_to_the_client(
-    impostor: Impostor, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    other = welcome(info=proto_status.DeviceInfo("cuda", "GPU-of-another-machine", "NVIDIA X"))
-    impostor.replies = [encode(other)]
     driver = Mock(device_count=lambda: 1, device_uuid=lambda _: "GPU-of-this-machine")
     monkeypatch.setattr(daemon, "driver", lambda: driver)
-    findings = by_check(run_checks(impostor.directory, 3.0))
-    assert findings["device"].verdict is Verdict.FAIL
-    assert "CUDA_VISIBLE_DEVICES=7" in findings["device"].found
-    assert "visible here: GPU-of-this-machine" in findings["device"].found
-
-
-def test_device_nodes_that_are_not_accessible_are_named(
-    impostor: Impostor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda = proto_status.DeviceInfo("cuda", "GPU-of-this-machine", "NVIDIA X")
-    impostor.replies = [encode(welcome(info=cuda))]
+    (finding,) = daemon.device(connected(tmp_path, welcome(info=GPU)))
+    assert finding.verdict is Verdict.FAIL
+    assert "CUDA_VISIBLE_DEVICES=7" in finding.found
+    assert "visible here: GPU-of-this-machine" in finding.found
     monkeypatch.setattr(daemon, "driver", Mock(side_effect=Refused(Code.NO_DEVICE, "no driver")))
     monkeypatch.setattr(daemon, "DEVICE_NODES", ("/dev/null", "/dev/nowhere"))
-    found = by_check(run_checks(impostor.directory, 3.0))["device"].found
-    assert "no driver" in found
-    assert found.endswith("; not accessible here: /dev/nowhere")
+    (finding,) = daemon.device(connected(tmp_path, welcome(info=GPU)))
+    assert "no driver" in finding.found
+    assert finding.found.endswith("; not accessible here: /dev/nowhere")
 
 
 # Storing and loading
@@ -337,25 +309,16 @@ def test_wrong_bytes_are_detected(kvferryd: LocalDaemon, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("uptime", "verdict"), [(10.0, Verdict.OK), (1e4, Verdict.WARN)])
-def test_a_partly_registered_pool(kvferryd: LocalDaemon, uptime: float, verdict: Verdict) -> None:
-    with OffloadClient(kvferryd.directory) as client:
-        status = client.status()
-    pool = msgspec.structs.replace(status.pool, pinned_bytes=status.pool.size_bytes // 2)
-    case = CheckContext(None, 1.0)
-    case.status = msgspec.structs.replace(status, pool=pool, uptime_seconds=uptime)
+def test_a_partly_registered_pool(tmp_path: Path, uptime: float, verdict: Verdict) -> None:
+    pool = proto_status.PoolStatus(64 << 20, 32 << 20, 0)
+    case = connected(tmp_path, welcome())
+    case.status = msgspec.structs.replace(STATUS, pool=pool, uptime_seconds=uptime)
     (finding,) = daemon.pool(case)
     assert finding.verdict is verdict
     assert "MiB registered (50%, being registered)" in finding.found
-
-
-def test_a_round_trip_that_waits_for_the_pool_is_no_failure(start_kvferryd: StartKvferryd) -> None:
-    running = start_kvferryd(reference_stall=4.0)
-    with OffloadClient(running.directory, engine="doctor", timeout=TIMEOUT) as client:
-        status = client.status()
-    with OffloadClient(running.directory, engine="doctor", timeout=3.0) as client:
-        case = CheckContext(None, 0.5)
-        pool = msgspec.structs.replace(status.pool, pinned_bytes=0)
-        case.client, case.status = client, msgspec.structs.replace(status, pool=pool)
-        (finding,) = daemon.round_trip(case)
+    case.client.wait.side_effect = Gone(Code.TIMEOUT, "no reply in time")
+    case.client.allocate_kv_caches.return_value = Mock(tensors=[np.zeros((2, 4096), np.int8)])
+    case.status = msgspec.structs.replace(case.status, device=CPU)
+    (finding,) = daemon.round_trip(case)  # it waits for the pool
     assert finding.verdict is Verdict.WARN
     assert "the pool to be registered" in finding.found

@@ -42,25 +42,25 @@ def test_expandable_segments(
     assert finding.verdict is verdict
 
 
-@pytest.mark.parametrize(("version", "seed"), [("0.26.1", "0"), ("0.9.0", None), (None, None)])
-def test_vllm(monkeypatch: pytest.MonkeyPatch, version: str | None, seed: str | None) -> None:
+@pytest.mark.parametrize(
+    ("version", "seed", "verdicts"),
+    [
+        (None, None, []),
+        ("0.9.0", None, [Verdict.WARN, Verdict.WARN]),
+        ("0.26.1", "0", [Verdict.OK, Verdict.OK]),
+        ("0.28.1", None, [Verdict.OK, Verdict.WARN]),
+        ("0.29.0", None, [Verdict.OK, Verdict.OK]),  # it has a fixed hash seed
+    ],
+)
+def test_vllm(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, seed: str | None, verdicts: list[Verdict]
+) -> None:
     monkeypatch.setattr(environment, "installed_version", lambda name: version)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     if seed is not None:
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-    verdicts = [finding.verdict for finding in environment.vllm(CheckContext(None, 1.0))]
-    expected = [Verdict.OK] * 2 if seed else [Verdict.WARN] * 2
-    assert verdicts == ([] if version is None else expected)
-
-
-@pytest.mark.parametrize(("version", "verdict"), [("0.28.1", Verdict.WARN), ("0.29.0", Verdict.OK)])
-def test_vllm_has_a_fixed_hash_seed_from_0_29_on(
-    monkeypatch: pytest.MonkeyPatch, version: str, verdict: Verdict
-) -> None:
-    monkeypatch.setattr(environment, "installed_version", lambda name: version)
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    *_, seed = environment.vllm(CheckContext(None, 1.0))
-    assert (seed.check, seed.verdict) == ("hash seed", verdict)
+    found = environment.vllm(CheckContext(None, 1.0))
+    assert [finding.verdict for finding in found] == verdicts
 
 
 @pytest.fixture

@@ -7,19 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.client import OffloadClient
 from kvferry.client.doctor import CheckContext, Verdict, run_checks
 from kvferry.client.doctor.tiers import siblings, tiers
-from kvferry.proto.status import DaemonStatus, SiblingStatus, TierStatus
+from kvferry.proto.status import SiblingStatus, TierStatus
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
 from support.command_line import kvferry
-
-
-@pytest.fixture
-def status(kvferryd: LocalDaemon) -> DaemonStatus:
-    with OffloadClient(kvferryd.directory) as client:
-        return client.status()
+from support.status_reports import STATUS
 
 
 @pytest.mark.parametrize(
@@ -38,11 +33,9 @@ def status(kvferryd: LocalDaemon) -> DaemonStatus:
         ({"state": "starting"}, "starting", ""),
     ],
 )
-def test_a_tier_that_does_not_write(
-    status: DaemonStatus, fields: dict[str, Any], found: str, change: str
-) -> None:
+def test_a_tier_that_does_not_write(fields: dict[str, Any], found: str, change: str) -> None:
     tier = msgspec.structs.replace(TierStatus("disk", "on", used_bytes=3 << 20), **fields)
-    context = CheckContext(None, 1.0, status=msgspec.structs.replace(status, tiers=(tier,)))
+    context = CheckContext(None, 1.0, status=msgspec.structs.replace(STATUS, tiers=(tier,)))
     (finding,) = tiers(context)
     assert (finding.check, finding.verdict) == ("tier disk", Verdict.WARN if change else Verdict.OK)
     assert found in finding.found
@@ -68,11 +61,9 @@ def test_a_directory_that_cannot_be_used(start_kvferryd: StartKvferryd) -> None:
         ("connecting", "its blocks are not loaded: connecting", "see Siblings"),
     ],
 )
-def test_a_sibling_that_is_not_used(
-    status: DaemonStatus, state: str, found: str, change: str
-) -> None:
+def test_a_sibling_that_is_not_used(state: str, found: str, change: str) -> None:
     given = (SiblingStatus("/run/kvferry/GPU-1", state, 7),)
-    context = CheckContext(None, 1.0, status=msgspec.structs.replace(status, siblings=given))
+    context = CheckContext(None, 1.0, status=msgspec.structs.replace(STATUS, siblings=given))
     (finding,) = siblings(context)
     assert finding.check == "sibling /run/kvferry/GPU-1"
     assert finding.verdict is (Verdict.WARN if change else Verdict.OK)
