@@ -46,9 +46,11 @@ while threads() > before:  # ZeroMQ's threads end with its contexts
     assert time.monotonic() < deadline, threads()
 """
 
-DROPPED = {
-    "dropped": "connect()",
-    "its user's __init__ raised": """
+DROPPED = (
+    # dropped
+    "connect()",
+    # its user's __init__ raised
+    """
 class User:
     def __init__(self):
         self.client = connect()
@@ -60,37 +62,45 @@ try:
 except ValueError:
     pass
 """,
-    "in another thread": """
+    # in another thread
+    """
 clients = [connect()]
 thread = threading.Thread(target=lambda: (clients.clear(), gc.collect()))
 thread.start()
 thread.join()
 """,
-    "created in a thread that ended": """
+    # created in a thread that ended
+    """
 thread = threading.Thread(target=connect)
 thread.start()
 thread.join()
 """,
-    "its loop was closed": """
+    # its loop was closed
+    """
 async def main():
     await (await AsyncOffloadClient.connect(sys.argv[1])).status()
 
 asyncio.run(main())
 """,
-    "closed when its loop was": """
+    # closed when its loop was
+    """
 client = asyncio.run(AsyncOffloadClient.connect(sys.argv[1]))
 asyncio.run(client.close())
 """,
-}
-AT_EXIT = {
-    "kept": "client = connect()",
-    "in a cycle": "client = connect(); client.itself = client; del client; gc.disable()",
-    "a thread waits": """
+)
+AT_EXIT = (
+    # kept
+    "client = connect()",
+    # in a cycle
+    "client = connect(); client.itself = client; del client; gc.disable()",
+    # a thread waits
+    """
 client = connect()
 threading.Thread(target=client._link.connection.wait_readable, args=(60,), daemon=True).start()
 time.sleep(0.1)
 """,
-    "dropped at exit, with a log message": """
+    # dropped at exit, with a log message
+    """
 def drop():
     clients.clear()
     gc.collect()
@@ -103,25 +113,28 @@ while not clients[0].connecting:
     clients[0].get_finished()
 clients[0].get_finished()
 """,
-}
+)
 
 
 FORK = """
-client = connect()
-child = os.fork()
-if child:
-    assert os.waitpid(child, 0)[1] == 0
-    while client.status().sessions > 1:  # the child's Goodbye has another connection
-        time.sleep(0.001)
-    client.close()
-else:
-    signal.alarm(int(TIMEOUT))  # ends the child if a call hangs
-"""
-IN_CHILD = {
-    "exits": "pass",
-    "drops": "del client; gc.collect()",
-    "closes": "client.close()",
-    "calls methods": """
+def fork(run_in_child):
+    client = connect()
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+        while client.status().sessions > 1:  # the child's Goodbye has another connection
+            time.sleep(0.001)
+        client.close()
+    else:
+        signal.alarm(int(TIMEOUT))  # ends the child if a call hangs
+        run_in_child(client)
+        sys.exit()
+
+def drop(client):
+    del client
+    gc.collect()
+
+def call_methods(client):
     for call in (client.status, client.get_finished, lambda: client.cancel([1])):
         time.sleep(0.001)
         try:
@@ -130,12 +143,14 @@ IN_CHILD = {
             assert "create one in the forked child" in str(error), error
     assert not client.connected and not client.connecting
     client.close()
-""",
-    "creates its own": """
+
+def create_another(_):
     with OffloadClient(sys.argv[1], engine="another") as own:
         assert own.status().sessions == 2
-""",
-}
+
+for run_in_child in (lambda client: None, drop, OffloadClient.close, call_methods, create_another):
+    fork(run_in_child)
+"""
 
 
 def run(program: str, daemon: LocalDaemon) -> None:
@@ -144,22 +159,20 @@ def run(program: str, daemon: LocalDaemon) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("how", DROPPED)
-def test_a_client_that_is_dropped(kvferryd: LocalDaemon, how: str) -> None:
-    run(DROPPED[how] + END, kvferryd)
+def test_a_client_that_is_dropped(kvferryd: LocalDaemon) -> None:
+    run("".join(program + END for program in DROPPED), kvferryd)
     with OffloadClient(kvferryd.directory) as client:
         until(lambda: client.status().sessions == 1)
 
 
-@pytest.mark.parametrize("how", AT_EXIT)
-def test_a_client_that_is_open_when_the_process_exits(kvferryd: LocalDaemon, how: str) -> None:
-    run(AT_EXIT[how], kvferryd)
+def test_a_client_that_is_open_when_the_process_exits(kvferryd: LocalDaemon) -> None:
+    for program in AT_EXIT:
+        run(program, kvferryd)
 
 
-@pytest.mark.parametrize("action", IN_CHILD)
-def test_the_child_of_a_fork(kvferryd: LocalDaemon, action: str) -> None:
-    """The child has a copy of its parent's client. It does not affect the parent."""
-    run(f"{FORK}    {IN_CHILD[action]}", kvferryd)
+def test_the_children_of_forks(kvferryd: LocalDaemon) -> None:
+    """A child has a copy of its parent's client. It does not affect the parent."""
+    run(FORK, kvferryd)
 
 
 # Closed clients
@@ -168,13 +181,17 @@ def test_the_child_of_a_fork(kvferryd: LocalDaemon, action: str) -> None:
 SPEC: TransferSpec = GPULoadStoreSpec([1]), CPULoadStoreSpec([1])
 
 
-@pytest.mark.parametrize("state", ["connected", "disconnected"])
-def test_calls_of_a_closed_client_raise_gone(kvferryd: LocalDaemon, state: str) -> None:
-    client = OffloadClient(kvferryd.directory)
-    if state == "disconnected":
-        kvferryd.kill()
-        until(lambda: not client.get_finished() and client.connecting)
+def test_calls_of_a_closed_client_raise_gone(kvferryd: LocalDaemon) -> None:
+    client, disconnected = OffloadClient(kvferryd.directory), OffloadClient(kvferryd.directory)
     client.close()
+    check_closed(client)
+    kvferryd.kill()
+    until(lambda: not disconnected.get_finished() and disconnected.connecting)
+    disconnected.close()
+    check_closed(disconnected)
+
+
+def check_closed(client: OffloadClient) -> None:
     calls: list[Callable[[], object]] = [
         client.status,
         client.namespaces,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pty
-import select
 import signal
 import subprocess
 import sys
@@ -134,31 +132,9 @@ def test_nohup_ignores_sighup(short_path: Path) -> None:
         bench.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_top_restores_the_terminal(daemon: LocalDaemon, number: signal.Signals) -> None:
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.environ["TERM"] = "xterm-256color"
-        os.execv(sys.executable, [*KVFERRY, "top", "-n", "0.1", "-d", str(daemon.directory)])
-    shown, signalled, deadline = b"", False, time.monotonic() + TIMEOUT
-    while select.select([terminal], [], [], max(0, deadline - time.monotonic()))[0]:
-        try:
-            shown += os.read(terminal, 65536)
-        except OSError:  # the process has ended
-            break
-        if b"healthy" in shown and not signalled:
-            os.kill(pid, number)
-            os.kill(pid, number)
-            signalled = True
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + number
-    assert shown.rstrip().endswith(b"\x1b[?1049l")
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_locale_that_cannot_encode_a_character(daemon: LocalDaemon, encoding: str) -> None:
+def test_a_locale_that_cannot_encode_a_character(daemon: LocalDaemon) -> None:
     """Question marks replace bars. JSON output is complete."""
-    environ = os.environ | {"PYTHONIOENCODING": encoding}
+    environ = os.environ | {"PYTHONIOENCODING": "ascii"}
 
     def run_kvferry(*arguments: str) -> bytes:
         command = [*KVFERRY, *arguments, "-d", str(daemon.directory)]
@@ -166,7 +142,7 @@ def test_a_locale_that_cannot_encode_a_character(daemon: LocalDaemon, encoding: 
 
     with OffloadClient(daemon.directory, engine="zürich-東京") as client:
         client.register_kv_caches({"layer": shared_empty((8, 64))}, num_blocks=8, host_bytes=512)
-        assert b"z?rich-??" in run_kvferry("status").replace(b"\xfc", b"?")
+        assert b"z?rich-??" in run_kvferry("status")
         assert b"host memory" in run_kvferry("top", "--once")
         names = [
             engine["name"] for engine in json.loads(run_kvferry("status", "--json"))["engines"]

@@ -15,27 +15,21 @@ from support.command_line import kvferry
 Captured: TypeAlias = pytest.CaptureFixture[str]
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ((), ["status", "bench", "--directory"]),
-        (("status",), ["--json"]),
-        (("bench",), ["--sizes"]),
-    ],
-)
-def test_help(command: tuple[str, ...], words: list[str], capsys: Captured) -> None:
-    assert kvferry(*command, "--help") == 0
-    output = capsys.readouterr().out
-    assert all(word in output for word in words)
+WORDS = {
+    "": ("status", "bench", "--directory"),
+    "status": ("--json",),
+    "bench": ("--sizes",),
+    **dict.fromkeys(("release", "doctor", "top", "tier", "tier clear"), ()),
+}
 
 
-@pytest.mark.parametrize(
-    "command", ["", "status", "release", "doctor", "top", "bench", "tier", "tier clear"]
-)
+@pytest.mark.parametrize("command", WORDS)
 def test_help_shows_what_the_user_types(command: str, capsys: Captured) -> None:
     """No type beside a flag that takes no value, and no summary that is cut off."""
     assert kvferry(*command.split(), "--help") == 0
-    options = capsys.readouterr().out.partition("Options:")[2]
+    output = capsys.readouterr().out
+    assert all(word in output for word in WORDS[command])
+    options = output.partition("Options:")[2]
     assert "--help" in options
     assert "<" not in options
     assert "..." not in options
@@ -47,12 +41,19 @@ def test_the_version_is_printed(capsys: Captured) -> None:
 
 
 @pytest.mark.parametrize("command", ["status", "bench"])
-def test_no_daemon(command: str, tmp_path: Path, capsys: Captured) -> None:
+def test_no_daemon(
+    command: str, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert kvferry(command, "--directory", tmp_path) == 1
     error = capsys.readouterr().err
     assert error.startswith("kvferry: ")
     assert error.count("\n") == 1
     assert str(tmp_path) in error
+    directories = [tmp_path / "one", tmp_path / "two"]
+    monkeypatch.setattr("kvferry.client.endpoint.runtime_directories", lambda: directories)
+    assert kvferry("status") == 1
+    error = capsys.readouterr().err
+    assert all(str(directory) in error for directory in directories)
 
 
 @pytest.mark.parametrize(
@@ -64,16 +65,6 @@ def test_a_directory_without_its_flag_names_the_flag(
     assert kvferry(*command, "/run/kvferry/cpu") == 2
     message = "unexpected argument '/run/kvferry/cpu'; name a directory with --directory DIR"
     assert capsys.readouterr().err.splitlines()[-1] == f"Error: {message}"
-
-
-def test_no_daemon_anywhere(
-    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directories = [tmp_path / "one", tmp_path / "two"]
-    monkeypatch.setattr("kvferry.client.endpoint.runtime_directories", lambda: directories)
-    assert kvferry("status") == 1
-    error = capsys.readouterr().err
-    assert all(str(directory) in error for directory in directories)
 
 
 @pytest.mark.parametrize(
@@ -118,18 +109,14 @@ def test_a_missing_package_is_named(
     ],
 )
 def test_wrong_usage_is_reported_before_anything_runs(
-    options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whether files can be written is checked first, and leaves them unchanged."""
     bench = import_module("kvferry.client.cli.bench")
     monkeypatch.setattr(bench, "run_plan", lambda *_: pytest.fail("the bench ran"))
-    assert kvferry("bench", *options) == 2
-
-
-def test_wrong_usage_leaves_output_files_unchanged(tmp_path: Path) -> None:
-    """Whether they can be written is checked before the measurement."""
     data, new = tmp_path / "bench.json", tmp_path / "new.json"
     data.write_text("{}")
     for path in (data, new):
-        assert kvferry("bench", "--json", path, "--sizes", "0") == 2
+        assert kvferry("bench", "--json", path, *options) == 2
     assert data.read_text() == "{}"
     assert not new.exists()

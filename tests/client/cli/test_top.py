@@ -11,20 +11,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient, shared_empty
-from kvferry.client.cli import main
+from support.command_line import kvferry
 from support.time_limits import TIMEOUT
-
-
-@pytest.fixture
-def daemon() -> Iterator[LocalDaemon]:
-    with LocalDaemon(pool_bytes=16 << 20) as daemon:
-        yield daemon
 
 
 def test_once(daemon: LocalDaemon, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,33 +27,26 @@ def test_once(daemon: LocalDaemon, capsys: pytest.CaptureFixture[str]) -> None:
         client.register_kv_caches(
             {"layer": shared_empty((16, 4096))}, num_blocks=16, host_bytes=8 << 20
         )
-        with pytest.raises(SystemExit) as ended:
-            main(["top", "--once", "-n", "0.2", "-d", str(daemon.directory)])
-    assert not ended.value.code
+        assert kvferry("top", "--once", "-n", "0.2", "-d", daemon.directory) == 0
     output = capsys.readouterr().out
-    assert "8 MiB of 16 MiB" in output
+    assert "8 MiB of 64 MiB" in output
     assert "llama" in output
 
 
 def test_once_without_a_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["top", "--once", "-d", str(tmp_path)])
-    assert ended.value.code == 1
+    assert kvferry("top", "--once", "-d", tmp_path) == 1
     assert "no daemon runs here" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_once_beside_a_daemon_that_does_not_answer(
-    daemon: LocalDaemon, capsys: pytest.CaptureFixture[str], number: signal.Signals
+    kvferryd: LocalDaemon, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command has never been connected, so it shows no duration."""
-    daemon.process.send_signal(number)
+    kvferryd.process.send_signal(signal.SIGSTOP)
     try:
-        with pytest.raises(SystemExit) as ended:
-            main(["top", "--once", "-d", str(daemon.directory)])
+        assert kvferry("top", "--once", "-d", kvferryd.directory) == 1
     finally:
-        daemon.process.send_signal(signal.SIGCONT)
-    assert ended.value.code == 1
+        kvferryd.process.send_signal(signal.SIGCONT)
     output = capsys.readouterr().out
     assert "no reply from a daemon in time" in output
     assert "gone for" not in output
@@ -79,10 +67,10 @@ class TopTerminal:
             preexec_fn=partial(os.login_tty, child_end),
         )
         os.close(child_end)
-        self.text = ""
+        self.text = self.output = ""
 
     def wait_until(self, condition: Callable[[str], object], timeout: float = TIMEOUT) -> None:
-        """Wait until the output since the last call fulfils the condition."""
+        """Wait until the output since the last call fulfils the condition, or the process ends."""
         deadline = time.monotonic() + timeout
         self.text = ""
         while not condition(self.text):
@@ -92,6 +80,7 @@ class TopTerminal:
                     output = os.read(self.descriptor, 65536).decode(errors="replace")
                 except OSError:  # the other end is closed
                     break
+                self.output += output
                 self.text += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
 
     def close(self) -> None:
@@ -100,26 +89,39 @@ class TopTerminal:
         os.close(self.descriptor)
 
 
-@pytest.fixture
-def terminal(daemon: LocalDaemon) -> Iterator[TopTerminal]:
+@contextmanager
+def top_terminal(daemon: LocalDaemon) -> Iterator[TopTerminal]:
     terminal = TopTerminal(daemon.directory)
-    yield terminal
-    terminal.close()
+    try:
+        yield terminal
+    finally:
+        terminal.close()
 
 
-@pytest.mark.parametrize("key", ["q", "\x03"])
-def test_top_exits_on_q_and_ctrl_c(terminal: TopTerminal, key: str) -> None:
-    terminal.wait_until(lambda text: "healthy" in text)
-    os.write(terminal.descriptor, key.encode())
-    terminal.wait_until(lambda text: terminal.process.poll() is not None)
-    assert terminal.process.wait(TIMEOUT) == 0
-
-
-def test_top_shows_a_disconnect_and_a_reconnect(daemon: LocalDaemon, terminal: TopTerminal) -> None:
-    terminal.wait_until(lambda text: f"pid {daemon.pid}" in text)
-    daemon.kill()
-    terminal.wait_until(lambda text: "gone for" in text)
-    with LocalDaemon(pool_bytes=16 << 20, runtime_dir=daemon.runtime_dir) as second:
-        terminal.wait_until(lambda text: f"pid {second.pid}" in text and "reconnected" in text)
-        os.write(terminal.descriptor, b"q")
+@pytest.mark.parametrize(
+    ("end", "status"), [("\x03", 0), (signal.SIGTERM, 128 + 15), (signal.SIGHUP, 128 + 1)]
+)
+def test_top_ends_and_restores_the_terminal(
+    daemon: LocalDaemon, end: str | signal.Signals, status: int
+) -> None:
+    with top_terminal(daemon) as terminal:
+        terminal.wait_until(lambda text: "healthy" in text)
+        if isinstance(end, signal.Signals):
+            terminal.process.send_signal(end)
+            terminal.process.send_signal(end)
+        else:
+            os.write(terminal.descriptor, end.encode())
         terminal.wait_until(lambda text: terminal.process.poll() is not None)
+        assert terminal.process.wait(TIMEOUT) % 256 == status
+        assert terminal.output.rstrip().endswith("\x1b[?1049l")
+
+
+def test_top_shows_a_disconnect_and_a_reconnect(kvferryd: LocalDaemon) -> None:
+    with top_terminal(kvferryd) as terminal:
+        terminal.wait_until(lambda text: f"pid {kvferryd.pid}" in text)
+        kvferryd.kill()
+        terminal.wait_until(lambda text: "gone for" in text)
+        with LocalDaemon(pool_bytes=16 << 20, runtime_dir=kvferryd.runtime_dir) as second:
+            terminal.wait_until(lambda text: f"pid {second.pid}" in text and "reconnected" in text)
+            os.write(terminal.descriptor, b"q")
+            terminal.wait_until(lambda text: terminal.process.poll() is not None)

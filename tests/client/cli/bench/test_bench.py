@@ -6,13 +6,11 @@ import json
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
 
 from kvferry.client import GPULoadStoreSpec, LocalDaemon, OffloadClient, shared_empty
-from kvferry.client.cli import main
 from kvferry.client.cli.bench import report
 from kvferry.client.cli.bench.bandwidth import RoundTrip
 from kvferry.client.cli.bench.bench_engine import HOST_BLOCK, Shape, register_engine
@@ -27,16 +25,11 @@ from kvferry.client.cli.bench.bench_results import (
 )
 from kvferry.proto.errors import Failed
 from kvferry.proto.status import CalibrationPoint, CopyStatus
+from support.command_line import kvferry
 
 DIRECTIONS = {"store", "load", "both"}
 Captured: TypeAlias = pytest.CaptureFixture[str]
 TINY = ("--quick", "--gib", "0.01", "--reps", "1")
-
-
-def kvferry(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main([str(argument) for argument in arguments])
-    return int(exit_.value.code or 0)
 
 
 def test_bench_writes_all_it_measured(tmp_path: Path, capsys: Captured) -> None:
@@ -84,33 +77,22 @@ def check_latencies(latencies: list[dict[str, Any]]) -> None:
 def test_bench_prints_the_thresholds_of_direct_copies(
     direct_from: tuple[int, int], line: str, capsys: Captured
 ) -> None:
+    """No table is wider than 80 columns."""
     machine = ("", "", "H200", "GPU-1", "580", "13.0", "2.11", "3.12", "1", "1", "Xeon", 16)
     point = CalibrationPoint(1 << 25, 55e9, 55e9)
     found = CopyStatus("auto", point, (point,), *direct_from)
     about = About(*machine, 1 << 30, 5, direct_thresholds(found))
-    report.print_results(Results(about), Console(width=80))
-    assert line in capsys.readouterr().out.replace("\n", " ")
-
-
-def test_every_table_is_80_columns_wide(capsys: Captured) -> None:
-    results = synthetic()
-    report.print_results(results, Console(width=80))
-    output = capsys.readouterr().out
-    assert all(word in output for word in ("in a row", "contiguous", "on device"))
-    assert "…" not in output
-
-
-def synthetic() -> Results:
-    """Results of all measurements on a GPU."""
-    fields = dict.fromkeys(About.__struct_fields__, "1") | {"direct_from": {"store": 1 << 18}}
-    about = msgspec.convert(fields, About, strict=False)
     results = Results(about, {name: Rate.of(1 << 30, [0.02, 0.021]) for name in DIRECTIONS})
     rate = Rate.of(1 << 30, [0.021, 0.022])
     for page_bytes in (4 << 10, 256 << 10):
         copies = {name: Copies(rate, rate, rate) for name in DIRECTIONS}
         results.bandwidth.append(Fragments(page_bytes, 64, 1, 2 << 20, 16, copies))
     results.set_ratios()
-    return results
+    report.print_results(results, Console(width=80))
+    output = capsys.readouterr().out
+    assert line in output.replace("\n", " ")
+    assert all(word in output for word in ("in a row", "contiguous", "on device"))
+    assert "…" not in output
 
 
 def test_bench_of_a_running_daemon_evicts_nothing_of_others(
