@@ -37,18 +37,13 @@ def test_each_group_of_a_source_has_the_pages_blocks() -> None:
 
 
 def test_sources_follow_each_other() -> None:
+    """A group without pages has no blocks."""
     both = [pages(KV, [(A,), (B,)], [7, 2]), pages(STATE, [(C, D)], [9])]
-    blocks = BlockIds(both, 3)
+    blocks = BlockIds(both, 4)
     assert blocks.keys() == [A, B, C, D]
     spec = blocks.spec()
     assert spec.block_ids.tolist() == [7, 2, 9, 9]
-    assert (spec.group_sizes, spec.block_indices) == ((2, 1, 1), (0, 0, 0))
-
-
-def test_a_source_without_pages_has_no_blocks() -> None:
-    spec = BlockIds([pages(STATE, [(C, D), (E, F)], [9, 3])], 4).spec()
-    assert spec.block_ids.tolist() == [9, 3, 9, 3]
-    assert spec.group_sizes == (0, 2, 2, 0)
+    assert (spec.group_sizes, spec.block_indices) == ((2, 1, 1, 0), (0, 0, 0, 0))
 
 
 def test_some_keys_are_chosen_in_the_order_of_the_pages() -> None:

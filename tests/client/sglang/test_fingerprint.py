@@ -63,7 +63,13 @@ def salt(fingerprint: Fingerprint) -> str:
     return dict(fingerprint.extra)["salt"]
 
 
-@pytest.mark.parametrize("field", [name for fields in FIELDS.values() for name in fields])
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("revision", "dtype", "kv_cache_dtype"),
+        *[name for fields in FIELDS.values() for name in fields],
+    ],
+)
 def test_each_option_changes_it(model: Path, field: str) -> None:
     assert read(model, {field: "one"}).name != read(model).name
     assert read(model, {field: "one"}).name != read(model, {field: "other"}).name
@@ -99,11 +105,6 @@ def test_many_options_are_a_digest_that_fits(model: Path) -> None:
     assert found == msgspec.json.decode(msgspec.json.encode(found), type=Fingerprint)
     last = FIELDS["parallel"][-1]
     assert read(model, {**options, last: "y" * 40}).name != found.name
-
-
-@pytest.mark.parametrize("option", ["revision", "dtype", "kv_cache_dtype"])
-def test_the_format_of_kv_changes_it(model: Path, option: str) -> None:
-    assert read(model, {option: "other"}).name != read(model).name
 
 
 def test_pages_change_it(model: Path) -> None:
@@ -159,13 +160,9 @@ def test_a_path_counts_by_its_files(model: Path, tmp_path: Path, field: str) -> 
     assert read(model, {field: str(second / "scales.yaml")}) == found
     (first / "scales.yaml").write_text("2")
     assert read(model, there).name != found.name
-
-
-def test_a_path_of_a_directory_counts_by_its_files(model: Path, tmp_path: Path) -> None:
-    experts = write_model(tmp_path / "experts")
-    found = read(model, kt_weight_path=str(experts))
-    (experts / "model.safetensors").write_bytes(b"others!")
-    assert read(model, kt_weight_path=str(experts)).name != found.name
+    found = read(model, {field: str(first)})
+    (first / "model.safetensors").write_bytes(b"weights")
+    assert read(model, {field: str(first)}).name != found.name
 
 
 def test_a_name_in_the_hub_counts_itself(model: Path) -> None:
@@ -182,15 +179,22 @@ def test_a_snapshot_in_the_hubs_cache_is_named_by_its_model_and_commit() -> None
     assert one.model == "org/m"
     assert salt(one) == ""
     assert read(f"/a/models--org--m/snapshots/{COMMIT[::-1]}").name != one.name
+    assert salt(read("org/no-such-model", revision=COMMIT)) == ""
 
 
 # Salts
 
 
-def test_a_users_salt_changes_it(model: Path) -> None:
+def test_a_users_salt_changes_it_and_replaces_that_of_a_start(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     salts = None, "one", "two", 3
     assert len({read(model, extra={"kvferry_salt": each}).name for each in salts}) == 4
     assert read(model, extra={"kvferry_salt": " "}) == read(model)
+    found = read(model, extra={"kvferry_salt": "mine"}, enable_lora=True)
+    other = Rank(0, 1, "other start")
+    assert read(model, extra={"kvferry_salt": "mine"}, enable_lora=True, rank=other) == found
+    assert not caplog.records
 
 
 UNKNOWN: dict[str, dict[str, Any]] = {
@@ -219,21 +223,8 @@ def test_what_cannot_be_identified_is_of_this_start(
     assert read(path, options, rank=Rank(0, 1, "other start")).name != found.name
 
 
-def test_a_users_salt_replaces_that_of_a_start(
-    model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    extra = {"kvferry_salt": "mine"}
-    found = read(model, extra=extra, enable_lora=True)
-    assert read(model, extra=extra, enable_lora=True, rank=Rank(0, 1, "other start")) == found
-    assert not caplog.records
-
-
 def test_ranks_of_one_start_have_its_salt(model: Path) -> None:
     ranks = [read(model, rank=Rank(n, 2, "start"), load_format="dummy") for n in range(2)]
     assert {salt(rank) for rank in ranks} == {"of this start start"}
     assert ranks[0].name != ranks[1].name
     assert msgspec.structs.replace(ranks[1], rank=0) == ranks[0]
-
-
-def test_a_commit_identifies_a_model_of_the_hub() -> None:
-    assert salt(read("org/no-such-model", revision=COMMIT)) == ""

@@ -85,33 +85,15 @@ def lookups(fake_daemon: FakeDaemon) -> Lookups:
     return Lookups(fake_daemon)
 
 
-def evict_unseen(daemon: FakeDaemon, *keys: bytes) -> None:
-    """Evict keys that the mirror still has."""
-    daemon.lossy = True
-    daemon.evict(*keys)
-    daemon.lossy = False
-
-
 # Lookups
 
 
 def test_a_lookup_holds_what_it_returns(lookups: Lookups) -> None:
     assert lookups.find("r") == [1, 2]
     assert lookups.held() == [(A, B)]
-    assert lookups.pinned == 2
-
-
-def test_the_same_lookup_again_asks_nothing(lookups: Lookups) -> None:
-    lookups.find("r")
-    lookups.sent()
     for _ in range(3):
         assert lookups.find("r") == [1, 2]
     assert lookups.sent() == []
-
-
-def test_what_is_found_later_is_held_instead(lookups: Lookups) -> None:
-    lookups.find("r")
-    lookups.sent()
     lookups.daemon.store(C)
     assert lookups.find("r") == [1, 2, 3]
     unpin, pin = lookups.sent()
@@ -119,6 +101,11 @@ def test_what_is_found_later_is_held_instead(lookups: Lookups) -> None:
     assert isinstance(pin, wire.Pin)
     assert (unpin.keys, pin.keys) == ((A, B), (A, B, C))
     assert lookups.pinned == 3
+    lookups.daemon.store(D)
+    lookups.daemon.refusal = ErrorInfo(Code.BUSY, "too many pins")
+    assert lookups.find("r", [*PAGES, (D,)]) == []
+    assert lookups.pinned == 0
+    assert not lookups.promises.claim("r")
 
 
 def test_nothing_found_holds_nothing(lookups: Lookups) -> None:
@@ -149,37 +136,32 @@ def test_requests_hold_their_keys_by_themselves(lookups: Lookups) -> None:
 # Keys that the daemon has evicted
 
 
-def test_an_evicted_key_shortens_what_is_promised(lookups: Lookups) -> None:
-    lookups.daemon.store(C)
+@pytest.mark.parametrize(
+    ("stored", "evicted", "pages", "windows", "promised"),
+    [
+        ((C,), B, PAGES, (), [1]),
+        ((C, D), D, [(A, B), (C, D)], (), [1]),
+        ((), A, PAGES, (), []),
+        ((D,), D, [(A,), (B,)], [([(E,), (D,)], 1)], []),
+    ],
+)
+def test_an_evicted_key_shortens_what_is_promised(
+    lookups: Lookups,
+    stored: tuple[bytes, ...],
+    evicted: bytes,
+    pages: list[PageKeys],
+    windows: list[tuple[list[PageKeys], int]],
+    promised: list[int],
+) -> None:
+    """The mirror still has it."""
+    lookups.daemon.store(*stored)
     lookups.manager.poll()
-    evict_unseen(lookups.daemon, B)
-    assert lookups.find("r") == [1]
-    assert lookups.promises.claim("r")
+    lookups.daemon.lossy = True
+    lookups.daemon.evict(evicted)
+    lookups.daemon.lossy = False
+    assert lookups.find("r", pages, *windows) == promised
+    assert lookups.promises.claim("r") == bool(promised)
     lookups.promises.done("r")
-    assert lookups.pinned == 0
-
-
-def test_a_page_of_which_one_key_is_evicted_is_not_promised(lookups: Lookups) -> None:
-    lookups.daemon.store(C, D)
-    lookups.manager.poll()
-    evict_unseen(lookups.daemon, D)
-    assert lookups.find("r", [(A, B), (C, D)]) == [1]
-
-
-def test_if_the_first_key_is_evicted_nothing_is_promised_or_pinned(lookups: Lookups) -> None:
-    lookups.manager.poll()
-    evict_unseen(lookups.daemon, A)
-    assert lookups.find("r") == []
-    assert lookups.pinned == 0
-    assert not lookups.promises.claim("r")
-
-
-def test_with_windows_an_evicted_key_leaves_nothing(lookups: Lookups) -> None:
-    lookups.daemon.store(D)
-    lookups.manager.poll()
-    evict_unseen(lookups.daemon, D)
-    states = [(E,), (D,)]
-    assert lookups.find("r", [(A,), (B,)], (states, 1)) == []
     assert lookups.pinned == 0
 
 
@@ -187,8 +169,10 @@ def test_with_windows_an_evicted_key_leaves_nothing(lookups: Lookups) -> None:
 
 
 def test_only_lengths_that_end_with_a_state_are_promised(lookups: Lookups) -> None:
-    lookups.daemon.store(C, E)
     states = [(D,), (E,), (F,)]
+    assert lookups.find("r", PAGES, (states, 1)) == []
+    assert lookups.sent() == []
+    lookups.daemon.store(C, E)
     assert lookups.find("r", PAGES, (states, 1)) == [2]
     assert lookups.held() == [(A, B, E)]
 
@@ -202,11 +186,6 @@ def test_a_sliding_window_needs_its_last_pages(lookups: Lookups) -> None:
     assert lookups.find("r", PAGES, (window, 2)) == [1, 2, 3]
     assert lookups.released() == [(A, B, C, E, F)]
     assert lookups.pinned == 6
-
-
-def test_without_a_state_nothing_is_promised(lookups: Lookups) -> None:
-    assert lookups.find("r", PAGES, ([(D,), (E,), (F,)], 1)) == []
-    assert lookups.sent() == []
 
 
 # Daemons that do not answer
@@ -235,21 +214,6 @@ def test_a_refused_hold_is_a_miss(lookups: Lookups) -> None:
     assert lookups.find("r") == []
     lookups.now += SILENT_SECONDS
     assert lookups.find("r") == [1, 2]
-
-
-def test_more_that_cannot_be_held_is_a_miss_and_pins_nothing(lookups: Lookups) -> None:
-    lookups.find("r")
-    lookups.daemon.store(C)
-    lookups.daemon.refusal = ErrorInfo(Code.BUSY, "too many pins")
-    assert lookups.find("r") == []
-    assert lookups.pinned == 0
-    assert not lookups.promises.claim("r")
-
-
-def test_without_a_daemon_nothing_is_found(lookups: Lookups) -> None:
-    lookups.daemon.disconnected = True
-    assert lookups.find("r") == []
-    assert lookups.sent() == []
 
 
 # The end of promises
@@ -281,46 +245,32 @@ def test_a_promise_ends_if_its_request_is_not_looked_up_again(lookups: Lookups) 
     assert lookups.promises.claim("waits")
 
 
-def test_a_promise_of_another_session_does_not_hold(lookups: Lookups) -> None:
+@pytest.mark.parametrize("how", ["reconnected", "reset", "disconnected"])
+def test_a_promise_that_does_not_hold(lookups: Lookups, how: str) -> None:
     lookups.find("r")
-    lookups.reconnect()
+    if how == "reconnected":
+        lookups.reconnect()
+    elif how == "reset":
+        lookups.daemon.send_events((EventKind.CLEARED,))
+        lookups.daemon.store(A, B)
+    else:
+        lookups.daemon.disconnected = True
+    lookups.manager.poll()
     assert not lookups.promises.claim("r")
     assert lookups.pinned == 0
-    assert lookups.find("r") == [1, 2]
-    assert lookups.promises.claim("r")
+    lookups.sent()
+    assert lookups.find("r") == ([] if how == "disconnected" else [1, 2])
+    assert lookups.promises.claim("r") == (how != "disconnected")
 
 
 def test_a_promise_of_another_session_is_renewed(lookups: Lookups) -> None:
+    lookups.find("waits", [(A,)])
     lookups.find("r")
     lookups.reconnect()
     lookups.sent()
     assert lookups.find("r") == [1, 2]
-    assert lookups.pinned == 2
     assert len(lookups.sent()) == 2
     assert lookups.promises.claim("r")
-
-
-def test_a_promise_from_before_a_reset_does_not_hold(lookups: Lookups) -> None:
-    lookups.find("r")
-    lookups.daemon.send_events((EventKind.CLEARED,))
-    lookups.daemon.store(A, B)
-    lookups.manager.poll()
-    assert not lookups.promises.claim("r")
-    assert lookups.pinned == 0
-
-
-def test_without_a_daemon_no_promise_holds(lookups: Lookups) -> None:
-    lookups.find("r")
-    lookups.daemon.disconnected = True
-    lookups.manager.poll()
-    assert not lookups.promises.claim("r")
-    assert lookups.pinned == 0
-
-
-def test_all_promises_end(lookups: Lookups) -> None:
-    lookups.find("loads")
-    lookups.promises.claim("loads")
-    lookups.find("waits", [(A,)])
     lookups.promises.end_all()
     assert lookups.pinned == 0
     assert not lookups.promises.claim("waits")
