@@ -137,26 +137,18 @@ def test_a_daemon_that_starts_in_time(
         ("GPU-377e1", "GPU-377e1149-554c"),
         ("MIG-377e0049-554c", "GPU-377e0049-554c"),
         ("cpu", "cpu"),
+        ("GPU-377e", Refused(Code.SEVERAL_DAEMONS, "3 daemons run; name the directory of one")),
+        ("GPU-4", Gone(Code.DAEMON_GONE, "no daemon runs for device GPU-4")),
     ],
 )
 def test_a_daemon_is_found_by_the_name_of_its_device_in_cuda(
-    gpu_directories: list[Path], device: str, found: str
+    gpu_directories: list[Path], device: str, found: str | KVFerryError
 ) -> None:
-    assert endpoint.find_daemon(device) == gpu_directories[0] / found
-
-
-@pytest.mark.parametrize(
-    ("device", "error", "message"),
-    [
-        ("GPU-377e", Refused, "3 daemons run; name the directory of one"),
-        ("GPU-4", Gone, "no daemon runs for device GPU-4"),
-    ],
-)
-def test_a_device_without_one_daemon_is_reported(
-    gpu_directories: list[Path], device: str, error: type[KVFerryError], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        endpoint.find_daemon(device)
+    if isinstance(found, str):
+        assert endpoint.find_daemon(device) == gpu_directories[0] / found
+    else:
+        with pytest.raises(type(found), match=found.message):
+            endpoint.find_daemon(device)
 
 
 @pytest.fixture

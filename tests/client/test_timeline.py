@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,47 +20,68 @@ from support.raw_client import one_tensor
 from support.vllm_stand_ins import engine_config_at, kv_caches
 
 
-@pytest.fixture
-def ordinals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The ordinals of the GPUs that timelines visit. The driver does nothing."""
-    visited: list[int] = []
+def count_pages() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:kvferry-timeline")
 
-    def visiting(ordinal: int) -> nullcontext[None]:
-        visited.append(ordinal)
+
+class RecordingDriver:
+    """Does nothing. visited: ordinals of GPUs. calls: with their arguments. pages: that are mapped
+    at each call. failing: functions."""
+
+    def __init__(self) -> None:
+        self.visited, self.calls, self.failing = list[int](), list[Any](), set[str]()
+        self.pages = list[int]()
+
+    def visiting(self, ordinal: int) -> nullcontext[None]:
+        self._check("visiting")
+        self.visited.append(ordinal)
         return nullcontext()
 
-    driver = SimpleNamespace(
-        visiting=visiting,
-        register_host=lambda *_, **__: None,
-        host_device_pointer=lambda address: address,
-        call=lambda *_: None,
-    )
+    def register_host(self, *_: object, **__: object) -> None:
+        self._check("register_host")
+
+    def host_device_pointer(self, address: int) -> int:
+        self._check("host_device_pointer")
+        return address
+
+    def drain(self, context: object) -> None:
+        self.call("drain", context)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        self.calls.append((name, *arguments))
+        self.pages.append(count_pages())
+        self._check(name)
+
+    def _check(self, name: str) -> None:
+        if name in self.failing:
+            raise Failed(Code.DRIVER, f"{name}: no")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> RecordingDriver:
+    driver = RecordingDriver()
     monkeypatch.setattr(module, "driver", lambda: driver)
-    return visited
+    return driver
 
 
 @pytest.mark.parametrize(
-    ("device", "ordinal"),
+    ("device", "visited"),
     [
-        ("cuda", 0),
-        ("cuda:0", 0),
-        ("cuda:11", 11),
-        (torch.device("cuda"), 0),
-        (torch.device("cuda", 1), 1),
+        ("cuda", [0]),
+        ("cuda:11", [11]),
+        (torch.device("cuda"), [0]),
+        (torch.device("cuda", 1), [1]),
+        ("cpu:0", []),
+        (torch.device("cpu"), []),
     ],
 )
-def test_a_timeline_of_a_gpu(ordinals: list[int], device: object, ordinal: int) -> None:
+def test_a_timeline_of_a_device(
+    driver: RecordingDriver, device: object, visited: list[int]
+) -> None:
     timeline = Timeline.create(device)
-    assert (timeline.kind, ordinals) == ("cuda", [ordinal])
+    assert (timeline.kind, driver.visited) == ("cuda" if visited else "cpu", visited)
     timeline.close()
-    assert ordinals == [ordinal] * 2
-
-
-@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu")])
-def test_a_timeline_of_the_cpu(ordinals: list[int], device: object) -> None:
-    timeline = Timeline.create(device)
-    assert (timeline.kind, ordinals) == ("cpu", [])
-    timeline.close()
+    assert driver.visited == visited * 2
 
 
 @pytest.mark.parametrize(
@@ -78,16 +98,8 @@ def test_a_device_that_has_no_timeline(device: object) -> None:
 
 
 @pytest.mark.parametrize("refused", ["visiting", "register_host", "host_device_pointer"])
-def test_a_refused_timeline_leaves_no_descriptor(
-    monkeypatch: pytest.MonkeyPatch, refused: str
-) -> None:
-    def refuse() -> None:
-        raise Failed(Code.DRIVER, f"{refused}: no")
-
-    driver, calls = Mock(visiting=lambda _: nullcontext()), list[Any]()
-    driver.call.side_effect = lambda *call: calls.append(call)
-    setattr(driver, refused, lambda *_, **__: refuse())
-    monkeypatch.setattr(module, "driver", lambda: driver)
+def test_a_refused_timeline_leaves_no_descriptor(driver: RecordingDriver, refused: str) -> None:
+    driver.failing = {refused}
     gc.collect()
     before = os.listdir("/proc/self/fd")
     with pytest.raises(Failed, match=refused):
@@ -95,17 +107,13 @@ def test_a_refused_timeline_leaves_no_descriptor(
     gc.collect()
     assert os.listdir("/proc/self/fd") == before
     registered = refused == "host_device_pointer"
-    assert [name for name, _ in calls] == ["cuMemHostUnregister"] * registered
+    assert [name for name, _ in driver.calls] == ["cuMemHostUnregister"] * registered
 
 
-def test_a_timeline_of_a_failed_gpu_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    driver = Mock(visiting=lambda _: nullcontext())
-    monkeypatch.setattr(module, "driver", lambda: driver)
+def test_a_timeline_of_a_failed_gpu_is_closed(driver: RecordingDriver) -> None:
     timeline = Timeline.create("cuda")
     page = timeline.descriptor
-    driver.call.side_effect = Failed(Code.DRIVER, "cuMemHostUnregister: no")
+    driver.failing = {"cuMemHostUnregister"}
     with pytest.raises(Failed):
         timeline.close()
     with pytest.raises(OSError, match="Bad file"):
@@ -114,27 +122,12 @@ def test_a_timeline_of_a_failed_gpu_is_closed(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize("failing", ["", "drain"])
 def test_a_dropped_timeline_leaves_no_descriptor_and_no_mapping(
-    monkeypatch: pytest.MonkeyPatch, device: str, failed: bool
+    driver: RecordingDriver, device: str, failing: str
 ) -> None:
     """On a GPU it waits for its stream, which may still write. A failed GPU raises no error."""
-    calls: list[str] = []
-
-    def count_pages() -> int:
-        return Path("/proc/self/maps").read_text().count("memfd:kvferry-timeline")
-
-    def call(name: str, _: int) -> None:
-        assert count_pages() == mapped + 1
-        calls.append(name)
-
-    def drain(context: object) -> None:
-        calls.append("drain")
-        if failed:
-            raise Failed(Code.DRIVER, "cuCtxSynchronize: no")
-
-    driver = Mock(visiting=lambda _: nullcontext(), call=call, drain=drain)
-    monkeypatch.setattr(module, "driver", lambda: driver)
+    driver.failing = {failing}
     gc.collect()
     before, mapped = os.listdir("/proc/self/fd"), count_pages()
     timeline: Timeline | None = Timeline.create(device)
@@ -144,46 +137,33 @@ def test_a_dropped_timeline_leaves_no_descriptor_and_no_mapping(
     assert timeline is None
     assert os.listdir("/proc/self/fd") == before
     assert count_pages() == mapped
-    done = ["drain"] if failed else ["drain", "cuMemHostUnregister"]
-    assert calls == (done if device == "cuda" else [])
+    done = ["drain"] if failing else ["drain", "cuMemHostUnregister"]
+    assert [name for name, *_ in driver.calls] == (done if device == "cuda" else [])
+    assert driver.pages == [mapped + 1] * len(driver.calls)
 
 
-def test_a_timeline_continues_in_a_new_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeline_continues_in_a_new_page(driver: RecordingDriver) -> None:
     """A stream may still write to the revoked page, so it is released with the timeline."""
-    calls: list[Any] = []
-    driver = Mock(
-        visiting=lambda _: nullcontext(),
-        host_device_pointer=lambda address: address,
-        call=lambda *call: calls.append(call),
-    )
-    monkeypatch.setattr(module, "driver", lambda: driver)
     timeline = Timeline.create("cuda")
     timeline.signal(7)
-    timeline.revoke()
-    timeline.renew()
-    timeline.signal(7)
-    (_, _, first, *_), (_, _, second, value, _) = calls
-    assert first != second
-    assert value == timeline.last == 2
-    assert not timeline.revoked
-    assert [name for name, *_ in calls] == ["cuStreamWriteValue64_v2"] * 2
-    calls.clear()
-    timeline.close()
-    unregistered = [("cuMemHostUnregister", address) for address in (first, second)]
-    assert sorted(calls) == sorted(unregistered)
-
-
-def test_a_refused_new_page_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Mock(visiting=lambda _: nullcontext(), host_device_pointer=lambda address: address)
-    monkeypatch.setattr(module, "driver", lambda: driver)
-    timeline = Timeline.create("cuda")
     timeline.revoke()
     page = timeline.descriptor
-    driver.register_host.side_effect = Failed(Code.DRIVER, "no")
+    driver.failing = {"register_host"}
     with pytest.raises(Failed):
         timeline.renew()
     assert (timeline.descriptor, timeline.revoked) == (page, True)
+    driver.failing.clear()
+    timeline.renew()
+    timeline.signal(7)
+    (_, _, first, *_), (_, _, second, value, _) = driver.calls
+    assert first != second
+    assert value == timeline.last == 2
+    assert not timeline.revoked
+    assert [name for name, *_ in driver.calls] == ["cuStreamWriteValue64_v2"] * 2
+    driver.calls.clear()
     timeline.close()
+    unregistered = [("cuMemHostUnregister", address) for address in (first, second)]
+    assert sorted(driver.calls) == sorted(unregistered)
 
 
 def test_a_timeline_of_the_cpu_follows_no_stream() -> None:
@@ -210,7 +190,7 @@ def test_an_invalid_value_is_refused(value: Any) -> None:
 
 
 def test_tensors_and_their_timeline_must_be_on_one_device(
-    kvferryd: LocalDaemon, ordinals: list[int]
+    kvferryd: LocalDaemon, driver: RecordingDriver
 ) -> None:
     """The client refuses without a message to the daemon, and can register afterwards."""
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda", 0))
