@@ -17,7 +17,7 @@ from kvferry.client.tensors.sharing import export_tensors
 
 
 def test_memory_that_is_not_shared(kvferryd: LocalDaemon) -> None:
-    """The refusal names alternatives, and one of them works."""
+    """The refusal names alternatives, and one of them works. A dtype of numpy makes an array."""
     with OffloadClient(kvferryd.directory, engine="plain") as client:
         with pytest.raises(Refused) as refused:
             client.register_kv_caches({"layer": torch.empty(8, 2, 4, 2, 8)}, num_blocks=8)
@@ -26,6 +26,15 @@ def test_memory_that_is_not_shared(kvferryd: LocalDaemon) -> None:
             assert alternative in refused.value.message
         tensor = shared_empty((8, 2, 4, 2, 8), torch.float32)
         assert client.register_kv_caches({"layer": tensor}, num_blocks=8).num_blocks > 0
+    array = shared_empty([8, 64], np.int16, device="cpu:0")
+    assert isinstance(array, np.ndarray)
+    assert (array.dtype.name, array.shape) == ("int16", (8, 64))
+    with OffloadClient(kvferryd.directory, engine="numpy") as client:
+        with pytest.raises(Refused) as refused:
+            client.register_kv_caches({"layer": np.zeros((8, 64))}, num_blocks=8)
+        assert refused.value.code == Code.NOT_SHAREABLE
+        client.register_kv_caches({"layer": array}, num_blocks=8, host_bytes=1024)
+    assert shared_empty(()).shape == ()
 
 
 @pytest.mark.parametrize(
@@ -57,25 +66,6 @@ def test_a_tensor_that_cannot_be_made_is_refused(arguments: Any, code: Code) -> 
     with pytest.raises(Refused) as refused:
         shared_empty(*arguments)
     assert refused.value.code == code
-
-
-def test_a_tensor_may_have_one_element() -> None:
-    assert shared_empty(()).shape == ()
-    assert shared_empty([8, 64], device="cpu:0").shape == (8, 64)
-
-
-def test_a_dtype_of_numpy_makes_a_numpy_array(kvferryd: LocalDaemon) -> None:
-    array = shared_empty((8, 64), np.int16)
-    assert isinstance(array, np.ndarray)
-    assert (array.dtype.name, array.shape) == ("int16", (8, 64))
-    with OffloadClient(kvferryd.directory, engine="numpy") as client:
-        client.register_kv_caches({"layer": array}, num_blocks=8, host_bytes=1024)
-    with (
-        OffloadClient(kvferryd.directory, engine="plain") as client,
-        pytest.raises(Refused) as refused,
-    ):
-        client.register_kv_caches({"layer": np.zeros((8, 64))}, num_blocks=8)
-    assert refused.value.code == Code.NOT_SHAREABLE
 
 
 def test_shared_memory_that_is_open_for_reading_too(kvferryd: LocalDaemon) -> None:
