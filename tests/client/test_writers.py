@@ -68,15 +68,6 @@ def test_writers_store_equal_shares(ranks: int) -> None:
     assert max(shares.values()) < 1.2 * min(shares.values())
 
 
-def test_ranks_have_one_namespace(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
-    directories = [daemon.directory for daemon in ranks]
-    OffloadingManager.connect(
-        directories, engine="engine", fingerprint=FINGERPRINT, replicated=True
-    )
-    opened = [daemon.received_of(wire.OpenNamespace)[0].fingerprint for daemon in ranks]
-    assert opened == [FINGERPRINT] * 2
-
-
 def test_a_key_is_stored_if_its_writer_has_it(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
     one, two = ranks
     two.store(A, C)
@@ -126,6 +117,26 @@ def test_what_no_writer_has_is_searched_below_by_its_writer(
     assert set(prefetch.found_keys) == {C, B}
 
 
+def test_keys_are_not_divided_if_a_daemon_stores_what_siblings_have(
+    ranks: tuple[FakeDaemon, FakeDaemon],
+) -> None:
+    """The ranks have one namespace nevertheless."""
+    ranks[1].stores_once = False
+    ranks[1].store(A)
+    manager = OffloadingManager.connect(
+        [daemon.directory for daemon in ranks],
+        engine="engine",
+        fingerprint=FINGERPRINT,
+        replicated=True,
+    )
+    opened = [daemon.received_of(wire.OpenNamespace)[0].fingerprint for daemon in ranks]
+    assert opened == [FINGERPRINT] * 2
+    output = manager.prepare_store([A, C])
+    assert output is not None
+    assert (output.keys_to_store, output.writers) == ((A, C), 1)
+    assert not manager.writers.is_at_writer(A)
+
+
 def test_only_the_writer_is_told_that_a_key_was_used(
     ranks: tuple[FakeDaemon, FakeDaemon],
 ) -> None:
@@ -168,18 +179,6 @@ def test_if_a_rank_does_not_find_keys_all_ranks_store_all_keys_for_a_minute(
     assert [spec.keys for spec in output.store_specs] == [(A, C)] * 2
     now = RETRY_SECONDS
     assert manager.writers.is_at_writer(A)
-
-
-def test_keys_are_not_divided_if_a_daemon_stores_what_siblings_have(
-    ranks: tuple[FakeDaemon, FakeDaemon],
-) -> None:
-    ranks[1].stores_once = False
-    ranks[1].store(A)
-    manager = open_manager(*ranks)
-    output = manager.prepare_store([A, C])
-    assert output is not None
-    assert (output.keys_to_store, output.writers) == ((A, C), 1)
-    assert not manager.writers.is_at_writer(A)
 
 
 def test_no_writer_is_searched_without_the_daemon_of_a_rank(

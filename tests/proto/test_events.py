@@ -43,14 +43,14 @@ def test_stored_blocks_are_published_with_hash_size_and_medium() -> None:
         "lora_name": None,
     }
     assert published(KeyEvent(EventKind.STORED, KEYS)) == [event]
-
-
-def test_blocks_in_a_tier_are_published_with_its_place() -> None:
+    assert published(KeyEvent(EventKind.PENDING, KEYS), KeyEvent(EventKind.ABANDONED, KEYS)) is None
     events = KeyEvents(0, (KeyEvent(EventKind.STORED, KEYS[:1]),))
     (batch,) = batches_of(events, 16, 1.0, Place("STORAGE", "LOCAL", "disk"))
-    (event,) = msgspec.msgpack.decode(msgspec.msgpack.encode(batch))[1]
+    encoded = msgspec.msgpack.encode(batch)
+    (event,) = msgspec.msgpack.decode(encoded)[1]
     assert event["medium"] == "STORAGE"
     assert (event["locality"], event["ownership"]) == ("LOCAL", "disk")
+    assert msgspec.msgpack.decode(encoded, type=KVEventBatch) == batch
 
 
 def test_removed_and_cleared_events_keep_their_order() -> None:
@@ -59,19 +59,10 @@ def test_removed_and_cleared_events_keep_their_order() -> None:
     assert events == [removed, {"type": "AllBlocksCleared"}]
 
 
-def test_pending_and_abandoned_stores_are_not_published() -> None:
-    assert published(KeyEvent(EventKind.PENDING, KEYS), KeyEvent(EventKind.ABANDONED, KEYS)) is None
-
-
 def test_groups_of_a_block_are_one_hash() -> None:
     both = offload_key(bytes(32), 0), offload_key(bytes(32), 1)
     (event,) = published(KeyEvent(EventKind.REMOVED, both)) or []
     assert event["block_hashes"] == HASHES[:1]
-
-
-def test_a_batch_is_decoded_unchanged() -> None:
-    batch = batch_of(KeyEvents(1, (KeyEvent(EventKind.STORED, KEYS),)), 16, 1.0)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch) == batch
 
 
 def test_many_events_are_split_into_batches() -> None:
