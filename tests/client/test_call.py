@@ -64,16 +64,11 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def test_it_returns_the_value_that_it_waited_for() -> None:
-    call, received = PausingCall(10), list[int]()
+    """Also if it arrives at the deadline."""
+    call, received = PausingCall(2), list[int]()
     call.link.on_receive = lambda: received.append(1)
     assert run(call.until(lambda: 7 if len(received) > 2 else None)) == 7
     assert len(received) == 3
-
-
-def test_a_reply_that_arrives_at_the_deadline_counts() -> None:
-    call, arrived = PausingCall(0), list[int]()
-    call.link.on_receive = lambda: arrived.append(1)
-    assert run(call.until(lambda: bool(arrived) or None)) is True
 
 
 def test_after_a_timeout_a_message_can_be_sent_without_waiting() -> None:

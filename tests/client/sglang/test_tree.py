@@ -135,6 +135,15 @@ def test_the_indexer_of_dsa_is_loaded_with_the_prefix(
     assert (server.wrong, server.failed) == (0, 0)
 
 
+def test_the_fingerprint_has_sglangs_decisions(
+    daemon: LocalDaemon, server_args: Any, start_server: StartServer
+) -> None:
+    """Not only what the user has set."""
+    assert server_args.attention_backend is None
+    fingerprint = start_server(daemon.directory).linker._session._identity.fingerprint
+    assert "attention_backend=torch_native" in dict(fingerprint.extra)["attention"]
+
+
 def test_a_layout_whose_rows_are_no_tokens_is_refused(
     daemon: LocalDaemon, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,12 @@
-"""support/sglang_fields.py has each field of SGLang's ServerArgs."""
+"""An installed SGLang is supported, and support/sglang_fields.py has its fields."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
+from kvferry.client.doctor import CheckContext, Verdict, environment
 from kvferry.client.sglang.fingerprint import ENVIRONMENT, FIELDS, MODELS, PATHS, UNVERSIONED_FIELDS
 from kvferry.client.sglang.supported import EXCLUDED, SINGLE
 from support.sglang_fields import BY_NAME, OUTSIDE
@@ -37,3 +40,9 @@ def test_the_table_has_all_fields_of_sglangs_options() -> None:
 def test_sglang_reads_each_variable_of_the_fingerprint() -> None:
     module = pytest.importorskip("sglang.srt.environ")
     assert [name for name in ENVIRONMENT if not hasattr(module.envs, name)] == []
+
+
+@pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
+def test_an_installed_sglang_is_supported() -> None:
+    (finding,) = environment.sglang(CheckContext(None, 1.0))
+    assert finding.verdict is Verdict.OK, finding

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.client import LocalDaemon, OffloadClient, Refused
+from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.proto.packing import packed_bytes
 from support.eventually import wait_until
 
@@ -52,12 +52,3 @@ def test_servers_that_pack_share_nothing_with_others(
     packing.drain()
     assert other.run(PROMPT) == 0
     assert start_packing(daemon.directory, kvferry_pack="on", **sizes).run(PROMPT) == 36
-
-
-def test_what_cannot_be_packed_is_refused_if_it_must_be(
-    daemon: LocalDaemon, start_packing: StartServer
-) -> None:
-    with pytest.raises(Refused, match="values of uint8, not bfloat16"):
-        start_packing(daemon.directory, kind="fp8", kvferry_pack="on")
-    with pytest.raises(Refused, match="swa pages"):
-        start_packing(daemon.directory, kind="swa", kvferry_pack="on")
