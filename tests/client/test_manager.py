@@ -149,28 +149,17 @@ def test_more_keys_than_fit_into_a_message_are_legal(start_fake_daemon: Start) -
 # Touches and counts
 
 
-def test_touches_are_sent_together_most_recent_first(
-    fake_daemon: FakeDaemon, manager: OffloadingManager
-) -> None:
-    manager.touch([A, B])
-    manager.touch([C, B])
-    manager.touch([D, D])
-    assert fake_daemon.received == []
-    manager.flush()
-    assert fake_daemon.received == [wire.Touch((D, C, B, A))]
-    manager.flush()
-    assert len(fake_daemon.received) == 1
-
-
 def test_spare_keys_are_sent_after_the_touched_ones_and_kept_keys_at_once(
     fake_daemon: FakeDaemon, manager: OffloadingManager
 ) -> None:
+    """Touched keys are sent together, the most recent first."""
     manager.spare([A, B])
-    manager.touch([A, B])
+    for keys in ([A, B], [C, B], [D, D]):
+        manager.touch(keys)
     manager.keep([C, D])
     assert fake_daemon.received == [wire.Touch((C, D), by_prompt=False)]
     manager.flush()
-    assert fake_daemon.received[1:] == [wire.Touch((A, B)), wire.Spare((A, B))]
+    assert fake_daemon.received[1:] == [wire.Touch((D, C, B, A)), wire.Spare((A, B))]
     manager.flush()
     assert len(fake_daemon.received) == 3
 

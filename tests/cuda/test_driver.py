@@ -55,29 +55,31 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return library
 
 
-def test_a_driver_that_is_too_old(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    library.version = 12040
+CANNOT_START = "cuInit returned 100: no CUDA-capable device is detected"
+
+
+@pytest.mark.parametrize(
+    ("unusable", "message", "value"),
+    [
+        ({"version": 12040}, "install 570 or newer", "CUDA 12.4"),
+        # A call that every supported driver has.
+        ({"missing": "cuStreamWriteValue64_v2"}, "install 570 or newer", "cuStreamWriteValue64"),
+        ({"init": 100}, CANNOT_START, CANNOT_START),
+    ],
+)
+def test_an_unusable_driver(
+    library: Library,
+    monkeypatch: pytest.MonkeyPatch,
+    unusable: dict[str, Any],
+    message: str,
+    value: str,
+) -> None:
+    vars(library).update(unusable)
     monkeypatch.setattr(cuda_engine, "driver", Driver)
-    with pytest.raises(Refused, match=r"install 570 or newer") as refused:
+    with pytest.raises(Refused, match=message) as refused:
         CudaEngine("0", CudaOptions("auto", 64 << 20, 1 << 20))
-    assert (refused.value.code, refused.value.value) == (Code.NO_DEVICE, "CUDA 12.4")
-
-
-def test_a_driver_without_a_required_call(library: Library) -> None:
-    """Every supported driver has the call."""
-    library.missing = "cuStreamWriteValue64_v2"
-    with pytest.raises(Refused, match=r"install 570 or newer") as refused:
-        Driver()
     assert refused.value.code == Code.NO_DEVICE
-    assert library.missing in refused.value.value
-
-
-def test_a_driver_that_cannot_start(library: Library) -> None:
-    library.init = 100
-    failure = "cuInit returned 100: no CUDA-capable device is detected"
-    with pytest.raises(Refused, match=failure) as refused:
-        Driver()
-    assert (refused.value.code, refused.value.value) == (Code.NO_DEVICE, failure)
+    assert value in refused.value.value
 
 
 @pytest.mark.parametrize(("before", "after"), [(100, 100), (7, 7), (None, 101)])

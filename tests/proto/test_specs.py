@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,12 +39,7 @@ def test_block_ids_become_a_flat_array_of_int32_or_int64(given_ids: Any, dtype: 
     assert array.dtype == dtype
     assert array.flags.c_contiguous
     assert array.tolist() == list(given_ids)
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_arrays_of_block_ids_are_not_copied(dtype: Any) -> None:
-    array = np.arange(4, dtype=dtype)
-    assert np.shares_memory(as_block_ids(array), array)
+    assert np.shares_memory(as_block_ids(array), array) == bool(array.size)  # not copied
 
 
 @pytest.mark.parametrize(
@@ -71,19 +67,25 @@ def test_invalid_block_ids_are_refused(given_ids: Any) -> None:
     assert caught.value.code == Code.BAD_SPEC
 
 
-@pytest.mark.parametrize("name", ["group_sizes", "block_indices"])
-@pytest.mark.parametrize("value", [5, [[1], [2, 3]]])
-def test_counts_that_are_no_list_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(Refused, match=f"{name} is not a list of counts") as caught:
-        GPULoadStoreSpec([1], **{name: value})
-    assert caught.value.code == Code.BAD_SPEC
-
-
-def test_keys_that_are_no_list_are_refused() -> None:
-    for keys, keep in ((None, ()), ((b"key",), 5)):
-        with pytest.raises(Refused, match="is no list of keys") as caught:
-            KeyLoadStoreSpec(keys, keep=keep)
-        assert caught.value.code == Code.BAD_KEY
+@pytest.mark.parametrize(
+    ("make", "message", "code"),
+    [
+        (lambda: GPULoadStoreSpec([1], 5), "group_sizes is not a list of counts", Code.BAD_SPEC),
+        (
+            lambda: GPULoadStoreSpec([1], block_indices=[[1], [2, 3]]),
+            "block_indices is not a list of counts",
+            Code.BAD_SPEC,
+        ),
+        (lambda: KeyLoadStoreSpec(None), "is no list of keys", Code.BAD_KEY),
+        (lambda: KeyLoadStoreSpec((b"key",), keep=5), "is no list of keys", Code.BAD_KEY),
+    ],
+)
+def test_counts_and_keys_that_are_no_list_are_refused(
+    make: Callable[[], Any], message: str, code: Code
+) -> None:
+    with pytest.raises(Refused, match=message) as caught:
+        make()
+    assert caught.value.code == code
 
 
 def test_specs_are_equal_by_value_and_kind() -> None:

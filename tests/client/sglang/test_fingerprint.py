@@ -127,7 +127,8 @@ def test_ranks_that_divide_kv_differ_and_replicated_ones_do_not(model: Path) -> 
 # Files
 
 
-def test_weights_and_their_configuration_count(model: Path) -> None:
+def test_weights_and_their_configuration_count(model: Path, tmp_path: Path) -> None:
+    """Also those of a drafting model."""
     names = {read(model).name}
     (model / "model.safetensors").write_bytes(b"others!")
     names.add(read(model).name)
@@ -135,17 +136,13 @@ def test_weights_and_their_configuration_count(model: Path) -> None:
     names.add(read(model).name)
     (model / "README.md").write_text("text")
     assert read(model).name in names
-    assert len(names) == 3
-
-
-def test_the_weights_of_a_drafting_model_count(model: Path, tmp_path: Path) -> None:
     draft = write_model(tmp_path / "draft")
     options = {"speculative_draft_model_path": str(draft)}
-    found = read(model, options)
-    assert found.name != read(model).name
-    assert salt(found) == ""
+    assert salt(read(model, options)) == ""
+    names.add(read(model, options).name)
     (draft / "model.safetensors").write_bytes(b"others!")
-    assert read(model, options).name != found.name
+    names.add(read(model, options).name)
+    assert len(names) == 5
 
 
 @pytest.mark.parametrize("field", PATHS)
@@ -165,21 +162,16 @@ def test_a_path_counts_by_its_files(model: Path, tmp_path: Path, field: str) -> 
     assert read(model, {field: str(first)}).name != found.name
 
 
-def test_a_name_in_the_hub_counts_itself(model: Path) -> None:
+def test_a_snapshot_in_the_hubs_cache_is_named_by_its_model_and_commit(model: Path) -> None:
+    one, two = [read(f"{cache}/models--org--m/snapshots/{COMMIT}") for cache in ("/a", "/b/c")]
+    assert (one, one.model, salt(one)) == (two, "org/m", "")
+    assert read(f"/a/models--org--m/snapshots/{COMMIT[::-1]}").name != one.name
+    assert salt(read("org/no-such-model", revision=COMMIT)) == ""
     names = {read(model, uno_lora_path=name).name for name in ("org/one", "org/two", None)}
     snapshots = [f"{cache}/models--org--one/snapshots/{COMMIT}" for cache in ("/a", "/b")]
     one, same = [read(model, uno_lora_path=path) for path in snapshots]
     assert one == same
     assert len({*names, one.name}) == 4
-
-
-def test_a_snapshot_in_the_hubs_cache_is_named_by_its_model_and_commit() -> None:
-    one, two = [read(f"{cache}/models--org--m/snapshots/{COMMIT}") for cache in ("/a", "/b/c")]
-    assert one == two
-    assert one.model == "org/m"
-    assert salt(one) == ""
-    assert read(f"/a/models--org--m/snapshots/{COMMIT[::-1]}").name != one.name
-    assert salt(read("org/no-such-model", revision=COMMIT)) == ""
 
 
 # Salts

@@ -52,17 +52,6 @@ def test_a_server_finds_what_another_or_an_earlier_one_has_computed(
     assert second.wrong == third.wrong == 0
 
 
-@pytest.mark.parametrize("option", [{"kvferry_salt": "other"}, {"kind": "fp8"}])
-def test_servers_that_differ_share_nothing(
-    daemon: LocalDaemon, start_server: StartServer, option: dict[str, str]
-) -> None:
-    first = start_server(daemon.directory, cpu_bytes_to_use="4MiB")
-    first.run(PROMPT)
-    first.drain()
-    second = start_server(daemon.directory, cpu_bytes_to_use="4MiB", **option)
-    assert second.run(PROMPT) == 0
-
-
 def test_salts_of_requests_share_nothing(daemon: LocalDaemon, start_server: StartServer) -> None:
     server = start_server(daemon.directory)
     server.run(PROMPT, salt="one")
