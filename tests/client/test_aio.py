@@ -143,28 +143,21 @@ async def test_several_tasks_at_once(client: AsyncOffloadClient) -> None:
     timeline.close()
 
 
-async def test_a_task_that_polls_beside_one_that_waits(client: AsyncOffloadClient) -> None:
+async def test_a_task_that_polls_or_cancels_beside_one_that_waits(
+    client: AsyncOffloadClient,
+) -> None:
     """If a poll receives the message that another task waits for, that task continues."""
     _, timeline = await register(client)
-    for job in range(50):
+    for job in range(100):
         client.transfer_async(job, store(job % 8, job % 8))
         waiting = asyncio.create_task(client.wait([job]))
+        if job % 2:
+            for _ in range(100):  # the daemon handles all of these before the next job
+                client.cancel([NEVER])
+                await asyncio.sleep(0)
+                if waiting.done():
+                    break
         await asyncio.gather(waiting, poll_results(client, 1))
-    timeline.close()
-
-
-async def test_a_task_that_cancels_beside_one_that_waits(client: AsyncOffloadClient) -> None:
-    _, timeline = await register(client)
-    for job in range(50):
-        client.transfer_async(job, store(job % 8, job % 8))
-        waiting = asyncio.create_task(client.wait([job]))
-        for _ in range(100):  # bounded, because the daemon handles all of these before the next job
-            client.cancel([NEVER])
-            await asyncio.sleep(0)
-            if waiting.done():
-                break
-        await waiting
-        client.get_finished()
     timeline.close()
 
 

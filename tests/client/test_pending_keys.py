@@ -13,12 +13,3 @@ def test_the_number_of_remembered_keys_is_bounded() -> None:
     now += 5.1
     assert [pending.is_recent(key) for key in (b"b", b"c")] == [False] * 2
     assert pending.is_recent(b"a")
-
-
-def test_a_forgotten_key_is_recent_again() -> None:
-    now = 0.0
-    pending = PendingKeys(5.0, lambda: now)
-    pending.is_recent(b"a")
-    now += 5.1
-    pending.forget([b"a", b"b"])
-    assert pending.is_recent(b"a")

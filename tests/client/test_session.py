@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from kvferry.proto.codec import decode_client_message, encode
 from kvferry.proto.errors import Code, ErrorInfo, Gone, KVFerryError, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.keys import EventKind, Lookup
-from support.client_session import LOAD, STORE, finish, submit
+from support.client_session import BUSY, LOAD, STORE, finish, submit
 
 # Connecting
 
@@ -127,3 +128,36 @@ def test_the_first_reason_for_the_end_is_kept(session: ClientSession) -> None:
     session.connection_lost(first)
     session.connection_lost(Gone(Code.DAEMON_GONE, "later"))
     assert session.wire.gone is first
+
+
+# Requests and replies
+
+
+def test_a_reply_or_an_error_is_kept_for_its_request(session: ClientSession) -> None:
+    first, second, third = [session.jobs.wait([7, 8]) for _ in range(3)]
+    data = session.wire.request(second)
+    assert decode_client_message(data) == wire.Wait(second.request_id, (7, 8))
+    pending = session.wire.pending
+    with ExitStack() as requests:
+        for request in (first, second, third):
+            requests.enter_context(pending.expect_reply(request))
+        session.receive_message(encode(wire.Waited(second.request_id)))
+        session.receive_message(encode(wire.Error(third.request_id, BUSY)))
+        assert pending.reply(first.request_id) is None
+        assert pending.reply(second.request_id) == wire.Waited(second.request_id)
+        with pytest.raises(Refused, match="later") as caught:
+            pending.reply(third.request_id)
+        assert caught.value.info == BUSY
+    session.receive_message(encode(wire.Waited(first.request_id)))  # its caller has ended
+    session.receive_message(encode(wire.Error(first.request_id, BUSY)))
+    with pytest.raises(Refused, match="later"):
+        session.receive_message(encode(wire.Error(None, BUSY)))
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", encode(wire.StatusRequest(1))])
+def test_bytes_that_are_no_message_of_a_daemon_are_refused(
+    session: ClientSession, data: bytes
+) -> None:
+    with pytest.raises(Refused) as caught:
+        session.receive_message(data)
+    assert caught.value.code == Code.BAD_MESSAGE

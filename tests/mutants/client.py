@@ -94,7 +94,7 @@ MUTANTS = (
         f"{CLIENT}/pending_requests.py",
         "            if reply is None:\n                self",
         "            if True:\n                self",
-        ("tests/client/test_pending_requests.py", "tests/client/test_session_reconnecting.py"),
+        ("tests/client/test_session.py", "tests/client/test_session_reconnecting.py"),
     ),
     SourceMutant(
         "a large transfer that begins within a host block is split at other GPU blocks",

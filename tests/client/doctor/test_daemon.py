@@ -11,7 +11,6 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import msgspec
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 import zmq
 
-from kvferry.client import GPULoadStoreSpec, LocalDaemon, OffloadClient
+from kvferry.client import LocalDaemon
 from kvferry.client.doctor import CheckContext, Finding, Verdict, daemon, run_checks
 from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
@@ -28,8 +27,6 @@ from kvferry.proto.errors import Code, ErrorInfo, Gone, Refused
 from kvferry.proto.version import kvferry_version
 from kvferry.testing.engine import until
 from kvferry.testing.plugin import StartKvferryd
-from support.client_keys import FINGERPRINT
-from support.raw_client import RawClient
 from support.status_reports import STATUS
 from support.time_limits import TIMEOUT
 
@@ -94,17 +91,6 @@ def test_all_daemons_are_checked(start_kvferryd: StartKvferryd, tmp_path: Path) 
     assert directories == [str(tmp_path / "one"), str(tmp_path / "two")]
     assert [each.check for each in findings if each.verdict is Verdict.FAIL] == ["sockets"]
     assert [each.check for each in findings].count("kernel") == 1
-
-
-def test_an_engine_that_was_refused_is_named(kvferryd: LocalDaemon) -> None:
-    with OffloadClient(kvferryd.directory, engine="llama") as client:
-        with pytest.raises(Refused):
-            client.open_namespace(FINGERPRINT, cpu_bytes_to_use=1 << 40)
-        findings = by_check(run_checks(kvferryd.directory, TIMEOUT))
-        assert findings["refused"].verdict is Verdict.WARN
-        assert "engine 'llama': [pool_full]" in findings["refused"].found
-        client.open_namespace(FINGERPRINT, cpu_bytes_to_use=1 << 20)
-        assert "refused" not in by_check(run_checks(kvferryd.directory, TIMEOUT))
 
 
 def test_a_daemon_that_was_killed(kvferryd: LocalDaemon) -> None:
@@ -287,27 +273,6 @@ def test_a_gpu_that_is_not_visible_to_the_client(
 # Storing and loading
 
 
-def test_a_full_pool_is_not_changed(start_kvferryd: StartKvferryd) -> None:
-    running = start_kvferryd(pool_bytes=8 * 4096)
-    with RawClient(running.directory, "full") as raw:
-        raw.register(num_blocks=8, page=4096)
-        (last,) = run_checks(running.directory)[-1:]
-        assert (last.check, last.verdict) == ("round trip", Verdict.WARN)
-        assert "full" in last.found
-
-
-def test_wrong_bytes_are_detected(kvferryd: LocalDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = OffloadClient.transfer_async
-
-    def store_another(client: OffloadClient, job_id: int, spec: Any, wait_for: int = 0) -> None:
-        real(client, job_id, (GPULoadStoreSpec([1]), spec[1]) if job_id == 1 else spec, wait_for)
-
-    monkeypatch.setattr(OffloadClient, "transfer_async", store_another)
-    last = run_checks(kvferryd.directory)[-1]
-    assert (last.check, last.verdict) == ("round trip", Verdict.FAIL)
-    assert "differ" in last.found
-
-
 @pytest.mark.parametrize(("uptime", "verdict"), [(10.0, Verdict.OK), (1e4, Verdict.WARN)])
 def test_a_partly_registered_pool(tmp_path: Path, uptime: float, verdict: Verdict) -> None:
     pool = proto_status.PoolStatus(64 << 20, 32 << 20, 0)
@@ -322,3 +287,29 @@ def test_a_partly_registered_pool(tmp_path: Path, uptime: float, verdict: Verdic
     (finding,) = daemon.round_trip(case)  # it waits for the pool
     assert finding.verdict is Verdict.WARN
     assert "the pool to be registered" in finding.found
+
+
+def test_a_round_trip_in_a_full_pool_or_with_wrong_bytes(tmp_path: Path) -> None:
+    case = connected(tmp_path, welcome())
+    full = proto_status.PoolStatus(64 << 20, 64 << 20, 64 << 20)
+    case.status = msgspec.structs.replace(STATUS, pool=full, device=CPU)
+    (finding,) = daemon.round_trip(case)
+    assert (finding.check, finding.verdict) == ("round trip", Verdict.WARN)
+    assert "full" in finding.found
+    assert not case.client.allocate_kv_caches.called
+    case.status = msgspec.structs.replace(STATUS, device=CPU)
+    tensor = np.zeros((2, 4096), np.int8)  # nothing is loaded into its second page
+    case.client.allocate_kv_caches.return_value = Mock(tensors=[tensor])
+    case.client.get_finished.return_value = []
+    (finding,) = daemon.round_trip(case)
+    assert (finding.check, finding.verdict) == ("round trip", Verdict.FAIL)
+    assert "differ" in finding.found
+
+
+def test_an_engine_that_was_refused_is_named(tmp_path: Path) -> None:
+    case = connected(tmp_path, welcome())
+    engines = {"llama": ErrorInfo(Code.POOL_FULL, "no room")}
+    case.status = msgspec.structs.replace(STATUS, refused_engines=engines)
+    (finding,) = daemon.refused(case)
+    assert finding.verdict is Verdict.WARN
+    assert "engine 'llama': [pool_full]" in finding.found

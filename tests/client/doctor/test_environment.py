@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from kvferry.client.doctor import CheckContext, Finding, Verdict, environment
+from kvferry.client.doctor import CheckContext, Verdict, environment
 from kvferry.client.sglang import SUPPORTED, supported
 from kvferry.client.sglang.supported import SIGNATURES
 from support.denied_calls import call_with_denied, on_x86_64
@@ -63,55 +63,39 @@ def test_vllm(
     assert [finding.verdict for finding in found] == verdicts
 
 
-@pytest.fixture
-def install_sglang(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Finding]]:
-    """install_sglang(version, what its import returns or raises) -> the findings."""
-
-    def findings(version: str | None, imported: Any = None) -> list[Finding]:
-        def import_linkers() -> Any:
-            if isinstance(imported, Exception):
-                raise imported
-            return imported
-
-        for module in (environment, supported):
-            monkeypatch.setattr(module, "installed_version", lambda name: version)
-        monkeypatch.setattr(environment, "import_linkers", import_linkers)
-        return list(environment.sglang(CheckContext(None, 1.0)))
-
-    return findings
-
-
-def test_sglang(install_sglang: Callable[..., list[Finding]]) -> None:
-    assert install_sglang(None) == []
+def linker() -> type:
+    """As SGLang's UnifiedCacheLinker."""
     methods = {
         name: eval(f"lambda {', '.join(('self', *parameters))}: 0")
         for name, parameters in SIGNATURES.items()
     }
-    linker = type("UnifiedCacheLinker", (), {**methods, "__abstractmethods__": {*methods}})
-    (finding,) = install_sglang(SUPPORTED, linker)
-    assert (finding.verdict, finding.change) == (Verdict.OK, "")
+    return type("UnifiedCacheLinker", (), {**methods, "__abstractmethods__": {*methods}})
 
 
 @pytest.mark.parametrize(
     ("version", "imported", "found", "change"),
     [
+        (SUPPORTED, linker(), SUPPORTED, ""),
         ("0.5.22", AssertionError("imported"), "0.5.22 is installed", "pip install 'sglang=="),
         (SUPPORTED, object, "its linkers differ in", "pip install 'sglang=="),
         (SUPPORTED, ImportError("no orjson"), "ImportError: no orjson", "in the environment"),
         (SUPPORTED, OSError("libcuda"), f"{SUPPORTED} cannot be imported", "in the environment"),
     ],
 )
-def test_an_sglang_that_cannot_have_the_linker(
-    install_sglang: Callable[..., list[Finding]],
-    version: str,
-    imported: Any,
-    found: str,
-    change: str,
+def test_sglang(
+    monkeypatch: pytest.MonkeyPatch, version: str, imported: Any, found: str, change: str
 ) -> None:
-    (finding,) = install_sglang(version, imported)
-    assert finding.verdict is Verdict.FAIL
+    error = imported if isinstance(imported, Exception) else None
+    import_linkers = Mock(return_value=imported, side_effect=error)
+    for module in (environment, supported):
+        monkeypatch.setattr(module, "installed_version", lambda name: version)
+    monkeypatch.setattr(environment, "import_linkers", import_linkers)
+    (finding,) = environment.sglang(CheckContext(None, 1.0))
+    assert finding.verdict is (Verdict.FAIL if change else Verdict.OK)
     assert found in finding.found
     assert change in finding.change
+    monkeypatch.setattr(environment, "installed_version", lambda name: None)
+    assert list(environment.sglang(CheckContext(None, 1.0))) == []
 
 
 def test_little_shared_memory() -> None:
