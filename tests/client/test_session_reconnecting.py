@@ -260,7 +260,8 @@ def test_a_session_with_a_state_to_restore_begins_disconnected() -> None:
     assert session.namespace.mirror.lookup(b"aaaa") is Lookup.MISS
     with pytest.raises(Gone, match="not connected"):
         submit(session, 1)
-    for wrong in ({"cpu_bytes_to_use": -1}, {"store_threshold": 0}):
+    options: tuple[dict[str, Any], ...] = {"cpu_bytes_to_use": -1}, {"store_threshold": 0}
+    for wrong in options:
         with pytest.raises(Refused):
             SessionState.of_namespace(FINGERPRINT, **wrong)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -68,23 +67,19 @@ def test_invalid_block_ids_are_refused(given_ids: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message", "code"),
+    ("kind", "arguments", "message", "code"),
     [
-        (lambda: GPULoadStoreSpec([1], 5), "group_sizes is not a list of counts", Code.BAD_SPEC),
-        (
-            lambda: GPULoadStoreSpec([1], block_indices=[[1], [2, 3]]),
-            "block_indices is not a list of counts",
-            Code.BAD_SPEC,
-        ),
-        (lambda: KeyLoadStoreSpec(None), "is no list of keys", Code.BAD_KEY),
-        (lambda: KeyLoadStoreSpec((b"key",), keep=5), "is no list of keys", Code.BAD_KEY),
+        (GPULoadStoreSpec, ([1], 5), "group_sizes is not a list of counts", Code.BAD_SPEC),
+        (GPULoadStoreSpec, ([1], (1,), [[1], [2, 3]]), "block_indices is not", Code.BAD_SPEC),
+        (KeyLoadStoreSpec, (None,), "is no list of keys", Code.BAD_KEY),
+        (KeyLoadStoreSpec, ((b"key",), None, 5), "is no list of keys", Code.BAD_KEY),
     ],
 )
 def test_counts_and_keys_that_are_no_list_are_refused(
-    make: Callable[[], Any], message: str, code: Code
+    kind: type[Any], arguments: tuple[Any, ...], message: str, code: Code
 ) -> None:
     with pytest.raises(Refused, match=message) as caught:
-        make()
+        kind(*arguments)
     assert caught.value.code == code
 
 
