@@ -231,13 +231,14 @@ def test_keys_of_another_type_or_length_are_refused(
     fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, keys: Any
 ) -> None:
     client = client_in_namespace
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: client.pin(keys),
         lambda: client.unpin(keys),
         lambda: client.touch(keys),
         lambda: client.transfer_async(1, (GPU, KeyLoadStoreSpec(keys))),
         lambda: client.transfer_async(1, (KeyLoadStoreSpec(keys), GPU)),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(Refused) as refused:
             call()
         assert refused.value.code == Code.BAD_KEY

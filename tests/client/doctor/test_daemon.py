@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import msgspec
@@ -215,8 +216,8 @@ def welcome(version: str = "0.1.0", info: proto_status.DeviceInfo = CPU) -> wire
     return wire.Welcome(1, "boot", "s", version, 1, info, proto_status.Limits(9, 9, 9))
 
 
-def connected(tmp_path: Path, daemon: wire.Welcome) -> CheckContext:
-    """The context of checks that are connected to such a daemon."""
+def connected(tmp_path: Path, daemon: wire.Welcome) -> Any:
+    """The context of checks that are connected to such a daemon. Its client is a Mock."""
     case = CheckContext(None, 0.1)
     case.client = Mock(directory=tmp_path, daemon=daemon)
     return case

@@ -149,5 +149,10 @@ def test_ranks_load_what_the_daemons_of_all_have(
         )
         for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=TIMEOUT)[0].splitlines() for rank in ranks]
+    try:
+        outputs = [rank.communicate(timeout=TIMEOUT)[0].splitlines() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
     assert [json.loads(output[-1]) for output in outputs] == [[[36, 0], 0, 0]] * 2
