@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,10 +12,8 @@ from kvferry.proto import messages as wire
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.hints import Release, Retain
 from kvferry.proto.specs import MAX_KEYS
-
-if TYPE_CHECKING:
-    from client.conftest import FakeDaemon
 from support.client_keys import A, B, C, Start, open_manager
+from support.fake_daemon import FakeDaemon
 
 
 def numbers(retention: Retention) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import time
-from typing import TYPE_CHECKING
 from unittest.mock import Mock
 
 import pytest
@@ -18,9 +17,7 @@ from kvferry.proto import messages as wire
 from kvferry.proto.results import JobResult, Outcome
 from kvferry.proto.specs import CPULoadStoreSpec, Direction, GPULoadStoreSpec
 from support.client_keys import FINGERPRINT
-
-if TYPE_CHECKING:
-    from .conftest import FakeDaemon
+from support.fake_daemon import FakeDaemon
 
 
 def test_an_attempt_without_a_reply_is_followed_by_another_one(fake_daemon: FakeDaemon) -> None:

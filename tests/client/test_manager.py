@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from kvferry.client import (
@@ -17,9 +15,6 @@ from kvferry.client.use_report import MAX_KEYS as MAX_TOUCHED
 from kvferry.proto import messages as wire
 from kvferry.proto.keys import EventKind
 from kvferry.proto.specs import MAX_KEYS
-
-if TYPE_CHECKING:
-    from client.conftest import FakeDaemon
 from support.client_keys import (
     FINGERPRINT,
     HIT,
@@ -36,6 +31,7 @@ from support.client_keys import (
     removed,
     stored,
 )
+from support.fake_daemon import FakeDaemon
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 import pytest
 
@@ -14,9 +12,6 @@ from kvferry.client import (
 )
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import ErrorInfo
-
-if TYPE_CHECKING:
-    from client.conftest import FakeDaemon
 from support.client_keys import (
     FINGERPRINT,
     HIT,
@@ -34,6 +29,7 @@ from support.client_keys import (
     removed,
     stored,
 )
+from support.fake_daemon import FakeDaemon
 
 
 @pytest.fixture

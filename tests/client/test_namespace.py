@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,10 +20,8 @@ from kvferry.client.namespace import ClientNamespace
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import ErrorInfo
 from kvferry.proto.specs import MAX_KEYS
-
-if TYPE_CHECKING:
-    from client.conftest import FakeDaemon
 from support.client_keys import FINGERPRINT, HIT, MISS, RETRY, A, B, C, answers
+from support.fake_daemon import FakeDaemon
 from support.time_limits import TIMEOUT
 
 GPU = GPULoadStoreSpec([1])

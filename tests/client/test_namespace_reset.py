@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,10 +14,8 @@ from kvferry.client import (
 )
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import ErrorInfo
-
-if TYPE_CHECKING:
-    from client.conftest import FakeDaemon
 from support.client_keys import FINGERPRINT, HIT, MISS, PENDING, A, B, C, answers
+from support.fake_daemon import FakeDaemon
 
 
 def test_a_reset_sends_its_label_and_returns_the_tiers_that_do_not_have_it_yet(

@@ -6,7 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -22,10 +22,8 @@ from kvferry.client import (
 )
 from kvferry.client.validation import check_fields
 from kvferry.proto.messages import AllocateKVCaches, Hello, OpenNamespace
+from support.fake_daemon import FakeDaemon
 from support.raw_client import one_tensor
-
-if TYPE_CHECKING:
-    from client.conftest import FakeDaemon
 
 LAYOUT = one_tensor()
 HUGE = msgspec.structs.replace(LAYOUT, block_size_factor=5000)

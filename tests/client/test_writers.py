@@ -8,7 +8,6 @@ from hashlib import sha256
 
 import pytest
 
-from client.conftest import FakeDaemon
 from kvferry.client import OffloadingManager
 from kvferry.client.writers import RETRY_SECONDS, writer_of
 from kvferry.proto import messages as wire
@@ -28,6 +27,7 @@ from support.client_keys import (
     removed,
     stored,
 )
+from support.fake_daemon import FakeDaemon
 
 # Rank 0 writes C and D, rank 1 writes A and B.
 

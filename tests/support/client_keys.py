@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from kvferry.client import (
     Fingerprint,
@@ -14,15 +14,13 @@ from kvferry.client import (
     OffloadingManager,
     PrepareStoreOutput,
 )
-
-if TYPE_CHECKING:
-    from client.conftest import FakeDaemon
+from support.fake_daemon import FakeDaemon
 
 FINGERPRINT = Fingerprint("llama", 4096, key_bytes=4)
 A, B, C, D = b"aaaa", b"bbbb", b"cccc", b"dddd"
 HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.RETRY
 
-Start: TypeAlias = "Callable[..., FakeDaemon]"
+Start: TypeAlias = Callable[..., FakeDaemon]
 
 
 def open_manager(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,9 +19,7 @@ from kvferry.proto import messages as wire
 from kvferry.proto.errors import Code, ErrorInfo
 from kvferry.proto.keys import EventKind
 from support.client_keys import A, B, C, D, Start, open_manager
-
-if TYPE_CHECKING:
-    from client.conftest import FakeDaemon
+from support.fake_daemon import FakeDaemon
 
 E, F = b"eeee", b"ffff"
 PAGES = [(A,), (B,), (C,)]

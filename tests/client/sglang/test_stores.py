@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -13,10 +13,8 @@ from kvferry.client.sglang.transfers import RankTransfers
 from kvferry.proto.keys import OffloadKey
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KeyLoadStoreSpec
 from support.client_keys import HIT, MISS, PENDING, A, B, C, D, Start, answers, open_manager
+from support.fake_daemon import FakeDaemon
 from support.sglang_stand_ins import NamedSource, RecordingSession, pages, result
-
-if TYPE_CHECKING:
-    from client.conftest import FakeDaemon
 
 SOURCE = NamedSource("kv", 4, range(1))
 
