@@ -55,7 +55,7 @@ def client(fake_daemon: FakeDaemon) -> OffloadClient:
 
 
 @pytest.fixture
-def client_in_namespace(fake_daemon: FakeDaemon, client: OffloadClient) -> OffloadClient:
+def tenant(fake_daemon: FakeDaemon, client: OffloadClient) -> OffloadClient:
     """`client` in a namespace. Key A is ready, key B is pending. `received` is empty."""
     fake_daemon.store(A)
     fake_daemon.reserve(B)

@@ -21,26 +21,26 @@ def numbers(retention: Retention) -> tuple[int, ...]:
 
 
 def test_the_answer_arrives_while_the_client_is_polled(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+    fake_daemon: FakeDaemon, tenant: OffloadClient
 ) -> None:
     fake_daemon.store(A, B)
-    retention = client_in_namespace.retain([A, C, A], 60, "agent")
+    retention = tenant.retain([A, C, A], 60, "agent")
     assert (retention.done, retention.unanswered) == (False, 2)
-    client_in_namespace.poll()
+    tenant.poll()
     assert (retention.done, numbers(retention)) == (True, (1, 1, 0, 0))
     (sent,) = fake_daemon.received_of(Retain)
     assert (sent.keys, sent.seconds, sent.label) == ((A, C), 60.0, "agent")
-    client_in_namespace.release([A, B], "agent")
+    tenant.release([A, B], "agent")
     assert fake_daemon.received_of(Release) == [Release((A, B), "agent")]
 
 
 def test_many_keys_are_sent_in_prefix_order_and_released_from_the_end(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+    fake_daemon: FakeDaemon, tenant: OffloadClient
 ) -> None:
     keys = [number.to_bytes(len(A), "big") for number in range(MAX_KEYS + 1)]
-    retention = client_in_namespace.retain(keys, 1.0)
-    client_in_namespace.release(keys)
-    client_in_namespace.poll()
+    retention = tenant.retain(keys, 1.0)
+    tenant.release(keys)
+    tenant.poll()
     assert numbers(retention) == (0, MAX_KEYS + 1, 0, 0)
     first, second = fake_daemon.received_of(Retain)
     assert (first.keys[0], second.keys) == (keys[0], (keys[-1],))
@@ -48,19 +48,19 @@ def test_many_keys_are_sent_in_prefix_order_and_released_from_the_end(
 
 
 def test_without_a_daemon_or_if_it_refuses_nothing_is_retained(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+    fake_daemon: FakeDaemon, tenant: OffloadClient
 ) -> None:
     fake_daemon.store(A)
     fake_daemon.refusal = ErrorInfo(Code.BUSY, "later")
-    refused = client_in_namespace.retain([A, B], 1.0)
-    client_in_namespace.poll()
+    refused = tenant.retain([A, B], 1.0)
+    tenant.poll()
     assert numbers(refused) == (0, 0, 0, 2)
     fake_daemon.silent = True
-    sent = client_in_namespace.retain([A], 1.0)
+    sent = tenant.retain([A], 1.0)
     fake_daemon.disconnected = True
-    client_in_namespace.poll()
-    later = client_in_namespace.retain([A, B], 1.0)
-    client_in_namespace.release([A])
+    tenant.poll()
+    later = tenant.retain([A, B], 1.0)
+    tenant.release([A])
     assert [numbers(sent), numbers(later)] == [(0, 1, 0, 0), (0, 2, 0, 0)]
     assert sent.done
     assert later.done
@@ -68,14 +68,14 @@ def test_without_a_daemon_or_if_it_refuses_nothing_is_retained(
 
 @pytest.mark.parametrize("seconds", [0, -1.0, 3601, math.nan, math.inf, "60", None])
 def test_wrong_times_are_refused(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, seconds: float
+    fake_daemon: FakeDaemon, tenant: OffloadClient, seconds: float
 ) -> None:
     with pytest.raises(Refused, match="seconds must be a number"):
-        client_in_namespace.retain([A], seconds)
+        tenant.retain([A], seconds)
     with pytest.raises(Refused, match="label must be a text of 0 to 256 characters"):
-        client_in_namespace.release([A], "x" * 257)
+        tenant.release([A], "x" * 257)
     with pytest.raises(Refused, match="keys of this namespace"):
-        client_in_namespace.retain([b"short"], 1.0)
+        tenant.retain([b"short"], 1.0)
     assert not fake_daemon.received_of(Retain) + fake_daemon.received_of(Release)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 import pytest
 
@@ -31,15 +33,15 @@ from support.client_keys import (
 )
 from support.fake_daemon import FakeDaemon
 
+Ranks: TypeAlias = tuple[FakeDaemon, FakeDaemon]
+
 
 @pytest.fixture
-def ranks(start_fake_daemon: Start) -> tuple[FakeDaemon, FakeDaemon]:
+def ranks(start_fake_daemon: Start) -> Ranks:
     return start_fake_daemon(), start_fake_daemon(num_blocks=5)
 
 
-def test_each_rank_of_several_has_a_namespace_of_its_own(
-    ranks: tuple[FakeDaemon, FakeDaemon],
-) -> None:
+def test_each_rank_of_several_has_a_namespace_of_its_own(ranks: Ranks) -> None:
     manager = OffloadingManager.connect(
         [daemon.directory for daemon in ranks],
         engine="engine",
@@ -61,7 +63,7 @@ def test_each_rank_of_several_has_a_namespace_of_its_own(
     assert ranks[0].received_of(wire.OpenNamespace)[0].fingerprint == own
 
 
-def test_a_key_is_a_hit_if_all_ranks_have_it(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
+def test_a_key_is_a_hit_if_all_ranks_have_it(ranks: Ranks) -> None:
     first, second = ranks
     first.store(A, C)
     first.reserve(B)
@@ -102,9 +104,7 @@ def test_an_incomplete_mirror_of_a_rank_returns_retry(start_fake_daemon: Start, 
     assert offer(manager, A, B, C) == (A, B, C)
 
 
-def test_an_event_needs_a_change_of_all_ranks_together(
-    ranks: tuple[FakeDaemon, FakeDaemon],
-) -> None:
+def test_an_event_needs_a_change_of_all_ranks_together(ranks: Ranks) -> None:
     first, second = ranks
     first.store(A, B)
     second.store(B)
@@ -120,9 +120,7 @@ def test_an_event_needs_a_change_of_all_ranks_together(
     assert manager.take_events() == []
 
 
-def test_offloading_is_off_without_the_daemon_of_one_rank(
-    ranks: tuple[FakeDaemon, FakeDaemon],
-) -> None:
+def test_offloading_is_off_without_the_daemon_of_one_rank(ranks: Ranks) -> None:
     for daemon in ranks:
         daemon.store(A, B)
     manager = open_manager(*ranks)
@@ -143,9 +141,7 @@ def test_offloading_is_off_without_the_daemon_of_one_rank(
     assert manager.usage.ready == 0
 
 
-def test_connect_closes_all_ranks_if_one_is_refused(
-    ranks: tuple[FakeDaemon, FakeDaemon],
-) -> None:
+def test_connect_closes_all_ranks_if_one_is_refused(ranks: Ranks) -> None:
     ranks[1].refusal = ErrorInfo(Code.POOL_FULL, "no room")
     with pytest.raises(Refused, match="no room"):
         open_manager(*ranks)

@@ -55,7 +55,7 @@ def test_a_namespace_says_what_it_got_and_why_it_is_less_than_was_asked_for() ->
 
 
 def test_an_error_in_the_same_batch_does_not_delay_the_request_for_a_snapshot(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+    fake_daemon: FakeDaemon, tenant: OffloadClient
 ) -> None:
     """Until a snapshot, keys are a RETRY, and no other message may follow."""
     fake_daemon.lossy = True
@@ -64,9 +64,9 @@ def test_an_error_in_the_same_batch_does_not_delay_the_request_for_a_snapshot(
     fake_daemon.evict(A)
     fake_daemon.send_to_client(wire.Error(None, ErrorInfo(Code.BUSY, "too many pins")))
     with pytest.raises(Refused, match="too many pins"):
-        client_in_namespace.poll()
-    client_in_namespace.poll()
-    assert answers(client_in_namespace, A, C) == [MISS, HIT]
+        tenant.poll()
+    tenant.poll()
+    assert answers(tenant, A, C) == [MISS, HIT]
 
 
 def test_a_worker_needs_no_mirror(fake_daemon: FakeDaemon, client: OffloadClient) -> None:
@@ -81,12 +81,12 @@ def test_a_worker_needs_no_mirror(fake_daemon: FakeDaemon, client: OffloadClient
 
 
 def test_opening_a_namespace_again_changes_nothing_and_another_is_refused(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+    fake_daemon: FakeDaemon, tenant: OffloadClient
 ) -> None:
-    opened = client_in_namespace.open_namespace(FINGERPRINT, eviction_policy="s3fifo")
+    opened = tenant.open_namespace(FINGERPRINT, eviction_policy="s3fifo")
     assert opened.policy == "lru"
     with pytest.raises(Refused, match="another client") as refused:
-        client_in_namespace.open_namespace(msgspec.structs.replace(FINGERPRINT, dtype="fp8"))
+        tenant.open_namespace(msgspec.structs.replace(FINGERPRINT, dtype="fp8"))
     assert refused.value.code == Code.NAMESPACE_MISMATCH
     assert "dtype: 'fp8' here, '' there" in refused.value.value
     assert fake_daemon.received == []
@@ -140,75 +140,71 @@ def test_methods_of_a_namespace_are_refused_outside_of_one(
 
 
 def test_lookups_receive_messages_if_the_mirror_is_too_old(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+    fake_daemon: FakeDaemon, tenant: OffloadClient
 ) -> None:
     fake_daemon.mirror_max_age = 3600.0
     fake_daemon.store(C)
-    assert client_in_namespace.lookup(C) is HIT
+    assert tenant.lookup(C) is HIT
     drains = fake_daemon.drains
     fake_daemon.evict(C)
-    assert [client_in_namespace.lookup(C) for _ in range(1000)] == [HIT] * 1000
+    assert [tenant.lookup(C) for _ in range(1000)] == [HIT] * 1000
     assert fake_daemon.drains == drains
-    client_in_namespace._mirror_expires -= 3601.0  # as if an hour had passed
-    assert client_in_namespace.lookup(C) is MISS
+    tenant._mirror_expires -= 3601.0  # as if an hour had passed
+    assert tenant.lookup(C) is MISS
     assert fake_daemon.drains == drains + 1
 
 
 # Pins and touches
 
 
-def test_pins_and_touches_are_sent(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
-) -> None:
-    client_in_namespace.pin([A, B])
-    client_in_namespace.touch(iter([B, A]), hits=3, misses=1)
-    client_in_namespace.unpin((A,))
+def test_pins_and_touches_are_sent(fake_daemon: FakeDaemon, tenant: OffloadClient) -> None:
+    tenant.pin([A, B])
+    tenant.touch(iter([B, A]), hits=3, misses=1)
+    tenant.unpin((A,))
     assert fake_daemon.received == [wire.Pin((A, B)), wire.Touch((B, A), 3, 1), wire.Unpin((A,))]
-    assert client_in_namespace.namespace.pinned == 1
+    assert tenant.namespace.pinned == 1
 
 
 @pytest.mark.parametrize("keys", [[C], [A, C], [A, A, A]])
-def test_pins_count(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, keys: list[bytes]
-) -> None:
+def test_pins_count(fake_daemon: FakeDaemon, tenant: OffloadClient, keys: list[bytes]) -> None:
     """If one of the keys is not pinned so often, none is unpinned."""
-    client_in_namespace.pin([A, A])
+    tenant.pin([A, A])
     with pytest.raises(Refused) as refused:
-        client_in_namespace.unpin(keys)
+        tenant.unpin(keys)
     assert (refused.value.code, refused.value.value) == (Code.NOT_PINNED, repr(keys[-1]))
     assert fake_daemon.received == [wire.Pin((A, A))]
-    client_in_namespace.unpin([A])
-    assert client_in_namespace.namespace.pinned == 1
-    client_in_namespace.unpin([A])
-    assert client_in_namespace.namespace.pinned == 0
+    tenant.unpin([A])
+    assert tenant.namespace.pinned == 1
+    tenant.unpin([A])
+    assert tenant.namespace.pinned == 0
 
 
 def test_hold_pins_keys_and_returns_how_many_are_loadable(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+    fake_daemon: FakeDaemon, tenant: OffloadClient
 ) -> None:
     fake_daemon.store(A)
-    assert client_in_namespace.hold([A, C, A]) == 1
-    assert client_in_namespace.namespace.pinned == 2
-    client_in_namespace.unpin([A, C, A])
+    assert tenant.hold([A, C, A]) == 1
+    assert tenant.namespace.pinned == 2
+    tenant.unpin([A, C, A])
     many = (A,) * (MAX_KEYS + 2)
-    assert client_in_namespace.hold(many) == len(many)
-    client_in_namespace.unpin(many)
-    assert client_in_namespace.hold((C, *many)) == 0
-    assert client_in_namespace.hold(()) == 0
+    assert tenant.hold(many) == len(many)
+    tenant.unpin(many)
+    assert tenant.hold((C, *many)) == 0
+    assert tenant.hold(()) == 0
 
 
 @pytest.mark.parametrize("reason", ["silent", "refused", "gone"])
 def test_a_hold_without_an_answer_pins_nothing(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, reason: str
+    fake_daemon: FakeDaemon, tenant: OffloadClient, reason: str
 ) -> None:
     fake_daemon.silent = reason == "silent"
     if reason == "refused":
         fake_daemon.refusal = ErrorInfo(Code.BUSY, "too many pins")
     if reason == "gone":
-        client_in_namespace.abandon()
+        tenant.abandon()
     with pytest.raises(Refused if reason == "refused" else Gone):
-        client_in_namespace.hold([A, B], timeout=0.001)
-    assert client_in_namespace.namespace.pinned == 0
+        tenant.hold([A, B], timeout=0.001)
+    assert tenant.namespace.pinned == 0
     unpinned = [message.keys for message in fake_daemon.received_of(wire.Unpin)]
     assert unpinned == ([(A, B)] if reason == "silent" else [])
 
@@ -226,9 +222,9 @@ WRONG_KEYS: list[Any] = [
 
 @pytest.mark.parametrize("keys", WRONG_KEYS)
 def test_keys_of_another_type_or_length_are_refused(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, keys: Any
+    fake_daemon: FakeDaemon, tenant: OffloadClient, keys: Any
 ) -> None:
-    client = client_in_namespace
+    client = tenant
     calls: list[Callable[[], object]] = [
         lambda: client.pin(keys),
         lambda: client.unpin(keys),
@@ -260,12 +256,12 @@ def test_keys_may_be_submitted_without_opening_the_namespace(
 
 
 def test_host_bytes_in_a_namespace_is_refused(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+    fake_daemon: FakeDaemon, tenant: OffloadClient
 ) -> None:
     layout: Any = None
     for register in (
-        client_in_namespace.register_kv_caches,
-        client_in_namespace.allocate_kv_caches,
+        tenant.register_kv_caches,
+        tenant.allocate_kv_caches,
     ):
         with pytest.raises(Refused, match="cpu_bytes_to_use") as refused:
             register(layout, host_bytes=1 << 20)
@@ -278,26 +274,26 @@ def test_host_bytes_in_a_namespace_is_refused(
 
 @pytest.mark.parametrize("how", ["killed", "goodbye"])
 def test_without_a_daemon_lookups_miss_and_pins_do_not_fail(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, how: str
+    fake_daemon: FakeDaemon, tenant: OffloadClient, how: str
 ) -> None:
-    client_in_namespace.pin([A])
+    tenant.pin([A])
     if how == "killed":
         fake_daemon.disconnected = True
     else:
         fake_daemon.send_to_client(wire.Goodbye("stopping"))
-    assert answers(client_in_namespace, A, B, C) == [MISS, MISS, MISS]
-    assert isinstance(client_in_namespace.gone, Gone)
+    assert answers(tenant, A, B, C) == [MISS, MISS, MISS]
+    assert isinstance(tenant.gone, Gone)
     fake_daemon.received.clear()
-    client_in_namespace.pin([B])
-    client_in_namespace.touch([A])
-    client_in_namespace.unpin([A, B])
+    tenant.pin([B])
+    tenant.touch([A])
+    tenant.unpin([A, B])
     with pytest.raises(Refused):
-        client_in_namespace.unpin([A])
+        tenant.unpin([A])
     assert fake_daemon.received == []
     calls: list[Callable[[], object]] = [
-        client_in_namespace.reset_async,
-        client_in_namespace.reset,
-        lambda: client_in_namespace.transfer_async(1, (GPU, KeyLoadStoreSpec((A,)))),
+        tenant.reset_async,
+        tenant.reset,
+        lambda: tenant.transfer_async(1, (GPU, KeyLoadStoreSpec((A,)))),
     ]
     for call in calls:
         with pytest.raises(Gone):
@@ -305,15 +301,15 @@ def test_without_a_daemon_lookups_miss_and_pins_do_not_fail(
 
 
 def test_messages_after_the_end_change_nothing(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+    fake_daemon: FakeDaemon, tenant: OffloadClient
 ) -> None:
     fake_daemon.slow = True
-    client_in_namespace.reset_async()
+    tenant.reset_async()
     fake_daemon.send_to_client(wire.Goodbye("stopping"))
     fake_daemon.finish_resets()
     fake_daemon.store(C)
-    assert client_in_namespace.get_finished() == []
-    assert answers(client_in_namespace, A, C) == [MISS, MISS]
-    client_in_namespace.close()
-    assert answers(client_in_namespace, A) == [MISS]
+    assert tenant.get_finished() == []
+    assert answers(tenant, A, C) == [MISS, MISS]
+    tenant.close()
+    assert answers(tenant, A) == [MISS]
     assert fake_daemon.closed

@@ -19,14 +19,14 @@ from support.fake_daemon import FakeDaemon
 
 
 def test_a_reset_sends_its_label_and_returns_the_tiers_that_do_not_have_it_yet(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+    fake_daemon: FakeDaemon, tenant: OffloadClient
 ) -> None:
-    assert client_in_namespace.reset("weights 2") == ()
+    assert tenant.reset("weights 2") == ()
     fake_daemon.unpublished = ("store",)
-    assert client_in_namespace.reset("weights 3") == ("store",)
-    client_in_namespace.reset_async("weights 4")
+    assert tenant.reset("weights 3") == ("store",)
+    tenant.reset_async("weights 4")
     fake_daemon.store(C)
-    assert answers(client_in_namespace, A, B, C) == [MISS, MISS, HIT]
+    assert answers(tenant, A, B, C) == [MISS, MISS, HIT]
     labels = [each.label for each in fake_daemon.received_of(wire.Reset)]
     assert labels == ["weights 2", "weights 3", "weights 4"]
 
@@ -45,55 +45,53 @@ def test_a_reset_that_reconnecting_does_returns_the_same(fake_daemon: FakeDaemon
 
 @pytest.mark.parametrize("label", ["l" * 257, 7])
 def test_a_reset_with_a_wrong_label_changes_nothing(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient, label: Any
+    fake_daemon: FakeDaemon, tenant: OffloadClient, label: Any
 ) -> None:
-    for reset in (client_in_namespace.reset, client_in_namespace.reset_async):
+    for reset in (tenant.reset, tenant.reset_async):
         with pytest.raises(Refused) as refused:
             reset(label)
         assert refused.value.code == Code.BAD_MESSAGE
     assert fake_daemon.received_of(wire.Reset) == []
-    assert answers(client_in_namespace, A, B, C) == [HIT, PENDING, MISS]
+    assert answers(tenant, A, B, C) == [HIT, PENDING, MISS]
 
 
 def test_an_unfinished_reset_hides_all_keys_at_once(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+    fake_daemon: FakeDaemon, tenant: OffloadClient
 ) -> None:
     fake_daemon.slow = True
     with pytest.raises(Gone) as gone:
-        client_in_namespace.reset(timeout=0.01)
+        tenant.reset(timeout=0.01)
     assert gone.value.code == Code.TIMEOUT
-    client_in_namespace.reset_async()
+    tenant.reset_async()
     fake_daemon.store(C)
-    assert answers(client_in_namespace, A, C) == [MISS, MISS]
+    assert answers(tenant, A, C) == [MISS, MISS]
     fake_daemon.finish_resets()
     fake_daemon.store(B)
-    assert answers(client_in_namespace, A, B, C) == [MISS, HIT, MISS]
+    assert answers(tenant, A, B, C) == [MISS, HIT, MISS]
 
 
 def test_between_two_resets_everything_is_absent(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
+    fake_daemon: FakeDaemon, tenant: OffloadClient
 ) -> None:
     fake_daemon.slow = True
-    client_in_namespace.reset_async()
-    client_in_namespace.reset_async()
+    tenant.reset_async()
+    tenant.reset_async()
     first = fake_daemon.received_of(wire.Reset)[0].request_id
     fake_daemon.send_to_client(wire.Done(first))
     fake_daemon.store(C)
-    assert client_in_namespace.lookup(C) is MISS
-    assert client_in_namespace.get_finished() == []
+    assert tenant.lookup(C) is MISS
+    assert tenant.get_finished() == []
 
 
-def test_a_refused_reset_changes_nothing(
-    fake_daemon: FakeDaemon, client_in_namespace: OffloadClient
-) -> None:
+def test_a_refused_reset_changes_nothing(fake_daemon: FakeDaemon, tenant: OffloadClient) -> None:
     fake_daemon.refusal = ErrorInfo(Code.FORBIDDEN, "not now")
     with pytest.raises(Refused, match="not now"):
-        client_in_namespace.reset()
-    assert answers(client_in_namespace, A, B, C) == [HIT, PENDING, MISS]
-    client_in_namespace.reset_async()
+        tenant.reset()
+    assert answers(tenant, A, B, C) == [HIT, PENDING, MISS]
+    tenant.reset_async()
     with pytest.raises(Refused, match="not now"):
-        client_in_namespace.get_finished()
-    assert client_in_namespace.lookup(A) is MISS
+        tenant.get_finished()
+    assert tenant.lookup(A) is MISS
 
 
 def test_a_mirror_that_is_opened_during_a_reset_is_cleared_by_it(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 from hashlib import sha256
+from typing import TypeAlias
 
 import pytest
 
@@ -32,8 +33,11 @@ from support.fake_daemon import FakeDaemon
 # Rank 0 writes C and D, rank 1 writes A and B.
 
 
+Ranks: TypeAlias = tuple[FakeDaemon, FakeDaemon]
+
+
 @pytest.fixture
-def ranks(start_fake_daemon: Start) -> tuple[FakeDaemon, FakeDaemon]:
+def ranks(start_fake_daemon: Start) -> Ranks:
     one, two = start_fake_daemon(), start_fake_daemon()
     one.stores_once = two.stores_once = True
     return one, two
@@ -68,7 +72,7 @@ def test_writers_store_equal_shares(ranks: int) -> None:
     assert max(shares.values()) < 1.2 * min(shares.values())
 
 
-def test_a_key_is_stored_if_its_writer_has_it(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
+def test_a_key_is_stored_if_its_writer_has_it(ranks: Ranks) -> None:
     one, two = ranks
     two.store(A, C)
     two.reserve(B)
@@ -83,7 +87,7 @@ def test_a_key_is_stored_if_its_writer_has_it(ranks: tuple[FakeDaemon, FakeDaemo
     assert answers(manager, C) == [HIT]
 
 
-def test_a_key_that_only_its_writer_has_is_found(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
+def test_a_key_that_only_its_writer_has_is_found(ranks: Ranks) -> None:
     one, two = ranks
     two.store(A)
     one.store(B)
@@ -102,9 +106,7 @@ def test_a_key_that_only_its_writer_has_is_found(ranks: tuple[FakeDaemon, FakeDa
     assert answers(manager, A) == [HIT]
 
 
-def test_what_no_writer_has_is_searched_below_by_its_writer(
-    ranks: tuple[FakeDaemon, FakeDaemon],
-) -> None:
+def test_what_no_writer_has_is_searched_below_by_its_writer(ranks: Ranks) -> None:
     one, two = ranks
     two.store(A)
     manager = open_manager(*ranks)
@@ -117,9 +119,7 @@ def test_what_no_writer_has_is_searched_below_by_its_writer(
     assert set(prefetch.found_keys) == {C, B}
 
 
-def test_keys_are_not_divided_if_a_daemon_stores_what_siblings_have(
-    ranks: tuple[FakeDaemon, FakeDaemon],
-) -> None:
+def test_keys_are_not_divided_if_a_daemon_stores_what_siblings_have(ranks: Ranks) -> None:
     """The ranks have one namespace nevertheless."""
     ranks[1].stores_once = False
     ranks[1].store(A)
@@ -137,9 +137,7 @@ def test_keys_are_not_divided_if_a_daemon_stores_what_siblings_have(
     assert not manager.writers.is_at_writer(A)
 
 
-def test_only_the_writer_is_told_that_a_key_was_used(
-    ranks: tuple[FakeDaemon, FakeDaemon],
-) -> None:
+def test_only_the_writer_is_told_that_a_key_was_used(ranks: Ranks) -> None:
     manager = open_manager(*ranks)
     manager.touch([A, C, B, D])
     manager.flush()
@@ -147,7 +145,7 @@ def test_only_the_writer_is_told_that_a_key_was_used(
     assert touched == [(C, D), (A, B)]
 
 
-def test_events_report_the_keys_of_the_writers(ranks: tuple[FakeDaemon, FakeDaemon]) -> None:
+def test_events_report_the_keys_of_the_writers(ranks: Ranks) -> None:
     one, two = ranks
     two.store(A)
     manager = open_manager(*ranks)
@@ -160,9 +158,7 @@ def test_events_report_the_keys_of_the_writers(ranks: tuple[FakeDaemon, FakeDaem
     assert manager.take_events() == [removed(A)]
 
 
-def test_if_a_rank_does_not_find_keys_all_ranks_store_all_keys_for_a_minute(
-    ranks: tuple[FakeDaemon, FakeDaemon],
-) -> None:
+def test_if_a_rank_does_not_find_keys_all_ranks_store_all_keys_for_a_minute(ranks: Ranks) -> None:
     _, two = ranks
     two.store(A)
     now = 0.0
@@ -181,9 +177,7 @@ def test_if_a_rank_does_not_find_keys_all_ranks_store_all_keys_for_a_minute(
     assert manager.writers.is_at_writer(A)
 
 
-def test_no_writer_is_searched_without_the_daemon_of_a_rank(
-    ranks: tuple[FakeDaemon, FakeDaemon],
-) -> None:
+def test_no_writer_is_searched_without_the_daemon_of_a_rank(ranks: Ranks) -> None:
     one, two = ranks
     two.store(A)
     manager = open_manager(*ranks)
