@@ -108,3 +108,9 @@ def test_keys_of_an_offer_are_inserted_one_by_one_in_reverse(arc: Cache) -> None
     # key, and a is evicted. x: b is evicted.
     assert store(arc, "xdc") == "eab"
     assert (lists(arc), ghosts(arc), target(arc)) == (("fx", "cd"), ("e", "ab"), 2)
+
+
+def test_the_victims_of_an_offer_count_at_once(arc: Cache) -> None:
+    """c is a ghost: the recent list gives e and has its target of one key then, so x evicts a."""
+    store(arc, "fe")
+    assert store(arc, "xc") == "ea"
