@@ -34,7 +34,6 @@ LARGE = {
     "tests/client/vllm/test_scheduler_side.py": 419,
     "tests/daemon/engine/test_contract.py": 411,
     "tests/daemon/test_config.py": 445,
-    "tests/daemon/tiers/test_tier_client.py": 431,
     "tests/gpu/sglang_figures.py": 485,
     "tests/gpu/vllm_scenarios.py": 544,
     "tests/support/namespaces_fixture.py NamespacesFixture.__init__": 9,

@@ -12,9 +12,8 @@ import pytest
 from kvferry.daemon.tier_config import TierConfig
 from kvferry.daemon.tiers.tier_process import DEFAULT_TIMES, TierTimes
 from kvferry.testing.tier_subjects import PoolMemory, ProcessSubject
-from support.tiering_fixture import BLOCK
 
-from .disk_fixtures import KillableDisk
+from .disk_fixtures import BLOCK, KillableDisk
 from .rude_fixtures import Rude, Start
 
 

@@ -10,7 +10,7 @@ from kvferry.daemon.tiers.disk.hints import HINTS
 from kvferry.daemon.tiers.disk.tier import DiskTier
 from kvferry.testing.tier_subjects import DirectSubject, PoolMemory
 
-SIZE = 4 << 20
+SIZE, BLOCK = 4 << 20, 16 << 10
 
 
 class KillableDisk(DirectSubject):

@@ -9,7 +9,7 @@ from kvferry.daemon.tier_config import CustomTierConfig, TierConfig
 from kvferry.daemon.tiers.tier_process import DEFAULT_TIMES, TierTimes
 from kvferry.testing.tier_subjects import ProcessSubject
 
-SOON_KILLED = TierTimes(grace=0.3)
+SOON_KILLED = TierTimes(grace=0.3, first_off=0.2)
 
 
 class Start(Protocol):

@@ -5,20 +5,15 @@ Its process finds it by PYTHONPATH. options: folder, where a file with a fault's
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from kvferry.daemon.tiers.base import Blocks, Fetched, HostMemory, Result, TierUsage
 from kvferry.daemon.tiers.block_memory import view_memory
 from kvferry.testing.memory_tier import MemoryTier
-
-log = structlog.get_logger()
 
 
 def open_tier(options: Mapping[str, Any], _memory: HostMemory) -> RudeTier:
@@ -31,7 +26,6 @@ class RudeTier(MemoryTier):
     def __init__(self, folder: Path) -> None:
         super().__init__(1 << 20)
         self._folder = folder
-        self._wait_for("slow open")
 
     def contains(self, store: str, keys: Sequence[bytes]) -> Sequence[bool]:
         self._fail("contains")
@@ -73,9 +67,6 @@ class RudeTier(MemoryTier):
 
     def drop(self, store: str, keys: Sequence[bytes] | None = None) -> None:
         self._fail("drop")
-        if self._is_on("end in drop"):
-            log.error("end in drop")
-            os._exit(3)
         self._wait_for("slow drop")
         super().drop(store, keys)
 

@@ -17,9 +17,8 @@ from kvferry.daemon.tiers.disk.namespace_store import NamespaceStore
 from kvferry.daemon.tiers.disk.slot_table import Entry
 from kvferry.daemon.tiers.disk.tier import DiskTier
 from kvferry.testing.tier_subjects import NAMESPACE, key_of
-from support.tiering_fixture import BLOCK
 
-from .disk_fixtures import SIZE, KillableDisk, fetch_all, put_all
+from .disk_fixtures import BLOCK, SIZE, KillableDisk, fetch_all, put_all
 
 OK, MISS, CORRUPT = Result.OK, Result.MISS, Result.CORRUPT
 MANY = range(40)

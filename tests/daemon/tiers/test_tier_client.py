@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import signal
-import socket
-import subprocess
 import termios
 import time
 from pathlib import Path
@@ -18,7 +15,8 @@ from structlog.testing import capture_logs
 
 from kvferry.daemon.core.tier_actions import MAX_TIER_KEYS
 from kvferry.daemon.processes import ProcessDied
-from kvferry.daemon.tier_config import CustomTierConfig, DiskTierConfig
+from kvferry.daemon.tier_config import DiskTierConfig
+from kvferry.daemon.tiers import tier_client
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.messages import TierBlocks
 from kvferry.daemon.tiers.tier_process import TierTimes
@@ -30,9 +28,9 @@ from kvferry.testing.tier_subjects import (
     key_of,
 )
 from support.refused_starts import refuse_starts
-from support.tiering_fixture import BLOCK, pause
 from support.time_limits import TIMEOUT
 
+from .disk_fixtures import BLOCK
 from .rude_fixtures import SOON_KILLED, Rude, Start
 
 OK, MISS, LATE, FULL, ERROR = Result.OK, Result.MISS, Result.LATE, Result.FULL, Result.ERROR
@@ -55,7 +53,7 @@ def test_a_stopped_tier_is_killed_before_its_blocks_are_used_again(
     tier.put([1])
     rude.on("write")
     blocks = tier.blocks(NAMESPACE, [key_of(1)], [32])
-    fetch = tier.begin_fetch(blocks, 5.0)
+    fetch = tier.begin_fetch(blocks, 3.0)
     tier.wait_until((rude.folder / "writing").exists)
     pid = tier.client.pid
     assert pid is not None
@@ -75,9 +73,13 @@ def test_a_stopped_tier_is_killed_before_its_blocks_are_used_again(
     assert tier.fetch([1]) == [OK]
 
 
-def test_a_killed_tier_ends_what_is_pending_and_comes_back(disk: ProcessSubject) -> None:
+def test_a_killed_tier_ends_what_is_pending_and_comes_back(
+    disk: ProcessSubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its process cannot be started at first."""
     numbers = list(range(16))
     disk.put(numbers)
+    refusals = refuse_starts(monkeypatch, OSError("too many"))
     before = disk.client.pid
     assert before is not None
     os.kill(before, signal.SIGSTOP)
@@ -91,8 +93,16 @@ def test_a_killed_tier_ends_what_is_pending_and_comes_back(disk: ProcessSubject)
     assert disk.contains(numbers) == [False] * 16
     disk.wait_until(lambda: is_back(disk, before))
     assert disk.fetch(numbers) == [OK] * 16
-    assert disk.client.counts["deaths"] == 1
-    assert disk.client.in_flight == 0
+    assert (disk.client.counts["deaths"], disk.client.in_flight, refusals) == (1, 0, [])
+
+
+def test_what_is_read_and_written_is_counted(disk: ProcessSubject) -> None:
+    """But not blocks that the tier has already, as when the pool was restored."""
+    assert disk.put([0, 1]) == [OK, OK]
+    assert disk.put([1, 2]) == [Result.PRESENT, OK]
+    assert disk.fetch([0, 9, 2]) == [OK, MISS, OK]
+    expected = {"written": 3, "written_bytes": 3 * BLOCK, "promoted": 2, "read_bytes": 2 * BLOCK}
+    assert disk.client.counts.items() >= expected.items()
 
 
 def test_a_drop_reaches_a_tier_that_was_dead(disk: ProcessSubject) -> None:
@@ -121,6 +131,13 @@ def test_a_store_whose_drop_was_lost_is_named_again(disk: ProcessSubject) -> Non
     assert disk.stores() == [NAMESPACE]
     disk.drop()
     assert disk.contains([1]) == [False]
+
+
+def test_a_drop_is_done_also_if_the_daemon_stops_next(disk: ProcessSubject, start: Start) -> None:
+    disk.put([1])
+    disk.begin_drop()
+    disk.close()
+    assert start(disk.client.config).stores() == []
 
 
 def test_a_drop_that_failed_is_logged(rude: Rude, capfd: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +169,8 @@ def test_a_drop_of_a_store_ends_its_blocks_in_the_queue(start: Start, tmp_path: 
     tier.wait_until(lambda: len(list(tmp_path.glob("slow-*"))) == 2)  # all threads
     dropped = tier.begin_drop()
     tier.wait_until(lambda: is_received(tier))
-    pause(tier)
+    until = time.monotonic() + 0.1
+    tier.wait_until(lambda: time.monotonic() > until)
     assert not dropped.done()
     rude.off("slow")
     tier.wait_until(lambda: dropped.done() and all(put.results for put in puts))
@@ -169,7 +187,7 @@ def test_three_errors_turn_it_off_until_a_probe_is_answered(
     rude.on("fetch")
     rude.on("contains")
     assert [tier.fetch([1]) for _ in range(3)] == [[ERROR]] * 3
-    assert breaker.state == "open"
+    assert breaker.state != "closed"
     assert (tier.fetch([1]), tier.put([2]), tier.contains([1])) == ([MISS], [FULL], [False])
     tier.wait_until(lambda: tier.client.counts["openings"] == 2)  # the probe fails
     log = capsys.readouterr().out
@@ -179,7 +197,7 @@ def test_three_errors_turn_it_off_until_a_probe_is_answered(
     tier.wait_until(lambda: breaker.state == "closed")
     assert tier.contains([1]) == [True]
     assert tier.fetch([1]) == [ERROR]  # which is one too many
-    assert (breaker.state, tier.client.counts["openings"]) == ("open", 3)
+    assert tier.client.counts["openings"] == 3
     rude.off("fetch")
     tier.wait_until(lambda: breaker.state == "closed")
     assert tier.fetch([1]) == [OK]
@@ -204,9 +222,9 @@ def test_a_late_answer_makes_others_miss_and_is_no_failure(start: Start, tmp_pat
     assert (tier.client.counts["openings"], tier.client.counts["deaths"]) == (0, 0)
 
 
-def test_a_stopped_tier_costs_one_lookup_and_no_probe(rude: Rude) -> None:
+def test_a_stopped_tier_costs_one_lookup_and_no_probe(start: Start, tmp_path: Path) -> None:
     """Others miss at once, also while it is probed; it is killed, and comes back by itself."""
-    tier = rude.tier
+    tier = Rude(tmp_path, start, TierTimes(grace=0.3)).tier
     tier.put([1])
     pid = tier.client.pid
     assert pid is not None
@@ -224,54 +242,25 @@ def test_a_stopped_tier_costs_one_lookup_and_no_probe(rude: Rude) -> None:
     assert tier.client.counts["deaths"] == 1
 
 
-def send_lookups(rude: Rude) -> tuple[list[list[Result]], Path]:
-    """Send four lookups with a short deadline. Returns their results, and a file that exists once
-    the tier has sent its answers."""
-    rude.on("note lookups")
-    found: list[list[Result]] = [[] for _ in range(5)]
-
-    async def look_up(number: int, seconds: float) -> None:
-        keys = [key_of(number)]
-        found[number] += await rude.tier.client.contains(NAMESPACE, keys, seconds)
-
-    async def look_up_all() -> None:  # they are answered in order
-        await asyncio.gather(*(look_up(n, 0.05 if n < 4 else 30.0) for n in range(5)))
-
-    rude.tier.start(look_up_all())
-    return found[:4], rude.folder / f"lookup-{key_of(4).hex()}"
-
-
-def block_event_loop(rude: Rude, answered: Path, seconds: float) -> None:
-    """Block it for that time and until the tier has answered."""
-    until = time.monotonic() + seconds
-
-    async def block() -> None:
-        while time.monotonic() < until or not answered.exists():
-            time.sleep(0.001)
-
-    rude.tier.runner.run(block())
-
-
-def test_an_answer_that_has_arrived_is_not_late(rude: Rude) -> None:
-    """Although the daemon reads it after the deadline, because its event loop was busy."""
-    rude.tier.put(range(4))
-    lookups, answered = send_lookups(rude)
-    block_event_loop(rude, answered, 0.1)
-    rude.tier.wait_until(lambda: all(lookups))
-    assert lookups == [[OK]] * 4
-    assert rude.tier.client.is_prompt
-
-
 def test_a_process_whose_answers_have_arrived_is_not_killed(start: Start, tmp_path: Path) -> None:
-    rude = Rude(tmp_path, start, TierTimes(grace=3.0))
+    """Although the daemon's event loop is busy until after the grace time."""
+    rude = Rude(tmp_path, start, TierTimes(grace=2.0))
     tier, pid = rude.tier, rude.tier.client.pid
     assert pid is not None
+    rude.on("note lookups")
     os.kill(pid, signal.SIGSTOP)
-    lookups, answered = send_lookups(rude)
+    lookups = [tier.begin_lookup([key_of(n)], 0.05) for n in range(4)]
     tier.wait_until(lambda: all(lookups))
     assert lookups == [[LATE]] * 4
     os.kill(pid, signal.SIGCONT)
-    block_event_loop(rude, answered, 3.0)
+    answered = [tmp_path / f"lookup-{key_of(n).hex()}" for n in range(4)]
+    until = time.monotonic() + 2.0
+
+    async def block() -> None:
+        while time.monotonic() < until or not all(each.exists() for each in answered):
+            time.sleep(0.001)
+
+    tier.runner.run(block())
     tier.wait_until(lambda: not tier.client.in_flight)
     assert (tier.client.pid, tier.client.counts["deaths"]) == (pid, 0)
     assert tier.client.counts["openings"] == 1  # because of late lookups in a row
@@ -281,7 +270,7 @@ def test_what_was_read_in_time_counts(rude: Rude) -> None:
     """Although other keys of the request are late."""
     rude.tier.put([1, 2])
     rude.on("slow second")
-    assert rude.tier.fetch([1, 2], seconds=5.0) == [OK, LATE]
+    assert rude.tier.fetch([1, 2], seconds=2.0) == [OK, LATE]
 
 
 def test_lookups_miss_while_a_store_is_dropped(rude: Rude) -> None:
@@ -318,71 +307,27 @@ def test_bytes_that_do_not_match_their_checksum_are_dropped(rude: Rude) -> None:
 
 
 def test_a_root_in_use_turns_it_off_until_it_is_free(disk: ProcessSubject, start: Start) -> None:
+    """The reason is logged once, and again if it is another one."""
     disk.put([1])
+    path, deaths = disk.client.config.options["path"], 0
     with capture_logs() as logs:
         second = start(disk.client.config, SOON_KILLED, wait=False)
-        second.wait_until(lambda: second.client.counts["deaths"] == 3)
+        for mode, reason in ((0o700, "in use by another process"), (0o777, "mode 0777")):
+            os.chmod(path, mode)
+            second.wait_until(lambda reason=reason: reason in second.client.failure)  # type: ignore[misc]
+            deaths = second.client.counts["deaths"]
+            second.wait_until(lambda deaths=deaths: second.client.counts["deaths"] > deaths)  # type: ignore[misc]
     assert not second.client.is_on
-    assert "in use by another process" in second.client.failure
-    (once,) = [line for line in logs if line["log_level"] != "debug"]
-    assert (once["event"], once["tier"]) == ("tier cannot be opened", "disk")
-    assert "give each daemon a path of its own" in once["reason"]
+    first, other = [line for line in logs if line["log_level"] != "debug"]
+    assert (first["event"], first["tier"]) == ("tier cannot be opened", "disk")
+    assert "give each daemon a path of its own" in first["reason"]
+    assert "mode 0777" in other["reason"]
+    os.chmod(path, 0o700)
     assert disk.fetch([1]) == [OK]
     disk.close()
     second.wait_until(lambda: second.client.is_on)
     assert not second.client.failure
     assert second.fetch([1]) == [OK]
-
-
-def test_another_reason_why_a_tier_cannot_be_opened_is_logged(
-    disk: ProcessSubject, start: Start
-) -> None:
-    with capture_logs() as logs:
-        second = start(disk.client.config, SOON_KILLED, wait=False)
-        second.wait_until(lambda: second.client.counts["deaths"] == 2)
-        os.chmod(disk.client.config.options["path"], 0o777)
-        second.wait_until(lambda: "mode 0777" in second.client.failure)
-        deaths = second.client.counts["deaths"]
-        second.wait_until(lambda: second.client.counts["deaths"] == deaths + 2)
-    reasons = [line["reason"] for line in logs if line["event"] == "tier cannot be opened"]
-    assert ["in use" in reasons[0], "mode 0777" in reasons[1], len(reasons)] == [True, True, 2]
-
-
-def test_a_process_that_cannot_be_started_is_tried_again(
-    disk: ProcessSubject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk.put([1])
-    refusals = refuse_starts(monkeypatch, OSError("too many"), OSError("too many"))
-    before = disk.client.pid
-    assert before is not None
-    os.kill(before, signal.SIGKILL)
-    disk.wait_until(lambda: is_back(disk, before))
-    assert disk.fetch([1]) == [OK]
-    assert not refusals
-
-
-def test_one_that_does_not_get_ready_is_killed_and_tried_again(
-    start: Start, tmp_path: Path
-) -> None:
-    (tmp_path / "slow open").touch()
-    config = CustomTierConfig("rude_tier", {"folder": str(tmp_path)})
-    tier = start(config, TierTimes(start=2.0), wait=False)
-    tier.wait_until(lambda: tier.client.counts["deaths"] == 1)
-    tier.client._process._times = TierTimes()  # a start may take longer than two seconds
-    (tmp_path / "slow open").unlink()
-    tier.wait_until(lambda: tier.client.is_on)
-    assert tier.put([1]) == [OK]
-
-
-def test_it_ends_with_the_daemon(disk: ProcessSubject) -> None:
-    """It ends with any error, and the next one finds everything."""
-    disk.put([1])
-    process = disk.client._process
-    assert process._socket is not None
-    child = process._process
-    assert child is not None
-    process._socket.shutdown(socket.SHUT_RDWR)
-    assert child.wait(TIMEOUT) == 0
 
 
 def test_it_is_closed_cleanly_while_it_writes(disk: ProcessSubject) -> None:
@@ -405,27 +350,85 @@ def test_the_largest_requests_fit(disk: ProcessSubject) -> None:
     assert all(fetch.results == [MISS] * MAX_TIER_KEYS for fetch in fetches)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a tmpfs")
-def test_a_full_file_system_stops_writes_but_not_reads(start: Start, tmp_path: Path) -> None:
-    folder = tmp_path / "small"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder], check=True)
-    try:
-        other = folder / "other"
-        os.posix_fallocate(os.open(other, os.O_CREAT | os.O_RDWR), 0, 12 << 20)
-        tier = start(DiskTierConfig(str(folder / "tier"), "64MiB"))
-        results = [tier.put([number])[0] for number in range(300)]
-        assert set(results) <= {OK, FULL}
-        assert OK in results
-        found = [tier.fetch([number])[0] for number in range(300)]
-        assert found.count(OK) > 50
-        assert tier.client.breaker.state == "closed"
-        tier.close()
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
 def test_the_process_is_told_which_stores_are_in_use(rude: Rude) -> None:
     rude.tier.used_stores = "c-part", "a-part"
     rude.tier.usage()
     rude.tier.wait_until(lambda: (rude.folder / "used").read_text() == "a-part c-part")
+
+
+def test_fetches_overtake_puts(rude: Rude) -> None:
+    """With both threads busy with puts, and more puts queued, fetches are next."""
+    tier = rude.tier
+    tier.put([0])
+    rude.on("slow")
+    rude.on("slow reads")
+    written = [tier.blocks(NAMESPACE, [key_of(number)], [number]) for number in range(1, 6)]
+    puts = [tier.begin_put(blocks) for blocks in written]
+    tier.wait_until(lambda: len(list(rude.folder.glob("slow-*"))) == 2)
+    read = tier.blocks(NAMESPACE, [key_of(0)], [32])
+    fetches = [tier.begin_fetch(read) for _ in range(2)]
+    assert tier.contains([0]) == [True]  # it has read them all
+    rude.off("slow")
+    tier.wait_until(lambda: len([put for put in puts if put.results]) == 2)
+    assert not any(fetch.results for fetch in fetches)
+    rude.off("slow reads")
+    tier.wait_until(lambda: all(call.results for call in (*puts, *fetches)))
+
+
+def test_a_put_that_waits_for_reads_is_not_late(
+    rude: Rude, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_client, "PUT_SECONDS", 0.5)
+    tier = rude.tier
+    tier.put([0])
+    rude.on("paced reads")
+    read = tier.blocks(NAMESPACE, [key_of(0)], [32])
+    written = tier.blocks(NAMESPACE, [key_of(1)], [1])
+    reads = [tier.begin_fetch(read) for _ in range(60)]  # 1.5 seconds for two threads
+    put = tier.begin_put(written)
+    tier.wait_until(lambda: put.results)
+    assert put.results == [OK]
+    assert len([fetch for fetch in reads if fetch.results]) > 50
+    assert tier.client.counts["deaths"] == 0
+
+
+# Epochs of a shared tier
+
+
+@pytest.fixture
+def shared(start: Start, tmp_path: Path) -> Rude:
+    return Rude(tmp_path, start, shared=True)
+
+
+@pytest.mark.parametrize("fault", ["settle", "wrong settle"])
+def test_a_tier_that_cannot_settle_leaves_all_epochs_out(
+    shared: Rude, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared.on(fault)
+    assert shared.tier.settle({NAMESPACE: 7}) == {}
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "tier failed" in line)
+    assert "settle" in line
+    shared.off(fault)
+    epochs = {NAMESPACE: (1 << 62) - 1, "other": 0}
+    assert shared.tier.settle(epochs) == epochs
+    assert shared.tier.client.is_prompt
+    assert shared.tier.client.counts["deaths"] == 0
+
+
+def test_a_tier_that_hangs_while_it_settles_serves_all_else(shared: Rude) -> None:
+    """The network may be lost for long: neither a lookup waits for it, nor is it killed. If it
+    dies, nothing is settled."""
+    tier, pid = shared.tier, shared.tier.client.pid
+    assert pid is not None
+    shared.on("slow settle")
+    settled = tier.begin_settle({NAMESPACE: 7})
+    tier.wait_until(lambda: list(shared.folder.glob("slow settle-*")))
+    ended = time.monotonic() + 3 * SOON_KILLED.grace
+    while time.monotonic() < ended:
+        assert tier.put([1]) == [OK]
+        assert tier.contains([1]) == [True]
+        assert tier.fetch([1]) == [OK]
+    assert (tier.client.pid, tier.client.is_prompt, settled.done()) == (pid, True, False)
+    os.kill(pid, signal.SIGKILL)
+    tier.wait_until(settled.done)
+    assert settled.result() == {}

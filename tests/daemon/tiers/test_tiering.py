@@ -1,327 +1,270 @@
-"""Tiering carries out the core's actions through real tier processes, and reports each outcome."""
+"""Tiering carries out the core's actions, and reports each outcome."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
 
-from kvferry.daemon.core.actions import Report
 from kvferry.daemon.core.tier_actions import (
-    MAX_TIER_KEYS,
     BlocksFetched,
     DropStore,
+    EpochsSettled,
     FetchReleased,
-    StoresFound,
-    WriteJob,
+    FindKeys,
+    KeysFound,
+    SettleEpochs,
 )
-from kvferry.daemon.core.writes import Writes
-from kvferry.daemon.tier_config import CustomTierConfig
-from kvferry.daemon.tiers import tier_client, write_out
-from kvferry.daemon.tiers.tier_process import PoolFiles
-from kvferry.daemon.tiers.tiering import start_tiers
-from kvferry.testing.tier_subjects import (
-    NAMESPACE,
-    POOL_BYTES,
-    PoolMemory,
-    ProcessSubject,
-    content_of,
-    open_subject,
-)
-from support.tiering_fixture import BLOCK, TieringFixture, pause
+from kvferry.daemon.tiers import write_out
+from kvferry.daemon.tiers.base import Result
+from kvferry.daemon.tiers.messages import TierBlocks
+from kvferry.daemon.tiers.tiering import SETTLE_EVERY
+from kvferry.testing.tier_subjects import NAMESPACE, key_of
+from support.eventually import eventually
 
-from .rude_fixtures import Rude
-from .setups import MEMORY, disk_setup, memory_setup
+from .tiering_fixture import BLOCK, FakeTierClient, TieringFixture, tiers, write_job
 
-
-@pytest.fixture
-def memory(pool: PoolMemory) -> Iterator[TieringFixture]:
-    """Over one memory tier."""
-    with open_subject(memory_setup(4 << 20), pool) as tier:
-        assert isinstance(tier, ProcessSubject)
-        with closing(TieringFixture(pool, [tier])) as fixture:
-            yield fixture
-
-
-@pytest.fixture
-def two(pool: PoolMemory) -> Iterator[TieringFixture]:
-    """Over two memory tiers, the fast one first."""
-    with ExitStack() as stack:
-        fast = stack.enter_context(open_subject(memory_setup(4 << 20), pool))
-        assert isinstance(fast, ProcessSubject)
-        config = CustomTierConfig(MEMORY, {"size": 4 << 20})
-        slow = stack.enter_context(closing(ProcessSubject(pool, config, runner=fast.runner)))
-        slow.wait_until(lambda: slow.client.is_on)
-        yield stack.enter_context(closing(TieringFixture(pool, [fast, slow])))
-
-
-@pytest.fixture
-def disk(pool: PoolMemory, tmp_path: Path) -> Iterator[TieringFixture]:
-    """Over one disk tier."""
-    with open_subject(disk_setup(tmp_path / "tier", 16 << 20), pool) as tier:
-        assert isinstance(tier, ProcessSubject)
-        with closing(TieringFixture(pool, [tier])) as fixture:
-            yield fixture
+pytestmark = pytest.mark.virtual_time
 
 
 # Searches and fetches
 
 
-def test_the_fastest_tier_that_has_a_key_is_reported(two: TieringFixture) -> None:
-    two.start()
-    two.tiers[0].put([1, 2])
-    two.tiers[1].put([2, 3])
-    found = two.find(1, 2, 3, 4)
+async def test_the_fastest_tier_that_has_a_key_is_reported() -> None:
+    """And the keys that each tier has and has not are counted."""
+    fast, slow = FakeTierClient(1, 2), FakeTierClient(2, 3)
+    async with tiers(fast, slow) as fixture:
+        fixture.tiering.perform(FindKeys(7, NAMESPACE, tuple(map(key_of, (1, 2, 3, 4)))))
+        found = await fixture.wait_for(KeysFound)
     assert (found.search, found.tier_of) == (7, (0, 0, 1, -1))
     assert (len(found.rates), found.queues) == (2, (0.0, 0.0))
+    assert fast.counts == slow.counts == {"hits": 2, "misses": 2}
 
 
-def test_the_keys_that_a_tier_has_and_has_not_are_counted(memory: TieringFixture) -> None:
-    memory.start()
-    memory.tiers[0].put([5])
-    found = memory.find(*range(MAX_TIER_KEYS))
-    assert [n for n, tier in enumerate(found.tier_of) if tier == 0] == [5]
-    (status,) = memory.tiering.status({})
-    assert (status.hits, status.misses) == (1, MAX_TIER_KEYS - 1)
+async def test_fetched_blocks_are_reported_and_then_released() -> None:
+    tier = FakeTierClient(1, 2)
+    tier.may_move.clear()
+    async with tiers(tier) as fixture:
+        fixture.fetch(1, 9, 2)
+        await asyncio.sleep(3)
+        (status,) = fixture.tiering.status({"custom": {"skipped": 5}})
+        assert (status.name, status.state, status.skipped) == ("custom", "on", 5)
+        assert status.queue_seconds == pytest.approx(3)
+        tier.may_move.set()
+        await fixture.wait_for(FetchReleased)
+        (status,) = fixture.tiering.status({})
+    assert fixture.reports == [BlocksFetched(3, (True, False, True)), FetchReleased(3)]
+    (blocks,) = tier.moved
+    offsets = b"".join((block * BLOCK).to_bytes(8, "little") for block in (32, 33, 34))
+    assert blocks == TierBlocks(NAMESPACE, (key_of(1), key_of(9), key_of(2)), offsets, BLOCK)
+    ((name, seconds),) = fixture.promoted
+    assert (name, seconds) == ("custom", status.promotion_seconds)
+    assert seconds == pytest.approx(3)
+    assert status.queue_seconds == 0.0
 
 
-def test_fetched_blocks_are_reported_and_then_released(memory: TieringFixture) -> None:
-    memory.start()
-    memory.tiers[0].put([1, 2])
-    assert memory.fetch(0, 1, 9, 2) == BlocksFetched(3, (True, False, True))
-    memory.wait_for(FetchReleased)
-    assert [type(each) for each in memory.reports] == [BlocksFetched, FetchReleased]
-    assert np.array_equal(memory.pool.block(32), content_of(1, BLOCK))
-    assert np.array_equal(memory.pool.block(34), content_of(2, BLOCK))
-    ((name, seconds),) = memory.promoted
-    assert name == "custom"
-    assert seconds > 0
-    (status,) = memory.tiering.status({"custom": {"skipped": 5}})
-    assert (status.name, status.state, status.promoted, status.skipped) == ("custom", "on", 2, 5)
-    assert status.promotion_seconds == seconds
-    assert (status.read_bytes, status.queue_seconds) == (2 * BLOCK, 0.0)
+@pytest.mark.parametrize("died", [False, True])
+async def test_blocks_are_not_released_before_the_tier_has_answered_or_died(died: bool) -> None:
+    """Until then it may write into those of a late fetch, and read those of a late put."""
+    tier = FakeTierClient(1, write="write_through")
+    tier.result, tier.holds_blocks = Result.LATE, True
+    async with tiers(tier) as fixture:
+        fixture.fetch(1)
+        fixture.write(write_job(1, 0))
+        await asyncio.sleep(100)
+        assert (fixture.reports, fixture.writes.ended) == ([BlocksFetched(3, (False,))], {})
+        tier.release(died=died)
+        await fixture.wait_for(FetchReleased)
+        await eventually(lambda: fixture.writes.ended == {1: [False]})
+    assert fixture.promoted == []
 
 
-@pytest.fixture
-def slow(rude: Rude) -> Iterator[TieringFixture]:
-    """Over one tier with faults."""
-    with closing(TieringFixture(rude.tier.pool, [rude.tier])) as fixture:
-        yield fixture
-
-
-def test_blocks_of_a_late_fetch_are_not_released(slow: TieringFixture, rude: Rude) -> None:
-    """Until the tier can no longer write into them: here, when it has answered."""
-    slow.start()
-    rude.tier.put([1])
-    rude.on("slow reads")
-    assert slow.fetch(0, 1, seconds=0.1) == BlocksFetched(3, (False,))
-    pause(slow.tiers[0])
-    assert [type(each) for each in slow.reports] == [BlocksFetched]
-    rude.off("slow reads")
-    slow.wait_for(FetchReleased)
-
-
-def test_blocks_of_a_late_put_are_not_released(
-    slow: TieringFixture, rude: Rude, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("is_started", "breaker", "failure", "state"),
+    [
+        (True, "closed", "", "on"),
+        (True, "half_open", "", "probing"),
+        (True, "open", "", "off"),
+        (False, "closed", "", "starting"),
+        (False, "closed", "it has ended", "off"),
+    ],
+)
+async def test_the_state_of_a_tier_is_shown(
+    is_started: bool, breaker: str, failure: str, state: str
 ) -> None:
-    """Until the tier no longer reads them: here, when it is dead."""
-    monkeypatch.setattr(tier_client, "PUT_SECONDS", 0.1)
-    slow.start("write_through")
-    pid = rude.tier.client.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    slow.write(slow.write_job(1, 0))
-    rude.tier.wait_until(lambda: not rude.tier.client.is_prompt)  # the put is late
-    assert (slow.core.ended, rude.tier.client.pid) == ({}, pid)
-    rude.tier.wait_until(lambda: slow.core.ended)
-    assert slow.core.ended == {1: [False]}
-    assert rude.tier.client.pid != pid
+    tier = FakeTierClient()
+    tier.is_started, tier.breaker.state, tier.failure = is_started, breaker, failure
+    (status,) = TieringFixture([tier]).tiering.status({})
+    assert (status.state, status.failure) == (state, failure)
 
 
-def test_a_tier_that_is_dead_finds_nothing_and_fetches_nothing(memory: TieringFixture) -> None:
-    memory.start()
-    memory.tiers[0].put([1])
-    client = memory.tiers[0].client
-    client._process.kill("test")
-    assert memory.find(1).tier_of == (-1,)
-    assert memory.fetch(0, 1).ok == (False,)
-    memory.wait_for(FetchReleased)
-    assert memory.promoted == []
-    assert memory.tiering.status({})[0].state == "off"
-
-
-# Stores
-
-
-def test_a_store_is_dropped_in_all_tiers(two: TieringFixture) -> None:
-    two.start()
-    for tier in two.tiers:
-        tier.put([1])
-        tier.put([2], "other")
-    two.perform(DropStore(NAMESPACE))
-    for tier in two.tiers:
-        tier.wait_until(lambda tier=tier: tier.client.is_prompt)  # type: ignore[misc]
-        assert tier.contains([1]) == [False]
-        assert tier.contains([2], "other") == [True]
-    assert two.reports == []
-
-
-def test_a_drop_is_done_also_if_the_daemon_stops_next(disk: TieringFixture) -> None:
-    disk.start()
-    disk.tiers[0].put([1])
-    disk.perform(DropStore(NAMESPACE))
-    disk.close()
-    disk.tiers[0].close()
-    with closing(ProcessSubject(disk.pool, disk.tiers[0].client.config)) as tier:
-        tier.wait_until(lambda: tier.client.is_on)
-        assert tier.stores() == []
-
-
-def test_the_stores_of_a_tier_are_reported_when_it_starts(
-    pool: PoolMemory, disk: TieringFixture
-) -> None:
-    disk.start()
-    disk.tiers[0].put([1])
-    config, reports = disk.tiers[0].client.config, list[Report]()
-    disk.close()
-    disk.tiers[0].close()
-    files = PoolFiles(pool.files.descriptors, POOL_BYTES // 2, POOL_BYTES)
-
-    async def start() -> float:
-        before = time.monotonic()
-        (tier,) = start_tiers([config], files, cast(Writes, disk.core), reports.extend)
-        await tier.client._process.until_ready()
-        assert tier.client._stores_in_use() == disk.core.stores_in_use()
-        await tier.client._process.close()
-        return before
-
-    begun = asyncio.run(start())
-    (found,) = reports
-    assert isinstance(found, StoresFound)
-    assert found.stores == (NAMESPACE,)
-    assert begun < found.now < time.monotonic()
+async def test_a_store_is_dropped_in_all_tiers() -> None:
+    both = FakeTierClient(), FakeTierClient()
+    async with tiers(*both) as fixture:
+        fixture.tiering.perform(DropStore(NAMESPACE))
+    assert [tier.dropped for tier in both] == [[NAMESPACE], [NAMESPACE]]
+    assert fixture.reports == []
 
 
 # Writing out
 
 
-def test_blocks_are_written_and_unpinned(disk: TieringFixture) -> None:
-    disk.start("clean_ahead")
-    disk.write(disk.write_job(1, 0, 1), disk.write_job(2, 2))
-    disk.tiers[0].wait_until(lambda: len(disk.core.ended) == 2)
-    assert disk.core.ended == {1: [True, True], 2: [True]}
-    assert disk.find(0, 1, 2, 3).tier_of == (0, 0, 0, -1)
-    assert disk.fetch(0, 1).ok == (True,)
-    assert disk.core.asked[0] == (0, write_out.TAKEN_BLOCKS, 0.25)
-    (status,) = disk.tiering.status({})
-    assert (status.written, status.written_bytes) == (3, 3 * BLOCK)
-
-
-def test_each_tier_is_written_with_its_options(two: TieringFixture) -> None:
-    two.start("write_through", "clean_ahead")
-    two.core.tier_of = {1: 0, 2: 1}
-    two.write(two.write_job(1, 0), two.write_job(2, 1))
-    two.tiers[0].wait_until(lambda: len(two.core.ended) == 2)
-    assert sorted(two.find(0, 1).tier_of) == [0, 1]
-    assert {asked[0]: asked[1:] for asked in two.core.asked} == {
+async def test_each_tier_is_written_with_its_options() -> None:
+    both = FakeTierClient(write="write_through"), FakeTierClient(write="clean_ahead")
+    async with tiers(*both, FakeTierClient()) as fixture:
+        fixture.writes.tier_of = {1: 0, 2: 1}
+        fixture.write(write_job(1, 0, 1), write_job(2, 2))
+        await eventually(lambda: len(fixture.writes.ended) == 2)
+    assert fixture.writes.ended == {1: [True, True], 2: [True]}
+    assert both[0].stored[NAMESPACE] == {key_of(0), key_of(1)}
+    assert both[1].stored[NAMESPACE] == {key_of(2)}
+    assert {asked[0]: asked[1:] for asked in fixture.writes.asked} == {
         0: (write_out.TAKEN_BLOCKS, 1.0),
         1: (write_out.TAKEN_BLOCKS, 0.25),
     }
-    assert [tier.written for tier in two.tiering.status({})] == [1, 1]
 
 
-def test_without_anything_to_write_the_core_is_not_asked(disk: TieringFixture) -> None:
-    disk.start("write_through")
-    disk.write()
-    disk.tiers[0].wait_until(lambda: disk.core.asked)
-    waited = time.monotonic() + 5 * write_out.DELAY
-    disk.tiers[0].wait_until(lambda: time.monotonic() > waited)
-    assert len(disk.core.asked) == 1
+async def test_without_anything_to_write_the_core_is_not_asked() -> None:
+    async with tiers(FakeTierClient(write="write_through")) as fixture:
+        fixture.write()
+        await asyncio.sleep(60)
+    assert len(fixture.writes.asked) == 1
 
 
-def test_a_block_that_the_tier_has_is_not_counted_as_written(disk: TieringFixture) -> None:
-    """As after a restart, when the pool was restored."""
-    disk.start("write_through")
-    disk.write(disk.write_job(1, 0, 1))
-    disk.tiers[0].wait_until(lambda: 1 in disk.core.ended)
-    disk.write(disk.write_job(2, 1, 2))
-    disk.tiers[0].wait_until(lambda: 2 in disk.core.ended)
-    assert disk.core.ended == {1: [True, True], 2: [True, True]}
-    (status,) = disk.tiering.status({})
-    assert (status.written, status.written_bytes) == (3, 3 * BLOCK)
+async def test_writes_in_flight_are_bounded() -> None:
+    tier = FakeTierClient(write="write_through")
+    tier.may_move.clear()
+    blocks = write_out.IN_FLIGHT_BYTES // BLOCK // 2
+    async with tiers(tier) as fixture:
+        fixture.write(*(write_job(number, *range(blocks)) for number in range(5)))
+        begun = time.monotonic()
+        await asyncio.sleep(60)
+        assert len(fixture.writes.jobs) == 3
+        (status,) = fixture.tiering.status({})
+        assert status.queue_seconds == pytest.approx(time.monotonic() - begun, abs=0.1)
+        tier.may_move.set()
+        await eventually(lambda: len(fixture.writes.ended) == 5)
 
 
-def test_writes_in_flight_are_bounded(
-    disk: TieringFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(write_out, "IN_FLIGHT_BYTES", 2 * BLOCK)
-    disk.start("write_through")
-    pid = disk.tiers[0].client.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    disk.write(*(disk.write_job(number, number) for number in range(5)))
-    disk.tiers[0].wait_until(lambda: len(disk.core.jobs) == 3)
-    pause(disk.tiers[0])
-    assert len(disk.core.jobs) == 3
-    os.kill(pid, signal.SIGCONT)
-    disk.tiers[0].wait_until(lambda: len(disk.core.ended) == 5)
+async def test_writes_keep_their_rate() -> None:
+    tier = FakeTierClient(write="write_through", rate=str(10 * BLOCK))
+    async with tiers(tier) as fixture:
+        fixture.write(*(write_job(number, 2 * number, 2 * number + 1) for number in range(4)))
+        await eventually(lambda: len(fixture.writes.ended) == 4)
+    assert [at - tier.begun[0] for at in tier.begun] == pytest.approx([0, 0.2, 0.4, 0.6], abs=0.01)
 
 
-def test_writes_keep_their_rate(disk: TieringFixture) -> None:
-    disk.start("write_through", rate=10 * BLOCK)
-    begun = time.monotonic()
-    disk.write(*(disk.write_job(number, 2 * number, 2 * number + 1) for number in range(4)))
-    disk.tiers[0].wait_until(lambda: len(disk.core.ended) == 4)
-    assert time.monotonic() - begun > 0.55  # the first job takes nothing, the others 0.2 s each
+async def test_a_tier_that_takes_nothing_is_left_alone_for_longer_and_longer() -> None:
+    tier = FakeTierClient(write="write_through")
+    tier.result = Result.FULL
+    async with tiers(tier) as fixture:
+        fixture.write(*(write_job(number, number) for number in range(4)))
+        await eventually(lambda: len(fixture.writes.ended) == 3)
+        tier.result = None
+        await eventually(lambda: len(fixture.writes.ended) == 4)
+    assert fixture.writes.ended == {0: [False], 1: [False], 2: [False], 3: [True]}
+    assert [at - tier.begun[0] for at in tier.begun] == pytest.approx([0, 1, 3, 7], abs=0.1)
 
 
-def test_a_tier_that_takes_nothing_is_left_alone_for_a_while(memory: TieringFixture) -> None:
-    job = memory.write_job(1, 0)
-    large = WriteJob(1, NAMESPACE, job.keys, job.checksums, job.offsets, 5 << 20)
-    memory.start("write_through")
-    begun = time.monotonic()
-    memory.write(large)
-    memory.tiers[0].wait_until(lambda: memory.core.ended)
-    assert memory.core.ended == {1: [False]}
-    memory.write(memory.write_job(2, 0))
-    memory.tiers[0].wait_until(lambda: len(memory.core.ended) == 2)
-    assert time.monotonic() - begun > 0.9
+async def test_a_tier_that_is_off_is_not_written() -> None:
+    tier = FakeTierClient(write="write_through")
+    tier.is_on = False
+    async with tiers(tier) as fixture:
+        fixture.write(write_job(1, 0))
+        await asyncio.sleep(60)
+        assert fixture.writes.asked == []
+        tier.is_on = True
+        await eventually(lambda: fixture.writes.ended == {1: [True]})
+
+
+# Epochs of shared tiers
+
+
+def settled(fixture: TieringFixture) -> list[tuple[int, int, int]]:
+    """The tier, and the epochs that it was asked for and has found."""
+    return [
+        (each.tier, each.asked[NAMESPACE], each.found[NAMESPACE])
+        for each in fixture.all_of(EpochsSettled)
+    ]
+
+
+async def test_epochs_are_settled_with_shared_tiers_all_the_time() -> None:
+    async with tiers(FakeTierClient(), FakeTierClient(shared=True)) as fixture:
+        await asyncio.sleep(60)
+        assert fixture.reports == []  # no namespace is in use
+        for epoch, larger in ((7, 7), (9, 9), (8, 9)):
+            fixture.epochs = {NAMESPACE: epoch}
+            fixture.reports.clear()
+            await asyncio.sleep(10 * SETTLE_EVERY)
+            assert settled(fixture) == [(1, epoch, larger)] * 10
+            times = [each.now for each in fixture.all_of(EpochsSettled)]
+            assert np.diff(times) == pytest.approx([SETTLE_EVERY] * 9)
+
+
+async def test_epochs_are_settled_at_once_when_that_is_wanted() -> None:
+    async with tiers(FakeTierClient(shared=True)) as fixture:
+        fixture.epochs = {NAMESPACE: 7}
+        begun = time.monotonic()
+        fixture.tiering.perform(SettleEpochs())
+        assert (await fixture.wait_for(EpochsSettled)).now == pytest.approx(begun, abs=0.01)
+
+
+async def test_a_shared_tier_that_is_busy_settles_again_when_it_is_not() -> None:
+    """What it was asked for may be old by then. Another one settles meanwhile."""
+    busy = FakeTierClient(shared=True)
+    busy.may_settle.clear()
+    async with tiers(busy, FakeTierClient(shared=True)) as fixture:
+        for epoch in (7, 8):
+            fixture.epochs = {NAMESPACE: epoch}
+            await asyncio.sleep(10 * SETTLE_EVERY)
+            assert settled(fixture)[-1] == (1, epoch, epoch)
+        assert {tier for tier, *_ in settled(fixture)} == {1}
+        busy.may_settle.set()
+        await asyncio.sleep(2 * SETTLE_EVERY)
+        assert [each for each in settled(fixture) if each[0] == 0][:2] == [(0, 7, 7), (0, 8, 8)]
+
+
+async def test_a_shared_tier_that_is_lost_is_settled_with_when_it_is_back() -> None:
+    tier = FakeTierClient(shared=True)
+    tier.is_started = False
+    async with tiers(tier) as fixture:
+        fixture.epochs = {NAMESPACE: 7}
+        await asyncio.sleep(60)
+        assert fixture.reports == []
+        tier.is_started = True
+        await fixture.wait_for(EpochsSettled)
 
 
 # The end
 
 
-def test_nothing_is_reported_or_written_once_it_is_stopped(memory: TieringFixture) -> None:
-    memory.start("write_through")
-    memory.tiers[0].put([1])
-    memory.tiering.stop()
-    memory.begin_fetch(0, 1)
-    memory.write(memory.write_job(1, 0))
-    memory.tiers[0].wait_until(lambda: memory.promoted)
-    pause(memory.tiers[0])
-    assert (memory.reports, memory.core.asked) == ([], [])
+async def test_nothing_is_reported_or_written_once_it_is_stopped() -> None:
+    async with tiers(FakeTierClient(1, write="write_through")) as fixture:
+        fixture.tiering.stop()
+        fixture.fetch(1)
+        fixture.write(write_job(1, 0))
+        await eventually(lambda: fixture.promoted)
+        await asyncio.sleep(60)
+    assert (fixture.reports, fixture.writes.asked) == ([], [])
 
 
-def test_an_error_in_a_flow_ends_all_of_them(memory: TieringFixture) -> None:
+async def test_an_error_in_a_flow_ends_all_of_them() -> None:
     """Which ends the daemon (flows.py). Later actions are dropped."""
-    memory.start("write_through")
-    memory.tiers[0].put([1])
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    memory.tiering._promoted = fail
-    memory.begin_fetch(0, 1)
+    async def fetch_twice(fixture: TieringFixture) -> None:
+        fixture.tiering._promoted = fail
+        async with fixture.running():
+            for _ in range(2):
+                fixture.fetch(1)
+                await asyncio.sleep(1)
+
+    fixture = TieringFixture([FakeTierClient(1)])
     with pytest.raises(ExceptionGroup) as caught:
-        memory.tiers[0].wait_until(lambda: False)
+        await fetch_twice(fixture)
     assert caught.group_contains(ZeroDivisionError)
-    memory.begin_fetch(0, 1)
-    assert memory.reports == []
+    assert fixture.reports == []
