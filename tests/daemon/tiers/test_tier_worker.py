@@ -1,8 +1,10 @@
-"""Mistakes in the code of a tier, which may be anybody's, cost errors and are explained."""
+"""The process of a tier: its queue, and mistakes in the code of a tier, which may be anybody's."""
 
 from __future__ import annotations
 
 import os
+import signal
+import time
 from pathlib import Path
 
 import msgspec
@@ -13,9 +15,9 @@ from kvferry.daemon.tiers.messages import TierArguments
 from kvferry.daemon.tiers.tier_worker import check_tier
 from kvferry.proto.errors import Code, Refused
 from kvferry.testing.memory_tier import MemoryTier
-from kvferry.testing.tier_subjects import PoolMemory, TierSetup, open_subject
+from kvferry.testing.tier_subjects import NAMESPACE, PoolMemory, TierSetup, key_of, open_subject
 
-from .rude_fixtures import Rude
+from .rude_fixtures import SOON_KILLED, Rude, Start
 
 OK, ERROR = Result.OK, Result.ERROR
 
@@ -45,6 +47,64 @@ def test_a_tier_that_cannot_say_its_usage_stays_on(rude: Rude) -> None:
     assert tier.usage() == before
     assert tier.contains([1, 2]) == [True, True]
     assert tier.client.counts["deaths"] == 0
+
+
+def test_fetches_overtake_puts(rude: Rude) -> None:
+    """With both threads busy with puts, and more puts queued, fetches are next."""
+    tier = rude.tier
+    tier.put([0])
+    rude.on("slow")
+    rude.on("slow reads")
+    written = [tier.blocks(NAMESPACE, [key_of(number)], [number]) for number in range(1, 6)]
+    puts = [tier.begin_put(blocks) for blocks in written]
+    tier.wait_until(lambda: len(list(rude.folder.glob("slow-*"))) == 2)
+    read = tier.blocks(NAMESPACE, [key_of(0)], [32])
+    fetches = [tier.begin_fetch(read) for _ in range(2)]
+    assert tier.contains([0]) == [True]  # it has read them all
+    rude.off("slow")
+    tier.wait_until(lambda: len([put for put in puts if put.results]) == 2)
+    assert not any(fetch.results for fetch in fetches)
+    rude.off("slow reads")
+    tier.wait_until(lambda: all(call.results for call in (*puts, *fetches)))
+
+
+@pytest.fixture
+def shared(start: Start, tmp_path: Path) -> Rude:
+    return Rude(tmp_path, start, shared=True)
+
+
+@pytest.mark.parametrize("fault", ["settle", "wrong settle"])
+def test_a_tier_that_cannot_settle_leaves_all_epochs_out(
+    shared: Rude, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared.on(fault)
+    assert shared.tier.settle({NAMESPACE: 7}) == {}
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "tier failed" in line)
+    assert "settle" in line
+    shared.off(fault)
+    epochs = {NAMESPACE: (1 << 62) - 1, "other": 0}
+    assert shared.tier.settle(epochs) == epochs
+    assert shared.tier.client.is_prompt
+    assert shared.tier.client.counts["deaths"] == 0
+
+
+def test_a_tier_that_hangs_while_it_settles_serves_all_else(shared: Rude) -> None:
+    """The network may be lost for long: neither a lookup waits for it, nor is it killed. If it
+    dies, nothing is settled."""
+    tier, pid = shared.tier, shared.tier.client.pid
+    assert pid is not None
+    shared.on("slow settle")
+    settled = tier.begin_settle({NAMESPACE: 7})
+    tier.wait_until(lambda: list(shared.folder.glob("slow settle-*")))
+    ended = time.monotonic() + 3 * SOON_KILLED.grace
+    while time.monotonic() < ended:
+        assert tier.put([1]) == [OK]
+        assert tier.contains([1]) == [True]
+        assert tier.fetch([1]) == [OK]
+    assert (tier.client.pid, tier.client.is_prompt, settled.done()) == (pid, True, False)
+    os.kill(pid, signal.SIGKILL)
+    tier.wait_until(settled.done)
+    assert settled.result() == {}
 
 
 # What a tier must have
