@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -82,9 +80,6 @@ class ForeignWriter:
         epoch, incarnation = self.store.get(f"kvferry/{namespace}/epoch").split()
         return int(epoch), int(incarnation)
 
-    def object(self, number: int, namespace: str) -> str:
-        return f"kvferry/{namespace}/{self.pointer(namespace)[1]}/{key_of(number).hex()}"
-
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
@@ -113,34 +108,6 @@ def test_what_one_host_puts_the_other_fetches(
     assert here.tier.put([1, 2], space) == [OK, OK]
     until(lambda: there.tier.contains([1, 2, 3], space) == [True, True, False])
     assert there.tier.fetch([1, 2, 3], space) == [OK, OK, MISS]
-
-
-@pytest.mark.parametrize("process", ["same", "new"])
-def test_a_reset_on_one_host_is_seen_on_the_other_and_frees_memory(
-    shared_store: MooncakeStore, stack: ExitStack, process: str
-) -> None:
-    here, there = Host(shared_store, stack), Host(shared_store, stack)
-    space = {"same": "a2", "new": "b2"}[process] * 8
-    before, after, client = f"{space}-part", f"{space}-part-9", there.tier.client
-    for host in (here, there):
-        assert host.settle(space) == 0
-    here.tier.put([1, 2], before)
-    assert there.tier.contains([1, 2], before) == [True, True]
-    count = shared_store.key_count()
-    assert here.settle(space, 9) == 9
-    until(lambda: shared_store.key_count() == count - 2)  # pointer and marker are replaced
-    if process == "new":
-        assert client.pid is not None
-        os.kill(client.pid, signal.SIGKILL)
-        there.tier.wait_until(lambda: client.counts["deaths"] and client.is_on)
-    assert there.tier.contains([1, 2], before) == [False, False]
-    assert there.tier.put([1], before) == [FULL]
-    assert there.tier.put([1], after) == [FULL]
-    assert there.settle(space) == 9
-    assert there.tier.put([1], before) == [FULL]
-    assert there.tier.put([1], after) == [OK]
-    assert here.tier.fetch([1, 2], after) == [OK, MISS]
-    assert here.tier.fetch([1, 2], before) == [MISS, MISS]
 
 
 def test_after_a_restart_of_the_master_blocks_are_shared_again(
@@ -183,21 +150,6 @@ def test_a_reset_frees_old_blocks_and_markers(
     raw.store.close()
 
 
-def test_the_blocks_of_earlier_builds_are_found(
-    shared_store: MooncakeStore, stack: ExitStack
-) -> None:
-    """Their pointer is one number, which is in the names of blocks, too."""
-    here, space = Host(shared_store, stack), "a7" * 8
-    raw = ForeignWriter(shared_store)
-    for name in (f"kvferry/{space}/epoch/7", f"kvferry/{space}/epoch"):
-        assert raw.store.put(name, b"7".ljust(64)) == 0
-    assert here.settle(space) == 0
-    assert here.tier.put([1], f"{space}-part") == [OK]
-    assert raw.store.is_exist(f"kvferry/{space}-part/7/{key_of(1).hex()}") == 1
-    assert here.tier.fetch([1], f"{space}-part") == [OK]
-    raw.store.close()
-
-
 def test_small_host_blocks_are_warned_of_once(
     shared_store: MooncakeStore, stack: ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,52 +159,6 @@ def test_small_host_blocks_are_warned_of_once(
         assert here.tier.put([number], "a6" * 8) == [OK]
     here.tier.usage()  # sent after the log
     assert capsys.readouterr().out.count("small host blocks in the Mooncake tier") == 1
-
-
-def test_an_incarnation_that_has_lost_its_marker_is_not_valid_again(
-    shared_store: MooncakeStore, stack: ExitStack
-) -> None:
-    here, space = Host(shared_store, stack), "a4" * 8
-    here.settle(space)
-    here.tier.put([1], space)
-    raw = ForeignWriter(shared_store)
-    _, incarnation = raw.pointer(space)
-    assert raw.store.remove(f"kvferry/{space}/epoch/{incarnation}", True) == 0
-    assert here.tier.contains([1], space) == [False]
-    assert here.tier.put([1], space) == [FULL]
-    assert here.settle(space) == 0
-    assert here.tier.fetch([1], space) == [MISS]
-    assert raw.pointer(space)[1] != incarnation
-    raw.store.close()
-
-
-@pytest.mark.parametrize("wrong", ["short", "long", "other block", "no trailer", "flipped"])
-def test_an_object_with_other_contents_is_a_miss_and_can_be_put_again(
-    shared_store: MooncakeStore, stack: ExitStack, wrong: str
-) -> None:
-    here, space = Host(shared_store, stack), f"{len(wrong):016x}"
-    here.settle(space)
-    here.tier.put([1, 2], space)
-    raw = ForeignWriter(shared_store)
-    name = raw.object(1, space)
-    good = raw.store.get(name)
-    flipped = bytes([good[0] ^ 1])
-    contents = {
-        "short": good[:-1],
-        "long": good + b"x",
-        "other block": raw.store.get(raw.object(2, space)),
-        "no trailer": good[:BLOCK] + bytes(64),
-        "flipped": flipped + good[1:],
-    }[wrong]
-    assert raw.store.remove(name, True) == 0
-    assert raw.store.put(name, contents) == 0
-    assert here.tier.contains([1], space) == [True]
-    (result,) = here.tier.fetch([1], space)
-    assert result is (Result.CORRUPT if wrong == "flipped" else MISS)
-    assert here.tier.contains([1], space) == [False]
-    assert here.tier.put([1], space) == [OK]
-    assert here.tier.fetch([1, 2], space) == [OK, OK]
-    raw.store.close()
 
 
 def test_a_master_that_cannot_be_reached_is_named_and_tried_again(

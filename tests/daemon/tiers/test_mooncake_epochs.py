@@ -1,9 +1,11 @@
-"""Epochs of hosts that share a model of a store, with faults between any two of its operations."""
+"""Hosts that share a model of a store: epochs, with faults between operations, and objects."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
 
 import pytest
 
@@ -12,6 +14,7 @@ from kvferry.daemon.tiers.mooncake.epochs import OBJECT_BYTES, marker
 from kvferry.daemon.tiers.mooncake.store_client import NO_SPACE, TRANSFER_FAILED
 from support.mooncake_hosts import KEY, NAME, POINTER, ModelHost, check_agreement, pointer_of
 from support.object_store_model import ObjectStoreModel
+from support.time_limits import TIMEOUT
 
 OTHER = "b" * 16
 
@@ -26,51 +29,33 @@ def put_old_pointer(model: ObjectStoreModel, text: str = "7") -> None:
     model.objects[marker(NAME, 7)] = model.objects[POINTER] = text.encode().ljust(OBJECT_BYTES)
 
 
-def run_in_turns(hosts: Sequence[ModelHost], schedule: Sequence[int]) -> list[tuple[int, int]]:
-    """Let hosts settle at once, each up to its next operation at a time. schedule: which one is
-    next among those that have not ended; then the first. Returns the choices, and among how many.
-    """
-    stopped, resumed = threading.Semaphore(0), [threading.Semaphore(0) for _ in hosts]
-    running = list(range(len(hosts)))
+def settle_in_turns(hosts: Sequence[ModelHost], first: int, switches: Collection[int]) -> int:
+    """Let two hosts settle at once. They change at the operations with these numbers, and when one
+    has ended. Returns the number of operations."""
+    turns, ended, operations = [threading.Semaphore(0) for _ in hosts], [False, False], 0
 
-    def run(number: int) -> None:
-        def wait() -> None:
-            stopped.release()
-            resumed[number].acquire()
+    def change_from(own: int) -> None:
+        turns[1 - own].release()
+        assert turns[own].acquire(timeout=TIMEOUT)
 
-        hosts[number].client.before = wait
-        hosts[number].settle()
-        hosts[number].client.before = lambda: None
-        running.remove(number)
-        stopped.release()
+    def settle(own: int) -> None:
+        def before() -> None:
+            nonlocal operations
+            operations += 1
+            if operations in switches and not ended[1 - own]:
+                change_from(own)
 
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in running]
-    for thread in threads:
-        thread.start()
-        assert stopped.acquire(timeout=60)
-    choices = list[tuple[int, int]]()
-    while running:
-        choice = schedule[len(choices)] if len(choices) < len(schedule) else 0
-        choices.append((choice, len(running)))
-        resumed[running[choice]].release()
-        assert stopped.acquire(timeout=60)
-    for thread in threads:
-        thread.join()
-    return choices
+        assert turns[own].acquire(timeout=TIMEOUT)
+        hosts[own].client.before = before
+        hosts[own].settle()
+        hosts[own].client.before = lambda: None
+        ended[own] = True
+        turns[1 - own].release()
 
-
-def interleavings(begin: Callable[[], Sequence[ModelHost]]) -> Iterator[Sequence[ModelHost]]:
-    """The hosts that `begin` returns, after each order of the operations of their settles."""
-    schedule: list[int] | None = []
-    while schedule is not None:
-        hosts = begin()
-        choices = run_in_turns(hosts, schedule)
-        yield hosts
-        while choices and choices[-1][0] + 1 == choices[-1][1]:
-            choices.pop()
-        schedule = [choice for choice, _ in choices] if choices else None
-        if schedule:
-            schedule[-1] += 1
+    with ThreadPoolExecutor(2) as threads:
+        turns[first].release()
+        list(threads.map(settle, range(2)))
+    return operations
 
 
 @pytest.mark.parametrize(
@@ -84,43 +69,30 @@ def interleavings(begin: Callable[[], Sequence[ModelHost]]) -> Iterator[Sequence
     ],
 )
 def test_hosts_that_settle_at_once_agree(pointer: str, epochs: tuple[int, int]) -> None:
-    models = [ObjectStoreModel()]
+    """With up to three changes from one host to the other, between any two of their operations."""
 
-    def begin() -> Sequence[ModelHost]:
-        models[:] = [ObjectStoreModel()]
+    def check(first: int, switches: Collection[int]) -> int:
+        model = ObjectStoreModel()
         if pointer != "none":
-            put_old_pointer(models[0])
+            put_old_pointer(model)
         if pointer == "no marker":
-            del models[0].objects[marker(NAME, 7)]
-        return [ModelHost(models[0], place, each) for place, each in enumerate(epochs)]
-
-    orders = 0
-    for hosts in interleavings(begin):
-        orders += 1
+            del model.objects[marker(NAME, 7)]
+        hosts = [ModelHost(model, number, epoch) for number, epoch in enumerate(epochs)]
+        operations = settle_in_turns(hosts, first, switches)
         used = {host.epoch for host in hosts if host.put() is Result.OK}
         if pointer == "none":  # the first pointer is used by both
-            assert pointer_of(models[0])[0] == max(used)
+            assert pointer_of(model)[0] == max(used)
         if pointer == "none" and len(set(epochs)) == 1:
             assert hosts[0].put(b"of 0") is Result.OK
             assert hosts[1].find(b"of 0") == epochs[0]
-        check_agreement(models[0], hosts)
-    assert orders > 5
+        check_agreement(model, hosts)
+        return operations
 
-
-def test_a_host_that_was_away_during_resets_adopts_the_last(model: ObjectStoreModel) -> None:
-    here, there = ModelHost(model), ModelHost(model, 1)
-    check_agreement(model, [here, there])
-    there.client.is_cut_off = True
-    here.put()
-    for _ in range(3):
-        here.reset()
-        assert here.settle() == here.epoch
-        here.put()
-    there.client.is_cut_off = False
-    assert there.find() is None  # the marker is gone
-    assert there.put() is Result.FULL
-    assert there.settle() == here.epoch
-    assert there.find() == here.epoch
+    for first in range(2):
+        operations = check(first, ())
+        for count in range(1, 4):
+            for switches in combinations(range(1, operations + 1), count):
+                check(first, switches)
 
 
 @pytest.mark.parametrize("what", ["marker", "pointer", "both", "store", "damaged pointer"])
@@ -146,34 +118,6 @@ def test_what_the_store_loses_begins_another_incarnation(
     assert pointer_of(model)[1] != incarnation
     check_agreement(model, hosts)
     assert hosts[0].epoch == epoch
-
-
-def test_a_reset_while_the_store_is_not_reached_is_published_later(model: ObjectStoreModel) -> None:
-    here, there = ModelHost(model), ModelHost(model, 1)
-    check_agreement(model, [here, there])
-    here.put()
-    here.client.is_cut_off = True
-    here.reset()
-    assert here.settle() == -1
-    assert (here.find(), here.put()) == (None, Result.FULL)
-    assert there.find() == 0
-    here.client.is_cut_off = False
-    assert here.find() is None
-    assert here.settle() == here.epoch
-    assert (here.find(), there.find()) == (None, None)
-    check_agreement(model, [here, there])
-
-
-def test_a_reset_that_is_not_published_is_later_than_any_epoch_of_the_store(
-    model: ObjectStoreModel,
-) -> None:
-    here, there = ModelHost(model), ModelHost(model, 1)
-    here.reset()
-    there.reset(above=1000)
-    assert there.settle() == there.epoch > here.epoch
-    assert here.settle() == there.epoch < here.epoch
-    check_agreement(model, [here, there])
-    assert pointer_of(model)[0] == here.epoch
 
 
 def test_a_smaller_epoch_is_not_published_over_a_larger_one(model: ObjectStoreModel) -> None:
@@ -267,3 +211,26 @@ def test_a_namespace_that_is_not_in_use_is_forgotten(model: ObjectStoreModel) ->
     assert (host.find(), host.put()) == (None, Result.FULL)
     host.settle()
     assert host.find() == 0
+
+
+@pytest.mark.parametrize("wrong", ["short", "long", "other block", "no trailer"])
+def test_an_object_with_other_contents_is_a_miss_and_can_be_put_again(
+    model: ObjectStoreModel, wrong: str
+) -> None:
+    host = ModelHost(model)
+    host.settle()
+    for key in (KEY, b"l"):
+        assert host.put(key) is Result.OK
+    name, other = (
+        next(each for each in model.objects if each.endswith(f"/{key}")) for key in ("6b", "6c")
+    )
+    good = model.objects[name]
+    model.objects[name] = {
+        "short": good[:-1],
+        "long": good + b"x",
+        "other block": model.objects[other],
+        "no trailer": good[:8] + bytes(len(good) - 8),
+    }[wrong]
+    assert host.find() is None
+    assert name not in model.objects
+    assert (host.put(), host.find(), host.find(b"l")) == (Result.OK, 0, 0)
