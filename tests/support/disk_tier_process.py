@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from daemon.tiers.setups import disk_setup
+from daemon.tiers.disk_fixtures import disk_setup
 from kvferry.daemon.tiers.tier_process import TierTimes
 from kvferry.testing.tier_subjects import PoolMemory, ProcessSubject, open_subject
 

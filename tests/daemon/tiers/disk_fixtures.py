@@ -8,9 +8,14 @@ from pathlib import Path
 from kvferry.daemon.tiers.base import IN_TIER, Result
 from kvferry.daemon.tiers.disk.hints import HINTS
 from kvferry.daemon.tiers.disk.tier import DiskTier
-from kvferry.testing.tier_subjects import DirectSubject, PoolMemory
+from kvferry.testing.tier_subjects import DirectSubject, PoolMemory, TierSetup
 
 SIZE, BLOCK = 4 << 20, 16 << 10
+
+
+def disk_setup(root: Path, size: int, *, in_process: bool = False, key_file: str = "") -> TierSetup:
+    options = {"path": str(root), "size": size, "key_file": key_file}
+    return TierSetup("kvferry.daemon.tiers.disk", options, size, in_process, keeps=True)
 
 
 class KillableDisk(DirectSubject):

@@ -13,38 +13,32 @@ from kvferry.testing.mooncake_store import MooncakeStore, is_installed
 from kvferry.testing.tier_conformance import *  # noqa: F403
 from kvferry.testing.tier_subjects import PoolMemory, TierSetup, open_subject
 
+from .disk_fixtures import disk_setup
 from .encryption_keys import new_key
-from .setups import MEMORY, MOONCAKE, disk_setup, memory_setup, shared_setup
 
 SIZE = 4 << 20
 SEGMENT = 32 << 20
-
-
-TIERS = ["memory", "roomy", "shared", "disk", "encrypted"]
-TIERS += ["memory-process", "shared-process", "disk-process", "mooncake", "mooncake-encrypted"]
+MEMORY = "kvferry.testing.memory_tier"
+TIERS = "roomy", "shared", "disk", "encrypted", "disk-process", "mooncake"
 
 
 @pytest.fixture(params=TIERS)
 def tier_setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierSetup]:
-    in_process = "-" not in request.param
-    match request.param.partition("-")[0]:
-        case "memory":
-            yield memory_setup(SIZE, in_process=in_process)
-        case "shared":
-            yield shared_setup(SIZE, in_process=in_process)
+    match request.param:
         case "roomy":
             yield TierSetup(MEMORY, {"size": 64 << 20}, capacity=0, in_process=True)
-        case "disk":
-            yield disk_setup(tmp_path / "tier", SIZE, in_process=in_process)
+        case "shared":
+            yield TierSetup(MEMORY, {"size": SIZE, "shared": True}, SIZE, True, shared=True)
+        case "disk" | "disk-process" as name:
+            yield disk_setup(tmp_path / "tier", SIZE, in_process=name == "disk")
         case "encrypted":
             yield disk_setup(tmp_path / "tier", SIZE, in_process=True, key_file=new_key(tmp_path))
         case _:
-            key_file = new_key(tmp_path) if "encrypted" in request.param else ""
             if not is_installed():
                 pytest.skip("MOONCAKE IS NOT TESTED: install mooncake-transfer-engine-non-cuda")
             with MooncakeStore(segment_bytes=SEGMENT) as store:
-                options = {"master": store.address, "key_file": key_file}
-                yield TierSetup(MOONCAKE, options, SEGMENT, shared=True)
+                options = {"master": store.address, "key_file": new_key(tmp_path)}
+                yield TierSetup("kvferry.daemon.tiers.mooncake", options, SEGMENT, shared=True)
 
 
 def test_a_tier_that_cannot_be_opened_is_explained(pool: PoolMemory) -> None:

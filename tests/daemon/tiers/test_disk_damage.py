@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +12,6 @@ import pytest
 from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.disk import command
-from kvferry.daemon.tiers.disk.hints import HintFile
 from kvferry.daemon.tiers.disk.slab import SlotHeader, decode_header
 from kvferry.daemon.tiers.disk.tier import DiskTier
 from kvferry.proto.errors import Refused
@@ -161,7 +158,7 @@ def test_a_namespace_that_cannot_be_opened_now_is_left_alone(
 
 
 @pytest.mark.parametrize(
-    "change",
+    "damage",
     [
         {"slots_per_slab": 0},
         {"slots_per_slab": 1 << 60},
@@ -169,45 +166,30 @@ def test_a_namespace_that_cannot_be_opened_now_is_left_alone(
         {"block_bytes": 1 << 62},
         {"key_bytes": 1 << 40},
         {"slots_per_slab": 1 << 20},  # one slab is larger than the tier
+        b"",
+        b"{}",
+        b"\xff",
+        b'{"model":"\xc6"}',
+        b"[" * 5000,
     ],
+    ids=lambda damage: str(damage)[:30],
 )
-def test_impossible_sizes_are_damage(two: KillableDisk, change: dict[str, int]) -> None:
+def test_a_damaged_meta_costs_its_namespace(
+    two: KillableDisk, damage: dict[str, int] | bytes
+) -> None:
+    """One that is no JSON, or has impossible sizes."""
     two.kill()
-    change_meta(two, change)
+    meta = two.root / NAMESPACE / "meta"
+    if isinstance(damage, dict):
+        damage = msgspec.json.encode(msgspec.json.decode(meta.read_bytes()) | damage)
+    meta.write_bytes(damage)
+    problems = [each.namespace for each in command.list_namespaces(two.root) if each.problem]
+    assert problems == [NAMESPACE]
     two.open()
     assert fetch_all(two, OTHER) == {OK}
     assert fetch_all(two) == {MISS}
     assert two.put([1]) == [OK]
     assert fetch_all(two, OTHER) == {OK}
-
-
-def change_meta(disk: KillableDisk, change: dict[str, int]) -> None:
-    meta = disk.root / NAMESPACE / "meta"
-    meta.write_bytes(msgspec.json.encode(msgspec.json.decode(meta.read_bytes()) | change))
-
-
-def test_slots_that_a_slab_file_has_not_are_not_listed(two: KillableDisk) -> None:
-    two.kill()
-    nbytes = sum(each.stat().st_size for each in (two.root / NAMESPACE).glob("slab-*"))
-    slots = nbytes // (2 * 4096)
-    change_meta(two, {"slots_per_slab": 1 << 20})
-    (listed,) = (each for each in command.list_namespaces(two.root) if each.problem)
-    assert 0 < int(listed.problem.partition(" ")[0]) < slots
-    two.open()
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b"{}", b"\xff", b'{"model":"\xc6"}', b"[" * 5000], ids=lambda data: str(data[:12])
-)
-def test_a_file_that_is_no_json_is_damage(two: KillableDisk, data: bytes) -> None:
-    two.kill()
-    (two.root / NAMESPACE / "meta").write_bytes(data)
-    assert {each.namespace for each in command.list_namespaces(two.root) if each.problem} == {
-        NAMESPACE
-    }
-    two.open()
-    assert fetch_all(two, OTHER) == {OK}
-    assert fetch_all(two) == {MISS}
 
 
 def test_a_huge_file_is_not_read(two: KillableDisk) -> None:
@@ -217,55 +199,6 @@ def test_a_huge_file_is_not_read(two: KillableDisk) -> None:
     two.open()
     assert fetch_all(two, OTHER) == {OK}
     assert two.put([1]) == [OK]
-
-
-@pytest.mark.parametrize("name", ["slab-99999999999999999999", "slab-1000000", "slab-7", "slab-x"])
-def test_a_slab_with_a_name_that_no_slab_has_is_not_used(two: KillableDisk, name: str) -> None:
-    two.kill()
-    slab = two.root / NAMESPACE / "slab-00000"
-    slab.rename(slab.with_name(name))
-    two.open()
-    assert fetch_all(two, OTHER) == {OK}
-
-
-def test_an_impossible_generation_in_a_hint_is_damage(two: KillableDisk) -> None:
-    """Its CRC is right."""
-    two.kill()
-    hints = HintFile(two.root / NAMESPACE / "hints", len(key_of(0)))
-    for slot, generation in enumerate([(1 << 63) - 1, 1 << 62, -3]):
-        hints.write(slot, generation, key_of(slot))
-    hints.close()
-    for _ in range(2):
-        two.open()
-        assert fetch_all(two) == fetch_all(two, OTHER) == {OK}
-        assert two.put([100]) in ([OK], [Result.PRESENT])
-        assert two.fetch([100]) == [OK]
-        two.kill()
-    two.open()
-
-
-def test_the_last_possible_generation_costs_nothing_but_the_order(two: KillableDisk) -> None:
-    two.kill()
-    hints = HintFile(two.root / NAMESPACE / "hints", len(key_of(0)))
-    hints.write(0, 1 << 48, hints.read(range(1)).keys[0])
-    hints.close()
-    two.open()
-    for _ in range(2):
-        put_all(two, range(100, 110))
-        two.restart()
-        assert two.fetch(range(100, 110)) == [OK] * 10
-        assert fetch_all(two) == {OK}
-
-
-@pytest.mark.parametrize("generation", [1 << 63, (1 << 64) - 1])
-def test_an_impossible_generation_in_a_slot_is_damage(two: KillableDisk, generation: int) -> None:
-    two.lose_hints()
-    header = SlotHeader(NAMESPACE, key_of(1), generation, two.pool.block_bytes, 0)
-    with (two.root / NAMESPACE / "slab-00000").open("r+b") as file:
-        file.write(header.encode())
-    two.open()
-    assert fetch_all(two, OTHER) == {OK}
-    assert two.put([100]) == [OK]
 
 
 @pytest.mark.parametrize("entry", [*ENTRIES, full_directory])
@@ -280,14 +213,6 @@ def test_another_entry_in_place_of_a_noted_drop_is_removed_or_none(
     assert (marker.exists(), marker.is_symlink()) == (is_none, False)
     assert fetch_all(two) == {OK if is_none else MISS}
     assert fetch_all(two, OTHER) == {OK}
-
-
-def test_records_have_the_form_that_these_tests_write(tmp_path: Path) -> None:
-    file = HintFile(tmp_path / "hints", 4)
-    file.write(0, 7, b"keys")
-    data = struct.pack("<4sq", b"keys", 7)
-    assert (tmp_path / "hints").read_bytes() == data + struct.pack("<I", zlib.crc32(data))
-    file.close()
 
 
 def test_a_lock_that_was_replaced_excludes_another_tier(two: KillableDisk) -> None:

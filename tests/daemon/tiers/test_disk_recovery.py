@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
@@ -22,32 +21,6 @@ from .disk_fixtures import BLOCK, SIZE, KillableDisk, fetch_all, put_all
 
 OK, MISS, CORRUPT = Result.OK, Result.MISS, Result.CORRUPT
 MANY = range(40)
-
-
-def test_after_a_clean_end_everything_is_found(disk: KillableDisk) -> None:
-    put_all(disk, MANY)
-    used = disk.usage().used_bytes
-    disk.close()
-    disk.open()
-    assert disk.usage().keys == len(MANY)
-    assert disk.usage().used_bytes == used
-    assert fetch_all(disk, MANY) == [OK] * len(MANY)
-    assert disk.put([100]) == [OK]
-
-
-def test_after_a_kill_everything_is_found(disk: KillableDisk) -> None:
-    put_all(disk, MANY)
-    disk.restart()
-    assert fetch_all(disk, MANY) == [OK] * len(MANY)
-
-
-def test_without_hints_blocks_are_found_by_their_headers(disk: KillableDisk) -> None:
-    put_all(disk, MANY)
-    disk.lose_hints()
-    disk.open()
-    assert disk.usage().keys == len(MANY)
-    assert fetch_all(disk, MANY) == [OK] * len(MANY)
-    assert disk.put([100]) == [OK]
 
 
 @pytest.mark.parametrize(("key", "other"), [(3, 4), (4, 3)])
@@ -99,64 +72,6 @@ def test_a_namespace_is_dropped_while_its_headers_are_read(
     assert fetch_all(disk, MANY) == [MISS] * len(MANY)
     put_all(disk, MANY)
     assert fetch_all(disk, MANY) == [OK] * len(MANY)
-
-
-def test_a_dropped_store_stays_dropped(disk: KillableDisk) -> None:
-    for end in (disk.kill, disk.lose_hints):
-        put_all(disk, MANY)
-        disk.drop()
-        end()
-        disk.open()
-        assert disk.usage().keys == 0
-        assert fetch_all(disk, MANY) == [MISS] * len(MANY)
-    assert not list(disk.root.glob("trash-*"))
-
-
-def test_a_block_whose_hint_was_not_written_is_a_miss(
-    disk: KillableDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed between the block and its hint."""
-    put_all(disk, MANY)
-    store = disk.tier._stores[NAMESPACE]
-
-    def die(_: Any) -> bool:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(store.catalog, "insert", die)
-    with pytest.raises(KeyboardInterrupt):
-        disk.put([77])
-    disk.restart()
-    assert disk.contains([77]) == [False]
-    assert fetch_all(disk, MANY) == [OK] * len(MANY)
-    assert disk.put([77]) == [OK]
-    assert disk.fetch([77]) == [OK]
-
-
-def test_torn_and_stale_slots_are_never_wrong_bytes(disk: KillableDisk) -> None:
-    """Half of a slot is that of another block, or its bytes are flipped."""
-    random = np.random.default_rng(7)
-    put_all(disk, MANY)
-    disk.restart()
-    slot_bytes = disk.tier._stores[NAMESPACE].meta.slot_bytes
-    slabs = disk.slabs()
-    damaged = 0
-    for path in slabs:
-        data = np.fromfile(path, np.uint8).reshape(-1, slot_bytes)
-        for slot in range(0, len(data), 2):
-            way = random.integers(0, 3)
-            at = int(random.integers(0, slot_bytes))
-            other = data[(slot + 1) % len(data)]
-            if way == 0:
-                data[slot, at] ^= 1 << int(random.integers(0, 8))
-            elif way == 1:
-                data[slot, at:] = other[at:]
-            else:
-                data[slot, :at] = other[:at]
-            damaged += 1
-        data.tofile(path)
-    results = fetch_all(disk, MANY)
-    assert set(results) <= {OK, MISS, CORRUPT}
-    assert 0 < len(results) - results.count(OK) <= damaged
 
 
 def test_a_truncated_slab_is_replaced(disk: KillableDisk) -> None:
