@@ -19,6 +19,8 @@ class RecordedReads:
     # Blocks of each read, and the kind of the region's owner.
     reads: list[tuple[str, list[int]]] = field(default_factory=list)
     waiting: list[asyncio.Future[None]] = field(default_factory=list)
+    # Set when a read begins.
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def blocks(self) -> list[list[int]]:
@@ -30,6 +32,7 @@ class RecordedReads:
         checksums = region.table.lines.checksums(blocks)
         self.reads.append((region.owner.kind, blocks.tolist()))
         self.waiting.append(asyncio.get_running_loop().create_future())
+        self.begun.set()
         await self.waiting[-1]
         return checksums
 

@@ -14,34 +14,17 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 
+from .fd_stores import KeptFds
+
 LAYOUT = KVLayout((TensorLayout(8, 4096, 4096),), ((TensorRef(0, 4096),),), 2)
 
 
-class FakeFdStore:
-    """Keeps descriptors like a service manager."""
-
-    def __init__(self) -> None:
-        self.store: dict[str, int] = {}
-
-    def store_fd(self, name: str, descriptor: int) -> None:
-        assert name not in self.store
-        self.store[name] = os.dup(descriptor)
-
-    def remove_fd(self, name: str) -> None:
-        if name in self.store:
-            os.close(self.store.pop(name))
-
-    def kept(self) -> dict[str, int]:
-        """Copies of the descriptors, as the next daemon receives them."""
-        return {name: os.dup(descriptor) for name, descriptor in self.store.items()}
-
-
 @pytest.fixture
-def manager() -> Iterator[FakeFdStore]:
+def manager() -> Iterator[KeptFds]:
     before = len(os.listdir("/proc/self/fd"))
-    manager = FakeFdStore()
+    manager = KeptFds()
     yield manager
-    for name in tuple(manager.store):
+    for name in tuple(manager.kept):
         manager.remove_fd(name)
     assert len(os.listdir("/proc/self/fd")) <= before
 
@@ -57,7 +40,7 @@ def store_tensors(store: KeptTensorStore, number: int, engine: str) -> None:
     os.close(memory)
 
 
-def restore_tensors(manager: FakeFdStore) -> tuple[KeptTensorStore, dict[str, bytes]]:
+def restore_tensors(manager: KeptFds) -> tuple[KeptTensorStore, dict[str, bytes]]:
     """A new store, and the content of the restored memory by engine."""
     store, restored = KeptTensorStore(manager), list[KeptTensorsRecord]()
 
@@ -67,7 +50,7 @@ def restore_tensors(manager: FakeFdStore) -> tuple[KeptTensorStore, dict[str, by
         restored.append(record)
         return 100 + len(restored)
 
-    kept = manager.kept()
+    kept = manager.copies()
     found = store.restore_tensors(kept, restore)
     for name in kept:
         if name.startswith("block-table-"):  # the region store closes it
@@ -80,7 +63,7 @@ def restore_tensors(manager: FakeFdStore) -> tuple[KeptTensorStore, dict[str, by
     return store, content
 
 
-def test_stored_tensors_are_found(manager: FakeFdStore) -> None:
+def test_stored_tensors_are_found(manager: KeptFds) -> None:
     first = KeptTensorStore(manager)
     for number, engine in enumerate(("a", "b", "c"), 7):
         store_tensors(first, number, engine)
@@ -93,21 +76,21 @@ def test_stored_tensors_are_found(manager: FakeFdStore) -> None:
     assert restore_tensors(manager)[1] == {"c": b"c", "d": b"d"}
 
 
-def write_label(manager: FakeFdStore, name: str, data: bytes) -> None:
-    os.truncate(manager.store[f"{name}.label"], 0)
-    os.pwrite(manager.store[f"{name}.label"], data, 0)
+def write_label(manager: KeptFds, name: str, data: bytes) -> None:
+    os.truncate(manager.kept[f"{name}.label"], 0)
+    os.pwrite(manager.kept[f"{name}.label"], data, 0)
 
 
-def test_unusable_kept_tensors_are_dropped(manager: FakeFdStore) -> None:
+def test_unusable_kept_tensors_are_dropped(manager: KeptFds) -> None:
     first = KeptTensorStore(manager)
     reasons = "refused", "no label", "no memory", "bad label", "no UTF-8", "nested"
     for number, engine in enumerate(("a", *reasons)):
         store_tensors(first, number, engine)
     manager.remove_fd("tensors-3.label")
     manager.remove_fd("tensors-4.memory")
-    os.pwrite(manager.store["tensors-5.label"], b"\xff\xff", 0)
+    os.pwrite(manager.kept["tensors-5.label"], b"\xff\xff", 0)
     write_label(manager, "tensors-6", b"\x81\xa6engine\xa1\xff")
     write_label(manager, "tensors-7", b"\x81\xa6layout" + b"\x91" * 5000 + b"\xc0")
     manager.store_fd("block-table-1", 0)
     assert restore_tensors(manager)[1] == {"a": b"a"}
-    assert sorted(manager.store) == ["block-table-1", "tensors-1.label", "tensors-1.memory"]
+    assert sorted(manager.kept) == ["block-table-1", "tensors-1.label", "tensors-1.memory"]

@@ -28,6 +28,7 @@ from support.committed_blocks import ResidentBlock, residents_of
 from support.eventually import eventually
 from support.old_table import old_table
 
+from .fd_stores import KeptFds
 from .stored_pool import (
     BLOCK,
     COUNT,
@@ -38,19 +39,6 @@ from .stored_pool import (
     key,
     overwrite,
 )
-
-
-class KeptFds:
-    """Keeps descriptors like a service manager."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, int] = {}
-
-    def store_fd(self, name: str, descriptor: int) -> None:
-        self.kept[name] = os.dup(descriptor)
-
-    def remove_fd(self, name: str) -> None:
-        os.close(self.kept.pop(name))
 
 
 class StoreFixture:
@@ -133,7 +121,7 @@ async def test_the_next_daemon_verifies_valid_tables_and_drops_others(
     longer = sealed_memfd("longer", os.fstat(fixture.fds.kept["block-table-1"]).st_size + 1)
     os.pwrite(longer, os.pread(fixture.fds.kept["block-table-1"], 1 << 24, 0), 0)
     fixture.fds.kept["block-table-8"] = longer
-    kept = {name: os.dup(descriptor) for name, descriptor in fixture.fds.kept.items()}
+    kept = fixture.fds.copies()
     successor = StoreFixture(make_pool(), fixture.fds)
     assert successor.store.verification is None
     found: list[RecoveredRegion] = []
@@ -155,7 +143,7 @@ async def test_the_next_daemon_verifies_valid_tables_and_drops_others(
     def refuse(found: RecoveredRegion) -> Region:
         raise Refused(Code.POOL_FULL, "no room", found.record.name)
 
-    kept = {name: os.dup(descriptor) for name, descriptor in fixture.fds.kept.items()}
+    kept = fixture.fds.copies()
     other = StoreFixture(make_pool(), fixture.fds)
     other.store.restore_regions(kept, refuse)
     assert fixture.fds.kept == {}
@@ -174,8 +162,7 @@ async def test_the_next_daemon_restores_the_oldest_first_and_reuses_no_name(
         fds.store_fd(name, file.descriptor)
         file.close()
     successor = StoreFixture(make_pool(), fds)
-    kept = {name: os.dup(fds.kept[name]) for name in names}
-    successor.store.restore_regions(kept, successor.restore)
+    successor.store.restore_regions(fds.copies(), successor.restore)
     assert [region.owner.name for region in successor.pool.regions] == ["a", "b"]
     successor.create(KEYED)
     assert list(fds.kept) == [*names, "block-table-11"]
@@ -187,7 +174,7 @@ async def test_a_table_of_the_format_before_is_restored_and_stored_again(
 ) -> None:
     fds = KeptFds()
     fds.kept["block-table-3"] = old_table(KEYED, {2: (9, 77, (0, 0), 5, True, key(2))})
-    kept = {name: os.dup(descriptor) for name, descriptor in fds.kept.items()}
+    kept = fds.copies()
     successor = StoreFixture(make_pool(), fds)
     successor.store.restore_regions(kept, successor.restore)
     (region,) = successor.pool.regions
@@ -228,9 +215,10 @@ async def test_the_scrub_reads_committed_blocks(make_pool: Callable[[], StoredPo
     fixture = StoreFixture(make_pool(), KeptFds(), scrub_rate=1 << 30)
     region, reports = fixture.create(KEYED), fixture.pool.reports
     async with in_background(fixture.store.run()):
-        fixture.complete_store(region, [3], [3])
+        fixture.complete_store(region, [3, 4], [3, 4])
         await eventually(lambda: not fixture.store.busy)
-        fixture.pool.damage(region, 3)
+    fixture.pool.damage(region, 3)
+    async with in_background(fixture.store.run()):  # a new round begins
         await eventually(lambda: reports)
     fixture.store.close()
     (report,) = reports
