@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.daemon.access import runtime_directory as module
 from kvferry.daemon.access.admission import Admission
-from kvferry.daemon.access.runtime_directory import Endpoint
+from kvferry.daemon.access.runtime_directory import Endpoint, closed_path
 from kvferry.proto.errors import Code, Refused
 
 
@@ -60,6 +60,18 @@ def test_a_symbolic_link_is_refused_as_a_directory(tmp_path: Path, linked: str) 
     assert (private / "cpu" / "kvferry.sock").exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives directories to other users")
+@pytest.mark.parametrize("owned", ["cpu", "."])
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, owned: str) -> None:
+    runtime_dir = tmp_path / "kvferry"
+    (runtime_dir / "cpu").mkdir(parents=True)
+    os.chown(runtime_dir / owned, 61002, 61012)
+    with pytest.raises(Refused, match="belongs to user 61002") as refused:
+        Endpoint(runtime_dir / "cpu", Admission())
+    assert refused.value.value == str(runtime_dir / owned)
+    assert not list((runtime_dir / "cpu").iterdir())
+
+
 def test_the_parent_directory_is_not_writable_for_others(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -78,6 +90,23 @@ def endpoint(tmp_path: Path) -> Endpoint:
         path.touch()
     endpoint.apply_access()
     return endpoint
+
+
+def test_a_group_is_given_the_socket_of_a_closed_accept_gate(endpoint: Endpoint) -> None:
+    """The gate renames it if descriptors run out."""
+    assert {path.stat().st_mode & 0o777 for path in endpoint.directory.iterdir()} == {0o600}
+    shut = endpoint.messages.rename(closed_path(endpoint.messages))
+    endpoint.change_group(str(os.getegid()))
+    assert (shut.stat().st_mode & 0o777, shut.stat().st_gid) == (0o660, os.getegid())
+    assert endpoint.directory.stat().st_mode & 0o777 == 0o750
+    endpoint.close()
+
+
+def test_a_group_that_does_not_exist_is_refused(endpoint: Endpoint) -> None:
+    with pytest.raises(Refused, match="unknown group 'no-such-group'") as refused:
+        endpoint.change_group("no-such-group")
+    assert refused.value.code == Code.BAD_CONFIG
+    endpoint.close()
 
 
 def test_a_stopping_daemon_removes_no_socket_of_another_daemon(
