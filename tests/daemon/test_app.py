@@ -14,7 +14,6 @@ import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.testing.engine import until
-from kvferry.testing.plugin import StartKvferryd
 from support.time_limits import TIMEOUT
 
 
@@ -36,85 +35,62 @@ def start_refused(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-@pytest.mark.parametrize("package", ["structlog", "uvloop", "prometheus_client", "xxhash"])
-def test_a_missing_package_is_reported(package: str) -> None:
+MODULE = "from runpy import run_module; run_module('kvferry.daemon', run_name='__main__')"
+SCRIPT = "from kvferry.daemon.__main__ import main; main()"
+
+
+@pytest.mark.parametrize(
+    ("package", "run"),
+    [
+        ("structlog", MODULE),
+        ("uvloop", SCRIPT),
+        ("prometheus_client", MODULE),
+        ("xxhash", SCRIPT),
+    ],
+)
+def test_a_missing_package_is_reported(package: str, run: str) -> None:
     """Packages are missing if only the client is installed. Tests `python -m` and the script."""
     missing = f"import sys; sys.modules[{package!r}] = None; "
-    for run in (
-        "from runpy import run_module; run_module('kvferry.daemon', run_name='__main__')",
-        "from kvferry.daemon.__main__ import main; main()",
-    ):
-        command = [sys.executable, "-c", missing + run]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-        install = "pip install '.[daemon]' in a checkout of kvferry"
-        message = f"kvferryd: {package} is not installed: {install}\n"
-        assert (done.returncode, done.stderr) == (2, message)
+    command = [sys.executable, "-c", missing + run]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    install = "pip install '.[daemon]' in a checkout of kvferry"
+    message = f"kvferryd: {package} is not installed: {install}\n"
+    assert (done.returncode, done.stderr) == (2, message)
 
 
-def test_a_key_file_that_others_may_read_is_refused(
-    start_refused: Callable[..., str], tmp_path: Path
+TIER = "--tiers-disk-path=FOLDER/tier --tiers-disk-size=64MiB --tiers-disk-key-file=FOLDER/file"
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "named"),
+    [
+        ("--device=7", "no_device", "device"),
+        ("--pool-size=much", "bad_config", "pool.size"),  # test_config.py has the other values
+        ("--config=FOLDER/kvferryd.toml", "bad_config", "FOLDER/kvferryd.toml"),
+        ("--runtime-dir=FOLDER/file", "bad_config", "FOLDER/file"),
+        (f"--runtime-dir=FOLDER/{'d' * 120}", "bad_config", "runtime_dir"),
+        ("--metrics-listen=127.0.0.1:PORT", "bad_config", "metrics.listen"),
+        ("--events-publish=tcp://nowhere", "bad_config", "events.publish"),
+        (TIER, "bad_config", "tiers.disk.key_file = 'FOLDER/file' has mode 0640"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_is_refused(
+    tmp_path: Path, flags: str, code: str, named: str
 ) -> None:
-    key = tmp_path / "key"
-    key.write_bytes(bytes(32))
-    key.chmod(0o640)
-    tier = {"tiers_disk_path": tmp_path / "tier", "tiers_disk_size": "64MiB"}
-    message = start_refused(**tier, tiers_disk_key_file=key)
-    assert f"[bad_config] tiers.disk.key_file = '{key}' has mode 0640" in message
-    assert not (tmp_path / "tier").exists()
-
-
-@pytest.mark.parametrize("device", ["7", "GPU-00000000-0000-0000-0000-000000000000"])
-def test_a_missing_device_is_refused(start_refused: Callable[..., str], device: str) -> None:
-    assert "no_device" in start_refused(device=device)
-
-
-@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="a driver is installed")
-def test_without_a_driver_the_cpu_device_is_suggested(start_refused: Callable[..., str]) -> None:
-    assert "--device cpu" in start_refused(device="0")
-
-
-def test_the_device_cpu_ignores_case(start_kvferryd: StartKvferryd) -> None:
-    with OffloadClient(start_kvferryd("CPU").directory) as client:
-        assert client.daemon.device.kind == "cpu"
-
-
-def test_a_too_long_runtime_directory_is_refused(
-    start_refused: Callable[..., str], tmp_path: Path
-) -> None:
-    message = start_refused(runtime_dir=tmp_path / ("d" * 120))
-    assert "bad_config" in message
-    assert "runtime_dir" in message
-
-
-def test_a_file_as_runtime_directory_is_refused(
-    start_refused: Callable[..., str], tmp_path: Path
-) -> None:
+    (tmp_path / "kvferryd.toml").write_text("device = ")
     (tmp_path / "file").write_text("")
-    assert "bad_config" in start_refused(runtime_dir=tmp_path / "file")
-
-
-def test_a_wrong_flag_or_file_is_refused(start_refused: Callable[..., str], tmp_path: Path) -> None:
-    """test_config.py has the list of wrong values."""
-    assert "bad_config" in start_refused(pool_size="much")
-    path = tmp_path / "kvferryd.toml"
-    path.write_text("device = ")
-    message = start_refused(config=path)
-    assert "bad_config" in message
-    assert str(path) in message
-
-
-@pytest.mark.parametrize("in_use", [True, False])
-@pytest.mark.parametrize("key", ["metrics_listen", "events_publish"])
-def test_an_address_that_cannot_be_used_is_refused(
-    start_refused: Callable[..., str], key: str, in_use: bool
-) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        address = f"127.0.0.1:{other.getsockname()[1]}" if in_use else "nowhere"
-        message = start_refused(**{key: f"tcp://{address}" if key == "events_publish" else address})
-    assert "bad_config" in message
-    assert key.replace("_", ".") in message
+    (tmp_path / "file").chmod(0o640)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        filled = flags.replace("FOLDER", str(tmp_path)).replace("PORT", port).split()
+        command = [sys.executable, "-m", "kvferry.daemon", f"--runtime-dir={tmp_path}"]
+        command += ["--pool-size=1MiB", *filled]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"kvferryd: [{code}] ")
+    assert named.replace("FOLDER", str(tmp_path)) in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not [*tmp_path.glob("*/*.sock"), *tmp_path.glob("tier")]
 
 
 @pytest.fixture
@@ -130,7 +106,7 @@ def start(short_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-@pytest.mark.parametrize("inodes", [3, 4, 5])  # for the lock, and for 0, 1 or 2 sockets
+@pytest.mark.parametrize("inodes", [3, 5])  # for the lock, and for 0 or 2 sockets
 def test_a_file_system_without_free_inodes_is_refused(
     start: Callable[..., subprocess.CompletedProcess[str]], short_path: Path, inodes: int
 ) -> None:
@@ -162,7 +138,7 @@ def check_full(
     assert ".sock" not in done.stdout
 
 
-@pytest.mark.parametrize("mib", [40, 200, 600, 1100])
+@pytest.mark.parametrize("mib", [40, 1100])
 def test_a_small_limit_of_address_space_is_refused(
     start: Callable[..., subprocess.CompletedProcess[str]], short_path: Path, mib: int
 ) -> None:
@@ -239,11 +215,10 @@ def test_a_start_with_too_few_threads_is_refused(short_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
-def test_a_daemon_serves_with_closed_standard_streams(short_path: Path, closed: str) -> None:
+def test_a_daemon_serves_with_closed_standard_streams(short_path: Path) -> None:
     """No other file gets the descriptor number of standard error."""
     command = [sys.executable, "-m", "kvferry.daemon", "--pool-size", "1MiB"]
-    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command, "--runtime-dir", str(short_path)]
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command, "--runtime-dir", str(short_path)]
     process = subprocess.Popen(shell)
     try:
         until((short_path / "cpu" / "kvferry.sock").exists)
@@ -263,13 +238,10 @@ def test_a_refused_start_with_closed_stderr_exits_with_status_2(
     assert start("exec 2>&-;", "--device", "banana").returncode == 2
 
 
-def test_the_directory_is_private_to_its_user(kvferryd: LocalDaemon) -> None:
-    assert os.stat(kvferryd.directory).st_mode & 0o077 == 0
-    until(lambda: "serving" in kvferryd.log())
-
-
-@pytest.mark.parametrize("name", ["PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"])
-@pytest.mark.parametrize("folder", [".", "missing"])
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [("PROMETHEUS_MULTIPROC_DIR", "missing"), ("prometheus_multiproc_dir", ".")],
+)
 def test_an_engines_directory_of_metrics_is_not_used(
     name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

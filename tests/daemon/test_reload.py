@@ -62,88 +62,64 @@ def test_a_daemon_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
         assert not manager.values("READY")
 
 
-def test_a_reload_is_announced_and_ends(manager: ServiceManager, config_file: Path) -> None:
-    log = reload(manager, config_file, '[log]\nlevel = "info"\n')
-    assert "configuration reloaded" in log
-    kinds = [name for message in manager.messages for name in message]
-    phases = [name for name in kinds if name in ("READY", "RELOADING", "MONOTONIC_USEC")]
-    assert phases == ["READY", "RELOADING", "MONOTONIC_USEC", "READY"]
-    assert len(set(manager.values("STATUS")[1:])) == 1
+def test_reloads(manager: ServiceManager, config_file: Path, tmp_path: Path) -> None:
+    """They are announced, keep connected clients, and report keys that need a restart once."""
 
-
-def test_the_log_level_changes_at_once(
-    manager: ServiceManager, config_file: Path, tmp_path: Path
-) -> None:
     def connect() -> str:
         before = len(manager.log())
         with OffloadClient(tmp_path / "cpu") as client:
             client.open_namespace(FINGERPRINT, cpu_bytes_to_use=FINGERPRINT.host_block_bytes)
         return manager.log()[before:]
 
+    with OffloadClient(tmp_path / "cpu") as client:
+        boot = client.status().boot_id
+        assert "configuration reloaded" in reload(manager, config_file, '[log]\nlevel = "info"\n')
+        kinds = [name for message in manager.messages for name in message]
+        phases = [name for name in kinds if name in ("READY", "RELOADING", "MONOTONIC_USEC")]
+        assert phases == ["READY", "RELOADING", "MONOTONIC_USEC", "READY"]
+        assert len(set(manager.values("STATUS")[1:])) == 1
+        reload(manager, config_file, '[access]\ngroup = "61001"\n')
+        text = "[limits]\nmax_stores = 7\n"
+        log = reload(manager, config_file, text)
+        assert "changed keys need a restart" in log
+        assert "limits.max_stores" in log
+        assert "limits.allow" not in log
+        assert "need a restart" not in reload(manager, config_file, text)
+        both = reload(manager, config_file, text + '[pool]\nchunk = "1MiB"\n')
+        assert "limits.max_stores" in both
+        assert "pool.chunk" in both
+        reload(manager, config_file, "")
+        assert client.status().boot_id == boot
     assert "client connected" in connect()
     until(lambda: "client disconnected" in manager.log())
     assert reload(manager, config_file, '[log]\nlevel = "warning"\n') == ""
     assert connect() == ""
-    assert "configuration reloaded" in reload(
-        manager, config_file, '[log]\nlevel = "info"\nformat = "json"\n'
-    )
+    changed = '[log]\nlevel = "info"\nformat = "json"\n'
+    assert "configuration reloaded" in reload(manager, config_file, changed)
     assert '"event": "client connected"' in connect()
 
 
-def test_changed_keys_that_need_a_restart_are_reported_once(
-    manager: ServiceManager, config_file: Path
+def test_a_reload_that_fails_changes_nothing(
+    manager: ServiceManager, config_file: Path, tmp_path: Path
 ) -> None:
-    text = "[limits]\nmax_stores = 7\n"
-    log = reload(manager, config_file, text)
-    assert "changed keys need a restart" in log
-    assert "limits.max_stores" in log
-    assert "limits.allow" not in log
-    assert "need a restart" not in reload(manager, config_file, text)
-    both = reload(manager, config_file, text + '[pool]\nchunk = "1MiB"\n')
-    assert "limits.max_stores" in both
-    assert "pool.chunk" in both
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
+    """Valid keys of the file are ignored, too. The daemon is ready again."""
+    for text in (
         "[limits\n",
         "[limits]\nmax_stores = 0\n",
         '[access]\ngroup = "99999999999"\n',
         '[access]\ngroup = "no-such-group"\n',
-    ],
-)
-def test_an_invalid_file_changes_nothing(
-    manager: ServiceManager, config_file: Path, tmp_path: Path, text: str
-) -> None:
-    """Valid keys of the file are ignored, too."""
-    log = reload(manager, config_file, text + '[log]\nlevel = "error"\n')
-    assert "reload failed" in log
-    assert "bad_config" in log
+    ):
+        log = reload(manager, config_file, text + '[log]\nlevel = "error"\n')
+        assert "reload failed" in log
+        assert "bad_config" in log
     with OffloadClient(tmp_path / "cpu") as client:
         assert client.status().pid == manager.process.pid
         client.open_namespace(FINGERPRINT, cpu_bytes_to_use=FINGERPRINT.host_block_bytes)
     assert "client connected" in manager.log()
-
-
-def test_the_daemon_is_ready_again_after_a_failed_reload(
-    manager: ServiceManager, config_file: Path, tmp_path: Path
-) -> None:
-    """Here it fails because the runtime directory was removed."""
     shutil.rmtree(tmp_path / "cpu")
     log = reload(manager, config_file, '[log]\nlevel = "error"\n')
     assert "reload failed" in log
     assert "Traceback" not in log
-
-
-def test_a_reload_keeps_connected_clients(
-    manager: ServiceManager, config_file: Path, tmp_path: Path
-) -> None:
-    with OffloadClient(tmp_path / "cpu") as client:
-        boot = client.status().boot_id
-        reload(manager, config_file, '[access]\ngroup = "61001"\n')
-        reload(manager, config_file, "")
-        assert client.status().boot_id == boot
 
 
 # The file changes, and SIGHUP arrives, right after the daemon has read the file at its start.

@@ -78,6 +78,7 @@ def test_the_engine_and_the_pool_have_equal_chunks(
     chunk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both round pool.chunk to pages."""
+    assert isinstance(make_engine(Config(device="CPU")), ReferenceEngine)  # in any case
     created: list[Any] = []
     engine = import_module("kvferry.daemon.engine.cuda.cuda_engine")
     monkeypatch.setattr(engine, "CudaEngine", lambda _, options: created.append(options))
