@@ -305,6 +305,7 @@ class WorkerFixture:
 
     def close(self) -> None:
         self.worker.close()
+        self.pool.ready_bytes = self.pool.nbytes  # `map_large` claims more
         self.pool.close(self.engine)
         assert len(self.deaths) == self.expected
 

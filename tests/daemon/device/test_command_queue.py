@@ -13,13 +13,6 @@ def take_within(queue: CommandQueue[int], timeout: float | None) -> int | None:
     return queue.take_command()
 
 
-def test_commands_are_taken_in_the_order_in_which_they_were_put() -> None:
-    queue = CommandQueue[int]()
-    for number in range(5):
-        queue.put_command(number)
-    assert [queue.take_command() for _ in range(6)] == [0, 1, 2, 3, 4, None]
-
-
 def test_a_wait_ends_at_its_timeout() -> None:
     queue = CommandQueue[int]()
     assert take_within(queue, 0.001) is None

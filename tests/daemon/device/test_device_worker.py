@@ -18,7 +18,6 @@ from kvferry.daemon.core.actions import (
     UnmapTensors,
 )
 from kvferry.daemon.engine.base import ChunkBudget
-from kvferry.daemon.memory.shared_memory import PAGE
 from kvferry.proto.errors import Code, Failed, Refused
 from kvferry.proto.results import Outcome
 from kvferry.proto.status import CalibrationPoint, CopyStatus
@@ -102,17 +101,6 @@ def test_a_load_planned_before_its_store_failed_is_not_copied(
     assert not queues.failed_stores
 
 
-def test_a_later_chunk_that_cannot_be_submitted_fails_the_plan_once(
-    fixture: WorkerFixture, stub: StubEngine
-) -> None:
-    stub.chunk, stub.refusals = ChunkBudget(64), [None, ERROR]
-    fixture.map()
-    failing, other = fixture.start(STORE, range(5)), fixture.start(STORE, [9])
-    assert fixture.settle() == []  # the first chunk may still write
-    assert [chunk.blocks for chunk in stub.in_flight] == [[0], [9]]
-    assert finish_all(fixture, stub) == [failed(failing), done(other)]
-
-
 def test_a_chunk_that_fails_on_the_device_fails_its_plan_once(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
@@ -125,18 +113,6 @@ def test_a_chunk_that_fails_on_the_device_fails_its_plan_once(
     assert fixture.settle() == []  # its second chunk may still write
     assert [chunk.blocks for chunk in take_submitted(stub)] == [[9]]
     second_chunk.error = Failed(Code.COPY_FAILED, "not reported: the first error is")
-    assert fixture.settle() == [failed(failing)]
-    assert finish_all(fixture, stub) == [done(other)]
-
-
-def test_a_transfer_ends_if_its_only_chunk_in_flight_fails(
-    fixture: WorkerFixture, stub: StubEngine
-) -> None:
-    stub.chunk, stub.max_in_flight = ChunkBudget(64), 1
-    fixture.map()
-    failing, other = fixture.start(STORE, range(5)), fixture.start(STORE, [9])
-    fixture.settle()
-    stub.in_flight[0].error = ERROR
     assert fixture.settle() == [failed(failing)]
     assert finish_all(fixture, stub) == [done(other)]
 
@@ -251,18 +227,6 @@ def test_unmapping_ends_all_transfers_once_and_closes_after_the_last_chunk(
     assert serials(finish_all(fixture, stub)) == [other]
 
 
-def test_the_number_of_an_unmapped_registration_can_be_used_again(
-    fixture: WorkerFixture, stub: StubEngine
-) -> None:
-    for _ in range(2):
-        fixture.map(1)
-        serial = fixture.start(STORE, [0])
-        assert serials(finish_all(fixture, stub)) == [serial]
-        fixture.worker.post_command(UnmapTensors(1))
-        assert fixture.settle() == [TensorsUnmapped(1)]
-    assert len(stub.closed) == 2
-
-
 def test_a_failed_mapping_is_reported_and_can_be_unmapped(fixture: WorkerFixture) -> None:
     assert fixture.map(locations=None) == TensorsMapped(
         1, "session", Failed(Code.MAP_FAILED, "no memory").info
@@ -281,11 +245,3 @@ def test_descriptors_of_a_map_command_are_closed(
     assert (report.error is None) == works
     received = {str(tensor_fd), str(timeline_fd)}
     until(lambda: not received & open_descriptors())  # a thread closes them
-
-
-def test_an_unsealed_timeline_is_refused(fixture: WorkerFixture) -> None:
-    descriptor = os.memfd_create("timeline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, PAGE)
-    error = fixture.map(timeline=descriptor).error
-    assert error is not None
-    assert error.code == Code.NOT_SHAREABLE

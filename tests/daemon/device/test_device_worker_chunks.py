@@ -74,20 +74,6 @@ def test_a_load_is_submitted_between_two_chunks_of_a_store(
     assert sorted(serials(reports)) == [1, 2]
 
 
-def test_a_load_is_submitted_before_an_older_store(
-    fixture: WorkerFixture, stub: StubEngine
-) -> None:
-    fixture.map()
-    stub.is_full = True
-    fixture.start(STORE, [0])
-    fixture.settle()
-    fixture.start(LOAD, [1])
-    fixture.settle()
-    stub.is_full = False
-    finish_all(fixture, stub)
-    assert [chunk.direction for chunk in take_submitted(stub)] == [LOAD, STORE]
-
-
 def test_a_cancel_takes_effect_between_two_chunks(fixture: WorkerFixture, stub: StubEngine) -> None:
     """It arrives while the first chunk is submitted. The budget has room for all chunks."""
     stub.chunk, stub.max_in_flight = ChunkBudget(64), 100

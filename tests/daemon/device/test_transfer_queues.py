@@ -27,7 +27,6 @@ from kvferry.proto.specs import Direction
 from support.raw_client import one_tensor
 from support.time_limits import TIMEOUT
 from support.worker_fixture import (
-    ERROR,
     LOAD,
     STORE,
     UNKNOWN,
@@ -36,7 +35,6 @@ from support.worker_fixture import (
     WorkerFixture,
     cancelled,
     done,
-    failed,
     finish,
     finish_all,
     serials,
@@ -59,18 +57,6 @@ def test_plans_of_one_direction_run_and_end_in_order(
     assert finish(fixture, chunks[1]) == []
     assert finish(fixture, chunks[0]) == [done(first), done(second)]
     assert stub.timed == [([0, 1], None), ([2, 3], [0, 1])]
-
-
-def test_the_two_directions_overlap(fixture: WorkerFixture, stub: StubEngine) -> None:
-    fixture.map()
-    fixture.start(STORE, [0])
-    load = fixture.start(LOAD, [1])
-    fixture.settle()
-    store_chunk, load_chunk = sorted(
-        take_submitted(stub), key=lambda chunk: chunk.direction, reverse=True
-    )
-    assert (store_chunk.direction, load_chunk.direction) == (STORE, LOAD)
-    assert finish(fixture, load_chunk) == [done(load)]
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -111,27 +97,6 @@ def test_a_transfer_waits_for_the_last_chunk_of_another(
         reports = finish(fixture, stub.in_flight[0])
     assert reports == [done(store, 4.0)]  # from the start of the first to the end of the last
     assert serials(finish_all(fixture, stub)) == [load]
-
-
-def test_an_empty_transfer_is_done_at_once(fixture: WorkerFixture, stub: StubEngine) -> None:
-    fixture.map()
-    serial = fixture.start(STORE, [])
-    assert fixture.settle() == [done(serial, 0.0)]
-    assert take_submitted(stub) == []
-
-
-def test_results_behind_a_cancelled_transfer_are_reported_after_it(
-    fixture: WorkerFixture, stub: StubEngine
-) -> None:
-    fixture.map()
-    stub.refusals += [None, ERROR]
-    first, failing = fixture.start(STORE, [0]), fixture.start(STORE, [1])
-    empty = fixture.start(STORE, [])
-    fixture.settle()
-    fixture.worker.post_command(CancelTransfers(1, (first,)))
-    assert fixture.settle() == []
-    ends = [cancelled(first), failed(failing), done(empty, 0.0)]
-    assert finish_all(fixture, stub) == ends
 
 
 # Fences
@@ -187,16 +152,6 @@ def test_a_pong_has_the_times_of_the_oldest_running_and_held_job(
     assert (ended.serial, ended.queued >= 60) == (begun, True)
 
 
-def test_a_fence_holds_only_its_own_registration(
-    fixture: WorkerFixture, stub: StubEngine, timeline: TimelineFixture
-) -> None:
-    fixture.map(1, timeline=timeline.copy)
-    fixture.map(2)
-    fixture.start(STORE, [0], number=1, wait_for=1)
-    free = fixture.start(STORE, [1], number=2)
-    assert serials(finish_all(fixture, stub)) == [free]
-
-
 def test_a_plan_waits_for_the_part_of_the_pool_that_it_uses(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:
@@ -222,37 +177,6 @@ def test_a_waiting_plan_is_cancelled_at_once(
     assert fixture.settle() == [cancelled(held)]
     assert [chunk.blocks for chunk in take_submitted(stub)] in ([[5], [1]], [[1], [5]])
     assert sorted(serials(finish_all(fixture, stub))) == [store, load]
-
-
-def test_a_running_plan_is_cancelled_after_its_chunks_in_flight(
-    fixture: WorkerFixture, stub: StubEngine
-) -> None:
-    stub.chunk, stub.max_in_flight = ChunkBudget(64), 2
-    fixture.map()
-    running, queued = fixture.start(STORE, range(10)), fixture.start(STORE, [20])
-    fixture.settle()
-    first_chunk, second_chunk = take_submitted(stub)
-    fixture.worker.post_command(CancelTransfers(1, (running,)))
-    assert fixture.settle() == []  # its chunks are in flight, and there is no room
-    assert finish(fixture, first_chunk) == []
-    assert [chunk.blocks for chunk in take_submitted(stub)] == [[20]]
-    assert finish(fixture, second_chunk) == [cancelled(running)]
-    assert serials(finish_all(fixture, stub)) == [queued]
-
-
-def test_a_transfer_waits_for_the_chunks_of_a_cancelled_one(
-    fixture: WorkerFixture, stub: StubEngine
-) -> None:
-    fixture.map()
-    store = fixture.start(STORE, [0])
-    load = fixture.start(LOAD, [1], [0])
-    fixture.settle()
-    fixture.worker.post_command(CancelTransfers(1, (store,)))
-    assert fixture.settle() == []
-    (chunk,) = take_submitted(stub)
-    assert chunk.direction is STORE
-    assert serials(finish(fixture, chunk)) == [store]
-    assert serials(finish_all(fixture, stub)) == [load]
 
 
 def test_a_revoked_timeline_cancels_all_jobs_of_its_engine(
@@ -316,18 +240,6 @@ def test_a_cancel_after_the_end_is_ignored(
     assert serials(finish_all(fixture, stub)) == [1]
     fixture.worker.post_command(order)
     assert fixture.settle() == []
-
-
-def test_a_job_that_is_cancelled_several_times_ends_once(
-    fixture: WorkerFixture, stub: StubEngine
-) -> None:
-    fixture.map()
-    fixture.start(STORE, [0])
-    fixture.settle()
-    for _ in range(3):
-        fixture.worker.post_command(CancelTransfers(1, (1,)))
-    assert fixture.settle() == []
-    assert finish(fixture, *take_submitted(stub)) == [cancelled(1)]
 
 
 class RevokedWhileRead:
