@@ -81,13 +81,3 @@ def test_the_number_of_threads_is_bounded(release_closes: Callable[[], None]) ->
     release_closes()
     until(lambda: not any(map(is_open, descriptors)))
     until(lambda: not threads)
-
-
-def test_threads_start_again_after_all_have_ended(release_closes: Callable[[], None]) -> None:
-    release_closes()
-    closer, threads = Closer(patience=0.05), NewThreads()
-    for _ in range(3):
-        descriptor = os.memfd_create("closed")
-        closer.close_later(close_callback(descriptor))
-        until(lambda: not threads)
-        assert not is_open(descriptor)

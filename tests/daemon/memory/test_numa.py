@@ -48,13 +48,9 @@ def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSysfs:
     ("text", "node"), [("0", 0), ("1", 1), ("-1", None), ("", None), ("?", None)]
 )
 def test_the_node_of_a_device_is_read(sysfs: FakeSysfs, text: str, node: int | None) -> None:
+    assert node_of(ADDRESS) is None  # it is not known
     sysfs.write_node(text)
     assert node_of(ADDRESS) == node
-
-
-def test_an_unknown_device_has_no_node(sysfs: FakeSysfs) -> None:
-    assert node_of(ADDRESS) is None
-    assert node_of("0000:00:00.0") is None
 
 
 @pytest.mark.parametrize("text", ["0-1023", "0,1,2-4095", ",".join(map(str, sorted(OWN_CPUS)))])

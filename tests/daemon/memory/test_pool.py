@@ -66,13 +66,6 @@ def test_a_released_pool_makes_room_for_the_next_one(
         os.close(descriptor)
 
 
-def test_memory_of_the_released_pool_counts_as_available() -> None:
-    available, _ = available_memory()
-    check_fits(available + (1 << 29), spare=1 << 30)
-    with pytest.raises(Refused, match=r"reduce pool\.size"):
-        check_fits(available + (3 << 30), spare=1 << 30)
-
-
 @pytest.mark.parametrize("chunk", ["1000000", "2MiB"])
 def test_the_engine_and_the_pool_have_equal_chunks(
     chunk: str, monkeypatch: pytest.MonkeyPatch

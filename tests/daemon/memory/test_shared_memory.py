@@ -5,16 +5,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
-from kvferry.daemon.memory.fd_closer import SMALL_BYTES, THREAD_NAME, close_memory
+from kvferry.daemon.memory.fd_closer import SMALL_BYTES
 from kvferry.daemon.memory.shared_memory import MappedFile, MappedFiles
-from kvferry.testing.engine import until
-from support.descriptors import is_open
 
 
 def memfd(nbytes: int) -> int:
@@ -23,34 +20,6 @@ def memfd(nbytes: int) -> int:
     os.ftruncate(descriptor, nbytes)
     os.posix_fallocate(descriptor, 0, nbytes)
     return descriptor
-
-
-@pytest.fixture
-def closed_by(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
-    """The name of the thread that closed each descriptor."""
-    threads: dict[int, str] = {}
-    close = os.close
-
-    def record_close(descriptor: int) -> None:
-        threads[descriptor] = threading.current_thread().name
-        close(descriptor)
-
-    monkeypatch.setattr("kvferry.daemon.memory.fd_closer.os.close", record_close)
-    return threads
-
-
-def test_large_memory_is_closed_by_a_thread(closed_by: dict[int, str]) -> None:
-    """Allocated bytes count, not the size. Pages that were never touched are not allocated."""
-    large, small = memfd(SMALL_BYTES), memfd(SMALL_BYTES // 2)
-    sparse = os.memfd_create("kvferry-test-closed")
-    os.ftruncate(sparse, 1 << 30)
-    for descriptor in (large, small, sparse):
-        close_memory(descriptor)
-    here = threading.current_thread().name
-    assert (closed_by[small], closed_by[sparse]) == (here, here)
-    until(lambda: large in closed_by)
-    assert closed_by[large] == THREAD_NAME
-    until(lambda: not is_open(large))
 
 
 def is_mapped(name: str) -> bool:

@@ -201,26 +201,3 @@ async def test_an_invalid_address_is_refused(listen: str) -> None:
     with pytest.raises(Refused) as refused:
         MetricsServer(listen, Metrics(), FakeStatusSource(), 0.1)
     assert (refused.value.code, refused.value.value) == (Code.BAD_CONFIG, listen)
-
-
-@pytest.mark.parametrize("listen", [":0", "*:0"])
-async def test_an_address_without_a_host_is_all_addresses(listen: str) -> None:
-    server = MetricsServer(listen, Metrics(), FakeStatusSource(), 0.1)
-    server.start()
-    port = server.address.rpartition(":")[2]
-
-    def status_at(host: str) -> int:
-        url = f"http://{host}:{port}/health"
-        with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
-            return int(response.status)
-
-    hosts = ["127.0.0.1", "[::1]"] if socket.has_dualstack_ipv6() else ["127.0.0.1"]
-    assert {await asyncio.to_thread(status_at, host) for host in hosts} == {200}
-    await asyncio.to_thread(server.close)
-
-
-async def test_a_used_port_is_refused() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        listen = f"127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(Refused, match="another port per daemon"):
-            MetricsServer(listen, Metrics(), FakeStatusSource(), 0.1)

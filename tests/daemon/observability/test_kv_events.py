@@ -16,7 +16,6 @@ import zmq
 
 from kvferry.daemon.core.actions import PublishKVEvents
 from kvferry.daemon.observability.kv_events import NUMBERS_PER_PROCESS, KVEventPublisher
-from kvferry.daemon.observability.kv_events_process import SEND_HIGH_WATER
 from kvferry.proto.errors import Refused
 from kvferry.proto.events import (
     MAX_BATCH_HASHES,
@@ -187,35 +186,6 @@ async def test_queued_bytes_for_a_stopped_process_are_bounded(
     assert len(numbers) < 100 * 5
 
 
-async def test_queued_messages_for_a_subscriber_that_does_not_read_are_bounded(
-    publisher: KVEventPublisher, subscriber: EventSubscriber, address: str
-) -> None:
-    """It receives the queued messages, and a gap shows the others."""
-    subscriber.socket.setsockopt(zmq.RCVHWM, 1)
-    subscriber.socket.connect(address)
-    await eventually(lambda: publisher.wanted)
-    published = SEND_HIGH_WATER
-    for _ in range(published):
-        publisher.publish(stored(*KEYS))
-        await eventually(lambda: publisher.queued_bytes < 1 << 20)
-    await eventually(lambda: publisher.queued_bytes == 0)
-    subscriber.socket.setsockopt(zmq.RCVTIMEO, 2_000)
-    numbers, largest = [], 0
-    try:
-        while True:
-            _, number, payload = await asyncio.to_thread(subscriber.socket.recv_multipart)
-            numbers.append(int.from_bytes(number, "big"))
-            largest = max(largest, len(payload))
-    except zmq.Again:
-        pass
-    assert largest < 50 * MAX_BATCH_HASHES
-    assert numbers[0] == 0
-    assert numbers == sorted(set(numbers))
-    assert len(numbers) < 2 * SEND_HIGH_WATER
-    publisher.publish(PublishKVEvents("name", 16, KeyEvents(1, (LAST,), 1)))
-    assert await subscriber.receive() == ("name", 5 * published, [AllBlocksCleared()])
-
-
 async def test_events_are_published_over_tcp(subscriber: EventSubscriber) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
@@ -228,22 +198,6 @@ async def test_events_are_published_over_tcp(subscriber: EventSubscriber) -> Non
     assert await subscriber.receive_number() == 0
     await publisher.close()
     assert not publisher_processes()
-
-
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6")
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
-async def test_events_are_published_at_all_addresses(
-    subscriber: EventSubscriber, host: str
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-    publisher = KVEventPublisher(f"tcp://*:{port}")
-    subscriber.socket.setsockopt(zmq.IPV6, 1)
-    subscriber.socket.connect(f"tcp://{host}:{port}")
-    await eventually(lambda: publisher.wanted)
-    publisher.publish(stored(KEYS[0]))
-    assert await subscriber.receive_number() == 0
-    await publisher.close()
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,3 @@ async def test_refused_memory_is_requested_again(fake_core: FakeCore) -> None:
     fake_core.error = None
     await fake_core.probe.run_round()
     assert [type(message) for message in fake_core.requests[:3]] == [AllocateKVCaches] * 3
-
-
-async def test_a_copy_that_fails_fails_the_round(fake_core: FakeCore) -> None:
-    await fake_core.probe.run_round()
-    fake_core.error = ErrorInfo(Code.COPY_FAILED, "no")
-    with pytest.raises(KVFerryError, match="copy_failed"):
-        await fake_core.probe.run_round()

@@ -12,12 +12,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvferry.daemon.core.layout import Int64s
 from kvferry.daemon.core.siblings import NamespaceContents
-from kvferry.daemon.memory.incarnation import PoolIncarnation
 from kvferry.daemon.memory.pool import HostPool
 from kvferry.daemon.siblings.windows import MAX_NOTED_USES, LentMemory, MappedWindows
 from kvferry.proto.errors import Code, Failed, Refused
@@ -175,25 +173,6 @@ async def test_a_key_that_several_have_is_found_at_one(lent: WindowsFixture) -> 
     assert lent.find(3)[0].tolist() == [2]
 
 
-async def test_a_block_that_has_lost_its_contents_has_changed(lent: WindowsFixture) -> None:
-    await lent.map()
-    lent.region.store(3, 4)
-    rows = lent.find(3, 4)
-    lent.region.table.drop(np.array([4]))
-    assert lent.windows.unchanged(rows).tolist() == [True, False]
-    PoolIncarnation(lent.region.page.descriptor)
-    assert lent.windows.unchanged(rows).tolist() == [False, False]
-
-
-async def test_memory_of_an_earlier_daemon_is_void_if_it_is_mapped_later(
-    lent: WindowsFixture,
-) -> None:
-    lent.region.store(3)
-    PoolIncarnation(lent.region.page.descriptor)
-    await lent.map()
-    assert lent.find(3)[0].tolist() == [-1]
-
-
 async def test_another_region_replaces_the_one_before(lent: WindowsFixture) -> None:
     await lent.map()
     has = [lent.windows.has(SIBLING, lent.contents, region) for region in (1, 2)]
@@ -299,9 +278,3 @@ async def test_uses_are_merged_and_bounded(lent: WindowsFixture) -> None:
     assert parts[-1][0] == key(MAX_NOTED_USES + 9)  # the most recent
     assert parts[0][-1] == key(10)
     assert len(noted) == 2 + MAX_NOTED_USES + 10
-
-
-async def test_nothing_is_mapped_before_the_own_pool_is_registered(lent: WindowsFixture) -> None:
-    assert lent.windows.is_ready
-    lent.pool.ready_bytes = 0
-    assert not lent.windows.is_ready

@@ -67,14 +67,6 @@ async def test_descriptors_that_were_not_taken_are_closed_with_their_session(
     os.close(other)
 
 
-async def test_a_descriptor_for_a_closed_session_is_closed_at_once(
-    fixture: FdServerFixture,
-) -> None:
-    descriptor = create_memfd()
-    fixture.server.hold_fd("closed", descriptor)
-    assert not is_open(descriptor)
-
-
 async def test_descriptors_of_a_refused_packet_are_closed(
     fixture: FdServerFixture, short_path: Path
 ) -> None:
