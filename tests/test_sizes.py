@@ -32,7 +32,6 @@ LARGE = {
     "daemon/kvferry/daemon/core/namespaces.py Namespaces": 317,
     "tests/client/vllm/test_connector.py": 423,
     "tests/client/vllm/test_scheduler_side.py": 419,
-    "tests/daemon/test_config.py": 445,
     "tests/gpu/sglang_figures.py": 485,
     "tests/gpu/vllm_scenarios.py": 544,
     "tests/support/namespaces_fixture.py NamespacesFixture.__init__": 9,

@@ -10,7 +10,6 @@ import pytest
 
 from kvferry.daemon.core.actions import (
     CancelTransfers,
-    CopyCalibrated,
     Report,
     TensorsMapped,
     TensorsUnmapped,
@@ -20,7 +19,7 @@ from kvferry.daemon.core.actions import (
 from kvferry.daemon.engine.base import ChunkBudget
 from kvferry.proto.errors import Code, Failed, Refused
 from kvferry.proto.results import Outcome
-from kvferry.proto.status import CalibrationPoint, CopyStatus
+from kvferry.proto.status import CopyStatus
 from kvferry.testing.engine import until
 from support.time_limits import TIMEOUT
 from support.worker_fixture import (
@@ -34,7 +33,6 @@ from support.worker_fixture import (
     cancelled,
     done,
     failed,
-    finish,
     finish_all,
     open_descriptors,
     serials,
@@ -183,48 +181,7 @@ def test_at_its_end_the_worker_releases_held_memory_and_the_device(
     assert open_at_shutdown == [False]
 
 
-def test_the_calibration_is_reported_first(
-    stub: StubEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = CopyStatus("auto", CalibrationPoint(1, 1.0, 1.0), (), 1, 1)
-    monkeypatch.setattr(stub, "attach", lambda *_: found)
-    fixture = WorkerFixture(stub)
-    assert fixture.settle() == [CopyCalibrated(found)]
-    fixture.close()
-
-
 # Unmapping
-
-
-def test_unmapping_ends_all_transfers_once_and_closes_after_the_last_chunk(
-    fixture: WorkerFixture, stub: StubEngine, timeline: TimelineFixture
-) -> None:
-    fixture.map(1, timeline=timeline.copy)
-    fixture.map(2)
-    running = {fixture.start(STORE, [0]), fixture.start(STORE, [1]), fixture.start(LOAD, [2])}
-    waiting = {
-        fixture.start(STORE, [3], wait_for=1),
-        fixture.start(LOAD, [4], [0]),
-        fixture.start(LOAD, [5]),
-    }
-    fixture.settle()
-    chunks = take_submitted(stub)
-    assert len(chunks) == 3
-    other = fixture.start(STORE, [0], number=2)
-    fixture.worker.post_command(UnmapTensors(1))
-    reports = fixture.settle()
-    assert set(serials(reports)) == waiting
-    assert stub.closed == []
-    reports += finish(fixture, *chunks[:2])
-    assert stub.closed == []
-    assert TensorsUnmapped(1) not in reports
-    reports += finish(fixture, chunks[2])
-    assert stub.closed == [chunks[0].mapping]
-    assert reports[-1] == TensorsUnmapped(1)
-    ended = [report for report in reports if isinstance(report, TransferCompleted)]
-    assert sorted(serials(ended)) == sorted(running | waiting)
-    assert {report.outcome for report in ended} == {Outcome.CANCELLED}
-    assert serials(finish_all(fixture, stub)) == [other]
 
 
 def test_a_failed_mapping_is_reported_and_can_be_unmapped(fixture: WorkerFixture) -> None:

@@ -59,30 +59,6 @@ def test_plans_of_one_direction_run_and_end_in_order(
     assert stub.timed == [([0, 1], None), ([2, 3], [0, 1])]
 
 
-@pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize(
-    ("blocks", "hosts"), [([5], [1]), ([1], [5])], ids=["host block", "GPU block"]
-)
-def test_a_transfer_waits_for_the_other_direction_if_they_share_a_block(
-    fixture: WorkerFixture,
-    stub: StubEngine,
-    direction: Direction,
-    blocks: list[int],
-    hosts: list[int],
-) -> None:
-    fixture.map()
-    first = fixture.start(direction, [0, 1], [0, 1])
-    second = fixture.start(direction, [2])
-    waiting = fixture.start(direction.other, blocks, hosts)
-    fixture.settle()
-    first_chunk, second_chunk = take_submitted(stub)
-    assert (first_chunk.direction, second_chunk.direction) == (direction, direction)
-    assert finish(fixture, first_chunk) == [done(first)]
-    (third_chunk,) = take_submitted(stub)  # it does not wait for the second
-    assert third_chunk.direction is direction.other
-    assert sorted(serials(finish(fixture, second_chunk, third_chunk))) == [second, waiting]
-
-
 def test_a_transfer_waits_for_the_last_chunk_of_another(
     fixture: WorkerFixture, stub: StubEngine
 ) -> None:

@@ -23,7 +23,6 @@ from kvferry.daemon.persistence.checksum_client import (
     ChecksumClient,
     Purpose,
     batches,
-    for_each_batch,
 )
 from kvferry.daemon.processes import ProcessTimes
 from kvferry.proto.errors import Failed
@@ -246,17 +245,3 @@ async def test_a_reply_to_a_cancelled_read_is_dropped(fixture: ClientFixture) ->
     request = request_of(1)
     assert (await fixture.read(request)).tolist() == fixture.expected(request)
     assert sent.cancelled()
-
-
-async def test_batches_are_read_a_few_at_a_time() -> None:
-    begun, ended = list[int](), list[int]()
-
-    async def read(batch: Any) -> None:
-        begun.append(batch)
-        assert len(begun) - len(ended) <= 2
-        await asyncio.sleep(0)
-        ended.append(batch)
-
-    some: Any = iter(range(5))
-    await for_each_batch(some, 2, read)
-    assert begun == ended == list(range(5))

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from kvferry.daemon.core.block_table import CHECKED, UNCOMMITTED
+from kvferry.daemon.core.block_table import UNCOMMITTED
 from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.persistence.checksum_client import BATCH_BYTES, Purpose
 from kvferry.daemon.persistence.checksum_writer import COMMIT_AFTER, write_checksums
@@ -17,7 +17,7 @@ from support.committed_blocks import ResidentBlock, residents_of
 from support.eventually import eventually
 
 from .recorded_reads import RecordedReads
-from .stored_pool import KEYED, RAW, key, overwrite, region_of, with_block_bytes
+from .stored_pool import KEYED, key, overwrite, region_of, with_block_bytes
 
 pytestmark = pytest.mark.virtual_time
 
@@ -98,13 +98,6 @@ async def test_blocks_that_were_overwritten_while_they_were_read_are_not_committ
     await fixture.complete_round()
     assert fixture.commits == 1
     assert [resident.key for resident in fixture.residents()] == [key(3), key(1)]
-
-
-@pytest.mark.parametrize("fixture", [RAW], indirect=True)
-async def test_blocks_without_keys_are_committed(fixture: WriterFixture) -> None:
-    fixture.add([1], [])
-    await fixture.complete_round()
-    assert fixture.table.find(*CHECKED).tolist() == [1]
 
 
 @pytest.mark.parametrize("fixture", [with_block_bytes(KEYED, BATCH_BYTES // 3)], indirect=True)

@@ -28,7 +28,6 @@ from kvferry.proto.errors import Code, Refused
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
-from kvferry.shm.memfd import sealed_memfd
 from support.old_table import old_table
 
 KEY = 5
@@ -160,16 +159,6 @@ def test_an_invalidated_table_is_refused() -> None:
             read_file(file)
 
 
-@pytest.mark.parametrize("nbytes", [1, 4096, (4 << 20) + 1])
-def test_memory_that_is_no_table_is_refused_and_closed(nbytes: int) -> None:
-    descriptor = sealed_memfd("other", nbytes)
-    with pytest.raises(Refused) as refused:
-        TableFile(descriptor)
-    assert refused.value.code == Code.BAD_LAYOUT
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
-
-
 def words_of(file: TableFile) -> list[int]:
     words: list[int] = np.frombuffer(os.pread(file.descriptor, 32, 0), np.uint64).tolist()
     return words
@@ -219,21 +208,3 @@ def test_a_record_with_impossible_numbers_is_refused() -> None:
         with pytest.raises(Refused) as refused:
             TableFile.create(msgspec.structs.replace(KEYED, **fields))
         assert refused.value.code == Code.BAD_LAYOUT, fields
-
-
-def test_memory_that_can_shrink_is_refused(tmp_path: Any) -> None:
-    for descriptor in (os.memfd_create("open"), os.open(tmp_path, os.O_RDONLY), os.pipe()[0]):
-        with pytest.raises(Refused) as refused:
-            TableFile(descriptor)
-        assert refused.value.code == Code.NOT_SHAREABLE
-
-
-@pytest.mark.parametrize("less", [8, 48, -1])
-def test_a_table_with_other_slots_than_its_record_states_is_refused(less: int) -> None:
-    with new_file() as file:
-        data = os.pread(file.descriptor, 1 << 24, 0)
-    other = sealed_memfd("other", len(data) - less)
-    os.pwrite(other, data[: len(data) - less], 0)
-    with pytest.raises(Refused) as refused:
-        TableFile(other)
-    assert refused.value.code == Code.BAD_LAYOUT

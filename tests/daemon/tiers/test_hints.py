@@ -63,16 +63,6 @@ def test_blocks_without_a_good_hint_are_found_by_their_headers(
     assert disk.usage() == before
 
 
-def test_a_file_that_is_damaged_in_use_is_repaired_by_the_next_start(disk: KillableDisk) -> None:
-    put_all(disk, NUMBERS[:100])
-    (path,) = disk.hint_files()
-    path.write_bytes(b"\xa5" * (path.stat().st_size // 2))
-    put_all(disk, NUMBERS)
-    for _ in range(3):
-        assert fetch_all(disk) == [OK] * len(NUMBERS)
-        disk.restart()
-
-
 def test_a_hint_that_leads_to_another_block_is_a_miss(disk: KillableDisk) -> None:
     """The records have changed places. Then the slots are used again."""
     put_all(disk, NUMBERS)

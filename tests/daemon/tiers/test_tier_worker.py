@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.daemon.tiers.base import Result, Tier
+from kvferry.daemon.tiers.base import Result
 from kvferry.daemon.tiers.messages import TierArguments
 from kvferry.daemon.tiers.tier_worker import check_tier
 from kvferry.proto.errors import Code, Refused
@@ -134,15 +134,6 @@ def test_a_tier_that_cannot_settle_is_no_shared_tier() -> None:
     check_tier(MemoryTier(1), GIVEN)
     with pytest.raises(Refused, match="MemoryTier of own_tier lacks settle; see SharedTier in"):
         check_tier(MemoryTier(1), msgspec.structs.replace(GIVEN, is_shared=True))
-
-
-def test_what_has_no_body_in_the_interface_must_be_written() -> None:
-    class Inherited(Tier):
-        def put(self, *_: object) -> list[Result]:
-            return []
-
-    with pytest.raises(TypeError, match=r"contains.*drop.*fetch.*usage"):
-        Inherited()  # type: ignore[abstract]
 
 
 def test_a_tier_that_cannot_name_its_stores_is_not_used(

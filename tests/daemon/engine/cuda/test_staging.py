@@ -63,13 +63,6 @@ def test_slots_are_aligned_for_kernels(nbytes: int) -> None:
     assert slots[-1].address + slots[-1].units * staging.unit_bytes <= staging.address + nbytes
 
 
-def test_loads_without_stores_get_all_units_in_adjacent_chunks(staging: Staging) -> None:
-    slots = fill(staging, LOAD)
-    assert [slot.units for slot in slots] == [CHUNK_UNITS] * (UNITS // CHUNK_UNITS)
-    starts = [slot.start for slot in slots]
-    assert starts == [(starts[0] + number * CHUNK_UNITS) % UNITS for number in range(len(slots))]
-
-
 def test_stores_leave_room_for_a_small_load(staging: Staging) -> None:
     assert sum(slot.units for slot in fill(staging, STORE)) == UNITS - FOR_LOADS
     assert room(staging, LOAD, FOR_LOADS * UNIT, contended=True) == FOR_LOADS * UNIT
@@ -94,14 +87,6 @@ def test_stores_get_units_when_a_third_of_theirs_is_left(
     while nbytes := room(staging, STORE, ahead=taken):
         taken += staging.take_slot(STORE, nbytes).units
     assert taken == free > UNITS // 2
-
-
-def test_stores_get_units_before_their_time_slice_starts(staging: Staging) -> None:
-    used = sum(slot.units for slot in fill(staging, STORE)[:-1])
-    assert room(staging, STORE, ahead=used) == 0  # no unit is free
-    staging = Staging(cast(Any, FakeAllocator()), UNITS * UNIT)
-    staging.take_slot(STORE, CHUNK_UNITS * UNIT)
-    assert room(staging, STORE, ahead=CHUNK_UNITS) == CHUNK_UNITS * UNIT
 
 
 def test_a_chunk_ends_with_the_buffer_and_the_next_starts_at_its_start(
