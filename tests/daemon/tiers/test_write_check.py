@@ -2,126 +2,109 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+import asyncio
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from kvferry.daemon.core.tier_actions import WrittenBlocks
 from kvferry.daemon.tiers.base import Result, TierUsage
-from kvferry.daemon.tiers.write_check import WriteCheck
+from kvferry.daemon.tiers.write_check import CHECK_EVERY, WriteCheck
+from kvferry.testing.tier_subjects import NAMESPACE, key_of
+from support.background import in_background
 
-OK, MISS, LATE, ERROR = Result.OK, Result.MISS, Result.LATE, Result.ERROR
+from .tiering_fixture import FakeTierClient, FakeWrites
+
+pytestmark = pytest.mark.virtual_time
 
 
-class FakeTier:
-    """As WriteCheck sees a TierClient, and the core."""
+class CheckFixture:
+    """A WriteCheck of a tier that has keys 1 to 5, and the core."""
 
     def __init__(self) -> None:
-        self.is_prompt = self.is_started = True
-        self.usage = TierUsage(capacity_bytes=1000)
-        self.counts = Counter[str]()
-        self.results: list[Result] = [OK, OK]
-        self.rounds: list[list[WrittenBlocks]] = []
-        self.asked: list[Sequence[bytes]] = []
-        self.reopened: list[Sequence[bool]] = []
-        self.woken = 0
+        self.tier, self.writes, self.woken = FakeTierClient(*range(1, 6)), FakeWrites(), 0
+        self.tier.usage = TierUsage(capacity_bytes=1000)
 
-    async def contains(self, _: str, keys: Sequence[bytes], __: float) -> list[Result]:
-        self.asked.append(keys)
-        return self.results[: len(keys)]
-
-    def next_written(self, tier: int, _: int) -> WrittenBlocks | None:
-        assert tier == 3
-        if self.rounds and self.rounds[0]:
-            return self.rounds[0].pop(0)
-        self.rounds = self.rounds[1:]
-        return None
-
-    def reopen_writes(self, _: WrittenBlocks, missing: Sequence[bool]) -> None:
-        self.reopened.append(missing)
+    async def run(self) -> None:
+        core, client = cast(Any, self.writes), cast(Any, self.tier)
+        await WriteCheck(core, client, 3, self.wake_up).run()
 
     def wake_up(self) -> None:
         self.woken += 1
 
-
-class CheckFixture:
-    """A WriteCheck whose pauses end when the test says so: `asyncio.sleep(0)` needs no loop."""
-
-    def __init__(self) -> None:
-        self.tier = FakeTier()
-        tier: Any = self.tier
-        self.run = WriteCheck(tier, tier, 3, tier.wake_up, every=0.0).run()
-        self.run.send(None)
-
-    def ask(self, times: int = 1) -> None:
-        """End so many pauses."""
-        for _ in range(times):
-            self.run.send(None)
-
-    def add_round(self, *keys: bytes) -> None:
-        """One question for each of these pairs of letters."""
-        blocks = np.arange(2)
-        self.tier.rounds.append(
-            [WrittenBlocks(3, "store", (pair[:1], pair[1:]), blocks) for pair in keys]
+    def add_round(self, *pairs: tuple[int, int]) -> None:
+        """One question for each pair of keys."""
+        self.writes.written.append(
+            [WrittenBlocks(3, NAMESPACE, tuple(map(key_of, pair)), np.arange(2)) for pair in pairs]
         )
 
+    def sought(self) -> list[tuple[bytes, ...]]:
+        return [tuple(keys) for keys in self.tier.sought]
 
-@pytest.fixture
-def fixture() -> Iterator[CheckFixture]:
-    fixture = CheckFixture()
-    yield fixture
-    fixture.run.close()
+
+def keys(*numbers: int) -> tuple[bytes, ...]:
+    return tuple(map(key_of, numbers))
 
 
 @pytest.mark.parametrize(
-    ("results", "reopened"),
-    [([OK, MISS], [[False, True]]), ([OK, OK], []), ([LATE, LATE], []), ([ERROR, ERROR], [])],
+    ("pair", "found", "reopened"),
+    [
+        ((1, 9), None, [[False, True]]),
+        ((1, 2), None, []),
+        ((8, 9), Result.LATE, []),
+        ((8, 9), Result.ERROR, []),
+    ],
 )
-def test_what_is_missing_is_written_again(
-    fixture: CheckFixture, results: list[Result], reopened: list[list[bool]]
+async def test_what_is_missing_is_written_again(
+    pair: tuple[int, int], found: Result | None, reopened: list[list[bool]]
 ) -> None:
-    fixture.add_round(b"ab")
-    fixture.tier.results = results
-    fixture.tier.usage = TierUsage(1000, evictions=1)
-    fixture.ask()
-    assert fixture.tier.asked == [(b"a", b"b")]
-    assert (fixture.tier.reopened, fixture.tier.woken) == (reopened, len(reopened))
+    fixture = CheckFixture()
+    fixture.add_round(pair)
+    fixture.tier.found = found
+    async with in_background(fixture.run()):
+        await asyncio.sleep(0)
+        fixture.tier.usage = TierUsage(1000, evictions=1)
+        await asyncio.sleep(60)
+    assert fixture.sought() == [keys(*pair)]
+    assert (fixture.writes.reopened, fixture.woken) == (reopened, len(reopened))
 
 
-def test_a_tier_is_asked_for_all_keys_once_after_it_has_lost_some(fixture: CheckFixture) -> None:
-    fixture.add_round(b"ab", b"cd")
-    fixture.add_round(b"ef")
-    fixture.ask(3)
-    assert fixture.tier.asked == []
-    fixture.tier.counts["deaths"] = 1
-    fixture.ask()
-    fixture.tier.counts["deaths"] = 2  # counts for the next round
-    fixture.ask(2)
-    assert fixture.tier.asked == [(b"a", b"b"), (b"c", b"d")]
-    fixture.ask(9)
-    assert fixture.tier.asked[2:] == [(b"e", b"f")]
+async def test_a_tier_is_asked_for_all_keys_once_after_it_has_lost_some() -> None:
+    fixture = CheckFixture()
+    fixture.add_round((1, 2), (3, 4))
+    fixture.add_round((5, 1))
+    async with in_background(fixture.run()):
+        await asyncio.sleep(60.5 * CHECK_EVERY)
+        assert fixture.sought() == []
+        fixture.tier.counts["deaths"] = 1
+        await asyncio.sleep(CHECK_EVERY)
+        assert fixture.sought() == [keys(1, 2)]
+        fixture.tier.counts["deaths"] = 2  # counts for the next round
+        await asyncio.sleep(CHECK_EVERY)
+        assert fixture.sought() == [keys(1, 2), keys(3, 4)]
+        await asyncio.sleep(60)
+    assert fixture.sought()[2:] == [keys(5, 1)]
 
 
-def test_a_tier_that_does_not_count_what_it_loses_is_asked_again_and_again(
-    fixture: CheckFixture,
-) -> None:
+async def test_a_tier_that_does_not_count_what_it_loses_is_asked_again_and_again() -> None:
+    fixture = CheckFixture()
     fixture.tier.usage = TierUsage()
     for _ in range(3):
-        fixture.add_round(b"ab")
-    fixture.ask(6)
-    assert len(fixture.tier.asked) == 3
+        fixture.add_round((1, 2))
+    async with in_background(fixture.run()):
+        await asyncio.sleep(60)
+    assert fixture.sought() == [keys(1, 2)] * 3
 
 
-def test_a_tier_that_is_off_or_dies_is_not_believed(fixture: CheckFixture) -> None:
-    fixture.add_round(b"ab")
+async def test_a_tier_that_is_off_or_dies_is_not_believed() -> None:
+    fixture = CheckFixture()
     fixture.tier.usage = TierUsage()
+    fixture.add_round((8, 9))
     fixture.tier.is_prompt = False
-    fixture.ask()
-    assert fixture.tier.asked == []
-    fixture.tier.is_prompt, fixture.tier.is_started = True, False
-    fixture.tier.results = [MISS, MISS]
-    fixture.ask()
-    assert fixture.tier.reopened == []
+    async with in_background(fixture.run()):
+        await asyncio.sleep(60)
+        assert fixture.sought() == []
+        fixture.tier.is_prompt, fixture.tier.is_started = True, False
+        await asyncio.sleep(60)
+    assert (fixture.sought(), fixture.writes.reopened) == ([keys(8, 9)], [])

@@ -32,8 +32,8 @@ Moved = tuple[Sequence[Result], asyncio.Future[Sequence[Result]]]
 class FakeTierClient:
     """As a TierClient. It has keys, and its calls end when the test lets them.
 
-    result: of all keys of fetches and puts; None: what is true. holds_blocks: fetches and puts do
-    not release their blocks until `release`.
+    result, found: of all keys of fetches and puts, and of lookups; None: what is true.
+    holds_blocks: fetches and puts do not release their blocks until `release`.
     """
 
     def __init__(self, *numbers: int, **options: Any) -> None:
@@ -43,6 +43,8 @@ class FakeTierClient:
         self.breaker = SimpleNamespace(state="closed")
         self.is_started = self.is_on = self.is_prompt = True
         self.result: Result | None = None
+        self.found: Result | None = None
+        self.sought: list[Sequence[bytes]] = []
         self.holds_blocks = False
         self.epochs: dict[str, int] = {}
         self.dropped: list[str] = []
@@ -58,6 +60,9 @@ class FakeTierClient:
         await asyncio.Event().wait()
 
     async def contains(self, store: str, keys: Sequence[bytes], _: float) -> list[Result]:
+        self.sought.append(keys)
+        if self.found is not None:
+            return [self.found] * len(keys)
         return [Result.OK if key in self.stored[store] else Result.MISS for key in keys]
 
     async def fetch(self, blocks: TierBlocks, seconds: float) -> Moved:
@@ -98,7 +103,8 @@ class FakeTierClient:
 class FakeWrites:
     """As Core.writes: provides blocks to write, and records how each job ended.
 
-    tier_of: the tier that must write a job, by its number; others may write any.
+    tier_of: the tier that must write a job, by its number; others may write any. written: rounds of
+    next_written.
     """
 
     def __init__(self) -> None:
@@ -106,6 +112,8 @@ class FakeWrites:
         self.tier_of: dict[int, int] = {}
         self.ended: dict[int, list[bool]] = {}
         self.asked: list[tuple[int, int, float]] = []
+        self.written: list[list[WrittenBlocks]] = []
+        self.reopened: list[Sequence[bool]] = []
 
     def take_writes(self, tier: int, limit: int, coldest: float) -> list[WriteJob]:
         self.asked.append((tier, limit, coldest))
@@ -115,7 +123,13 @@ class FakeWrites:
         return []
 
     def next_written(self, tier: int, limit: int) -> WrittenBlocks | None:
+        if self.written and self.written[0]:
+            return self.written[0].pop(0)
+        self.written = self.written[1:]
         return None
+
+    def reopen_writes(self, _: WrittenBlocks, missing: Sequence[bool]) -> None:
+        self.reopened.append(missing)
 
 
 class TieringFixture:

@@ -28,16 +28,15 @@ class WriteCheck:
         client: TierClient,
         tier: int,
         reopened: Callable[[], None],
-        every: float = CHECK_EVERY,
     ) -> None:
         self._writes, self._client, self._tier = writes, client, tier
-        self._reopened, self._every = reopened, every
+        self._reopened = reopened
 
     async def run(self) -> None:
         """Ask about all written keys each time the tier may have lost some, until cancelled."""
         checked = self._count_losses()
         while True:
-            await asyncio.sleep(self._every)
+            await asyncio.sleep(CHECK_EVERY)
             losses = self._count_losses()
             if (losses is None or losses != checked) and self._client.is_prompt:
                 await self._check_all()
@@ -51,9 +50,9 @@ class WriteCheck:
             if any(missing) and self._client.is_started:  # if not, everything is a miss
                 self._writes.reopen_writes(written, missing)
                 self._reopened()
-            await asyncio.sleep(self._every)
+            await asyncio.sleep(CHECK_EVERY)
             while not self._client.is_prompt:
-                await asyncio.sleep(self._every)
+                await asyncio.sleep(CHECK_EVERY)
 
     def _count_losses(self) -> tuple[int, ...] | None:
         """Counts that grow when the tier loses keys; None if it does not count them."""
