@@ -137,14 +137,14 @@ MUTANTS = (
         f"{DAEMON}/tiers/mooncake/trailer.py",
         "return checksum if fields == expected else None",
         "return checksum if fields[:3] == expected[:3] else None",
-        (f"{TIERS}/test_mooncake.py",),
+        (f"{TIERS}/test_mooncake_epochs.py",),
     ),
     SourceMutant(
         "blocks are loaded that another host has reset in the store",
         f"{DAEMON}/tiers/mooncake/tier.py",
         "        if not is_valid:\n",
         "        if False:\n",
-        (f"{TIERS}/test_mooncake.py", f"{TIERS}/test_mooncake_epochs.py"),
+        (f"{TIERS}/test_mooncake_epochs.py",),
     ),
     SourceMutant(
         "a tier is kept in a directory that other users can write",
