@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import structlog
 
 from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.daemon.app import main
 from kvferry.testing.engine import until
 from support.time_limits import TIMEOUT
 
@@ -62,35 +65,60 @@ TIER = "--tiers-disk-path=FOLDER/tier --tiers-disk-size=64MiB --tiers-disk-key-f
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "named"),
+    ("flags", "named"),
     [
-        ("--device=7", "no_device", "device"),
-        ("--pool-size=much", "bad_config", "pool.size"),  # test_config.py has the other values
-        ("--config=FOLDER/kvferryd.toml", "bad_config", "FOLDER/kvferryd.toml"),
-        ("--runtime-dir=FOLDER/file", "bad_config", "FOLDER/file"),
-        (f"--runtime-dir=FOLDER/{'d' * 120}", "bad_config", "runtime_dir"),
-        ("--metrics-listen=127.0.0.1:PORT", "bad_config", "metrics.listen"),
-        ("--events-publish=tcp://nowhere", "bad_config", "events.publish"),
-        (TIER, "bad_config", "tiers.disk.key_file = 'FOLDER/file' has mode 0640"),
+        ("--pool-size=much", "pool.size"),  # test_config.py has the other values
+        ("--config=FOLDER/kvferryd.toml", "FOLDER/kvferryd.toml"),
+        ("--runtime-dir=FOLDER/file", "FOLDER/file"),
+        (f"--runtime-dir=FOLDER/{'d' * 120}", "runtime_dir"),
+        (TIER, "tiers.disk.key_file = 'FOLDER/file' has mode 0640"),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_refused(
-    tmp_path: Path, flags: str, code: str, named: str
+    tmp_path: Path,
+    flags: str,
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "kvferryd.toml").write_text("device = ")
     (tmp_path / "file").write_text("")
     (tmp_path / "file").chmod(0o640)
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(sys, "stderr", sys.stderr)  # which the daemon replaces
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    filled = flags.replace("FOLDER", str(tmp_path)).split()
+    with pytest.raises(SystemExit) as ended:
+        main([f"--runtime-dir={tmp_path}", "--pool-size=1MiB", *filled])
+    structlog.reset_defaults()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("kvferryd: [bad_config] ")
+    assert named.replace("FOLDER", str(tmp_path)) in line
+    assert ended.value.code == 2
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("--device=7", "[no_device]"),
+        ("--metrics-listen=127.0.0.1:PORT", "[bad_config] "),
+        ("--events-publish=tcp://127.0.0.1:PORT", "[bad_config] "),
+    ],
+)
+def test_a_device_or_address_that_cannot_be_used_is_refused(
+    short_path: Path, flag: str, expected: str
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        filled = flags.replace("FOLDER", str(tmp_path)).replace("PORT", port).split()
-        command = [sys.executable, "-m", "kvferry.daemon", f"--runtime-dir={tmp_path}"]
-        command += ["--pool-size=1MiB", *filled]
+        flag = flag.replace("PORT", str(other.getsockname()[1]))
+        command = [sys.executable, "-m", "kvferry.daemon", "--pool-size=1MiB", flag]
+        command += ["--runtime-dir", str(short_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith(f"kvferryd: [{code}] ")
-    assert named.replace("FOLDER", str(tmp_path)) in done.stderr
+    assert f"kvferryd: {expected}" in done.stderr
+    assert flag.partition("=")[0].strip("-").replace("-", ".") in done.stderr
     assert "Traceback" not in done.stderr
-    assert not [*tmp_path.glob("*/*.sock"), *tmp_path.glob("tier")]
+    assert not list(short_path.glob("*/*.sock"))
 
 
 @pytest.fixture
