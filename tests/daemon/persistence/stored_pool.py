@@ -1,11 +1,10 @@
-"""A pool of random bytes, its checksum process, and regions with committed blocks."""
+"""A pool of random bytes, and regions with committed blocks."""
 
 from __future__ import annotations
 
-import ctypes
+import asyncio
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -16,8 +15,7 @@ from kvferry.daemon.core.block_lines import UseClock
 from kvferry.daemon.core.block_table import OCCUPIED
 from kvferry.daemon.core.records import RegionRecord
 from kvferry.daemon.core.region import Region
-from kvferry.daemon.memory.shared_memory import MappedFiles
-from kvferry.daemon.persistence.checksum_client import ChecksumClient
+from kvferry.daemon.persistence.checksum_client import ChecksumClient, Purpose
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
@@ -69,20 +67,36 @@ def mark_unverified(region: Region) -> None:
 
 
 class StoredPool:
-    """Two regions of COUNT blocks. Each block is one chunk of the pool."""
+    """Two regions of COUNT blocks. It stands in for the checksum client: it reads them itself."""
+
+    window = 4
 
     def __init__(self) -> None:
-        self.memory = MappedFiles("kvferry-test", 2 * COUNT * BLOCK, BLOCK)
-        memory = (ctypes.c_ubyte * self.memory.nbytes).from_address(self.memory.address)
-        self.bytes = np.ctypeslib.as_array(memory)
-        self.bytes[:] = np.random.default_rng(1).integers(0, 255, self.bytes.shape)
+        self.bytes = np.random.default_rng(1).integers(0, 255, 2 * COUNT * BLOCK, np.uint8)
         self.clock = UseClock()
         self.regions: list[Region] = []
         self.reports: list[Report] = []
 
-    @cached_property
-    def checksums(self) -> ChecksumClient:
-        return ChecksumClient(self.memory.descriptors, BLOCK, 2)
+    @property
+    def client(self) -> ChecksumClient:
+        return cast(ChecksumClient, self)
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def read_checksums(self, region: Region, blocks: Any, _: Purpose) -> Any:
+        keys = region.table.lines.keys(blocks)
+        await asyncio.sleep(0)  # for what happens meanwhile
+        return self.checksums(region, blocks.tolist(), keys)
+
+    def checksums(self, region: Region, blocks: Sequence[int], keys: Sequence[bytes]) -> Any:
+        seeds = [xxhash.xxh3_64_intdigest(each) for each in keys] or blocks
+        starts = [region.start + block * BLOCK for block in blocks]
+        found = [
+            xxhash.xxh3_64_intdigest(self.bytes[at : at + BLOCK].tobytes(), seed)
+            for at, seed in zip(starts, seeds, strict=True)
+        ]
+        return np.array(found, np.uint64)
 
     def new_region(self, record: RegionRecord) -> Region:
         self.regions.append(region := region_of(record))
@@ -100,23 +114,12 @@ class StoredPool:
                     case BlocksCorrupted(owner, blocks) if owner == region.owner:
                         region.table.drop(blocks)
 
-    def commit(self, region: Region, *blocks: int, keys: Sequence[bytes] = ()) -> None:
-        keyed = region.owner.kind == "namespace"
-        names = keys or (tuple(map(key, blocks)) if keyed else ())
-        seeds = [xxhash.xxh3_64_intdigest(name) for name in names] or blocks
-        starts = [region.start + block * BLOCK for block in blocks]
-        checksums = [
-            xxhash.xxh3_64_intdigest(self.bytes[at : at + BLOCK].tobytes(), seed)
-            for at, seed in zip(starts, seeds, strict=True)
-        ]
+    def commit(self, region: Region, *blocks: int) -> None:
+        names = tuple(map(key, blocks)) if region.owner.kind == "namespace" else ()
         table, block_ids = region.table, overwrite(region, *blocks)
         table.set_stored(block_ids, names)
-        table.commit(block_ids, table.lines.versions(block_ids), np.array(checksums, np.uint64))
+        checksums = self.checksums(region, blocks, names)
+        table.commit(block_ids, table.lines.versions(block_ids), checksums)
 
     def damage(self, region: Region, block: int) -> None:
         self.bytes[region.start + block * BLOCK + 100] ^= 1
-
-    async def close(self) -> None:
-        if "checksums" in vars(self):
-            await self.checksums._process.close()
-        self.memory.close()

@@ -36,7 +36,14 @@ from .stored_pool import (
     with_block_bytes,
 )
 
+pytestmark = pytest.mark.virtual_time
+
 FAST = 1 << 30
+
+
+@pytest.fixture
+def pool() -> StoredPool:
+    return StoredPool()
 
 
 def new_unverified_region(pool: StoredPool, record: RegionRecord) -> Region:
@@ -55,7 +62,7 @@ async def check(
     """
     pool.reports.clear()
     batch = region, numbers(*blocks)
-    reading = asyncio.create_task(check_blocks(pool.checksums, pool.report, batch, Purpose.VERIFY))
+    reading = asyncio.create_task(check_blocks(pool.client, pool.report, batch, Purpose.VERIFY))
     await asyncio.sleep(0)
     during()
     await reading
@@ -99,7 +106,7 @@ def free(region: Region) -> None:
 
 
 async def verify(pool: StoredPool, *regions: Region) -> None:
-    await block_checks.verify(pool.checksums, pool.report, unverified_batches(regions))
+    await block_checks.verify(pool.client, pool.report, unverified_batches(regions))
 
 
 async def test_all_restored_blocks_are_verified_except_damaged_ones(pool: StoredPool) -> None:
@@ -117,7 +124,7 @@ async def test_a_region_may_be_freed_before_its_verification(pool: StoredPool) -
     keyed, raw = new_unverified_region(pool, KEYED), new_unverified_region(pool, RAW)
     unverified = unverified_batches([keyed, raw])
     free(raw)
-    await block_checks.verify(pool.checksums, pool.report, unverified)
+    await block_checks.verify(pool.client, pool.report, unverified)
     assert not keyed.table.find(*UNCHECKED).size
     assert {r.owner for r in pool.reports if isinstance(r, BlocksVerified)} == {KEYED.owner}
 
@@ -198,11 +205,10 @@ class ScrubFixture:
 
 
 @pytest.fixture
-def fixture(make_pool: Callable[[], StoredPool]) -> ScrubFixture:
-    return ScrubFixture(make_pool())
+def fixture(pool: StoredPool) -> ScrubFixture:
+    return ScrubFixture(pool)
 
 
-@pytest.mark.virtual_time
 async def test_every_committed_block_is_read(fixture: ScrubFixture) -> None:
     """Blocks committed during the scrub are read. Corrupt and unverified blocks are not."""
     pool = fixture.pool
@@ -224,7 +230,6 @@ async def test_every_committed_block_is_read(fixture: ScrubFixture) -> None:
         assert await fixture.read_next() == [7]
 
 
-@pytest.mark.virtual_time
 @pytest.mark.parametrize(
     ("rate", "blocks", "counted", "pause"),
     [(BLOCK, 1, 0, 1.0), (16 * BLOCK, 4, 0, 0.25), (16 * BLOCK, 4, 8 * BLOCK, 2.0)],
@@ -240,7 +245,6 @@ async def test_the_pause_after_a_batch_follows_from_the_rate(
         assert await fixture.pause() == pytest.approx(pause, abs=0.01)
 
 
-@pytest.mark.virtual_time
 @pytest.mark.parametrize(("rate", "seconds"), [(1 << 20, 60.0), (1 << 30, 4.0)])
 async def test_a_round_over_few_blocks_is_not_repeated_at_once(
     fixture: ScrubFixture, rate: int, seconds: float
@@ -253,7 +257,6 @@ async def test_a_round_over_few_blocks_is_not_repeated_at_once(
     assert fixture.reads.blocks == [[1], [1]]
 
 
-@pytest.mark.virtual_time
 async def test_the_scrub_waits_for_the_first_region(fixture: ScrubFixture) -> None:
     async with in_background(fixture.scrub(FAST)):
         await asyncio.sleep(2 * ROUND_SECONDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -40,11 +40,13 @@ from .stored_pool import (
     overwrite,
 )
 
+pytestmark = pytest.mark.virtual_time
+
 
 class StoreFixture:
     def __init__(self, pool: StoredPool, fds: KeptFds, scrub_rate: int = 0) -> None:
         self.pool, self.fds = pool, fds
-        self.store = RegionStore(pool.checksums, fds, pool.report, scrub_rate)
+        self.store = RegionStore(pool.client, fds, pool.report, scrub_rate)
 
     def create(self, record: RegionRecord) -> Region:
         region = self.pool.new_region(record)
@@ -77,9 +79,9 @@ class StoreFixture:
 
 
 @pytest.fixture
-async def fixture(make_pool: Callable[[], StoredPool]) -> AsyncIterator[StoreFixture]:
+async def fixture() -> AsyncIterator[StoreFixture]:
     """A store that runs."""
-    fixture = StoreFixture(make_pool(), KeptFds())
+    fixture = StoreFixture(StoredPool(), KeptFds())
     async with in_background(fixture.store.run()):
         yield fixture
     fixture.store.close()
@@ -111,7 +113,7 @@ async def test_a_freed_region_is_removed_from_the_store(fixture: StoreFixture) -
 
 
 async def test_the_next_daemon_verifies_valid_tables_and_drops_others(
-    fixture: StoreFixture, make_pool: Callable[[], StoredPool]
+    fixture: StoreFixture,
 ) -> None:
     fixture.complete_store(fixture.create(KEYED), [1], [1])
     fixture.complete_store(fixture.create(RAW), [4])
@@ -122,7 +124,7 @@ async def test_the_next_daemon_verifies_valid_tables_and_drops_others(
     os.pwrite(longer, os.pread(fixture.fds.kept["block-table-1"], 1 << 24, 0), 0)
     fixture.fds.kept["block-table-8"] = longer
     kept = fixture.fds.copies()
-    successor = StoreFixture(make_pool(), fixture.fds)
+    successor = StoreFixture(StoredPool(), fixture.fds)
     assert successor.store.verification is None
     found: list[RecoveredRegion] = []
 
@@ -144,16 +146,14 @@ async def test_the_next_daemon_verifies_valid_tables_and_drops_others(
         raise Refused(Code.POOL_FULL, "no room", found.record.name)
 
     kept = fixture.fds.copies()
-    other = StoreFixture(make_pool(), fixture.fds)
+    other = StoreFixture(StoredPool(), fixture.fds)
     other.store.restore_regions(kept, refuse)
     assert fixture.fds.kept == {}
     assert other.store._regions() == []
     successor.store.close()
 
 
-async def test_the_next_daemon_restores_the_oldest_first_and_reuses_no_name(
-    make_pool: Callable[[], StoredPool],
-) -> None:
+async def test_the_next_daemon_restores_the_oldest_first_and_reuses_no_name() -> None:
     fds = KeptFds()
     names = {"block-table-10": "b", "block-table-9": "a"}
     for name, model in names.items():
@@ -161,7 +161,7 @@ async def test_the_next_daemon_restores_the_oldest_first_and_reuses_no_name(
         file = TableFile.create(RegionRecord(model, 0, COUNT * BLOCK, fingerprint=fingerprint))
         fds.store_fd(name, file.descriptor)
         file.close()
-    successor = StoreFixture(make_pool(), fds)
+    successor = StoreFixture(StoredPool(), fds)
     successor.store.restore_regions(fds.copies(), successor.restore)
     assert [region.owner.name for region in successor.pool.regions] == ["a", "b"]
     successor.create(KEYED)
@@ -169,13 +169,11 @@ async def test_the_next_daemon_restores_the_oldest_first_and_reuses_no_name(
     successor.store.close()
 
 
-async def test_a_table_of_the_format_before_is_restored_and_stored_again(
-    make_pool: Callable[[], StoredPool],
-) -> None:
+async def test_a_table_of_the_format_before_is_restored_and_stored_again() -> None:
     fds = KeptFds()
     fds.kept["block-table-3"] = old_table(KEYED, {2: (9, 77, (0, 0), 5, True, key(2))})
     kept = fds.copies()
-    successor = StoreFixture(make_pool(), fds)
+    successor = StoreFixture(StoredPool(), fds)
     successor.store.restore_regions(kept, successor.restore)
     (region,) = successor.pool.regions
     assert region.table.find(UNVERIFIED).tolist() == [2]
@@ -211,8 +209,8 @@ async def test_a_region_whose_record_becomes_too_long_is_not_kept(fixture: Store
     assert not fixture.store.busy
 
 
-async def test_the_scrub_reads_committed_blocks(make_pool: Callable[[], StoredPool]) -> None:
-    fixture = StoreFixture(make_pool(), KeptFds(), scrub_rate=1 << 30)
+async def test_the_scrub_reads_committed_blocks() -> None:
+    fixture = StoreFixture(StoredPool(), KeptFds(), scrub_rate=1 << 30)
     region, reports = fixture.create(KEYED), fixture.pool.reports
     async with in_background(fixture.store.run()):
         fixture.complete_store(region, [3, 4], [3, 4])
