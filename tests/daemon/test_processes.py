@@ -99,13 +99,6 @@ async def test_requests_wait_for_room_in_the_socket(worker: EchoWorker) -> None:
     assert await asyncio.wait_for(asyncio.gather(*replies), TIMEOUT) == large
 
 
-async def test_requests_wait_for_a_process_that_is_ready() -> None:
-    worker = EchoWorker()
-    assert worker.process.pid is None
-    assert await worker.answer(b"early") == b"early"
-    await worker.close()
-
-
 async def test_a_request_fails_once_its_process_is_reaped(worker: EchoWorker) -> None:
     """Not before: the process may still use memory that the request names."""
     await worker.answer(b"1")

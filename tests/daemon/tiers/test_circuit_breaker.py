@@ -45,28 +45,24 @@ def breaker() -> ClockedBreaker:
     return ClockedBreaker()
 
 
-def test_errors_in_a_row_open_it(breaker: ClockedBreaker) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_errors_or_late_lookups_in_a_row_open_it(breaker: ClockedBreaker, late: bool) -> None:
+    def fail() -> None:
+        if late:
+            breaker.record_lookup(in_time=False)
+        else:
+            breaker.record_lookup(in_time=True)  # which says nothing about reads
+            breaker.record_error()
+
     for _ in range(3):  # a success in between starts the count again
         for _ in range(MAX_ERRORS - 1):
-            breaker.record_error()
+            fail()
         breaker.record_lookup(in_time=True)
         breaker.record_success()
     assert breaker.state == "closed"
     for _ in range(MAX_ERRORS):
-        breaker.record_lookup(in_time=True)  # which says nothing about reads
-        breaker.record_error()
+        fail()
     assert (breaker.state, breaker.openings) == ("open", 1)
-
-
-def test_late_lookups_in_a_row_open_it(breaker: ClockedBreaker) -> None:
-    for _ in range(3):
-        for _ in range(MAX_ERRORS - 1):
-            breaker.record_lookup(in_time=False)
-        breaker.record_lookup(in_time=True)
-    assert breaker.state == "closed"
-    for _ in range(MAX_ERRORS):
-        breaker.record_lookup(in_time=False)
-    assert breaker.state == "open"
 
 
 def test_it_stays_open_for_twice_as_long_each_time_a_probe_fails(breaker: ClockedBreaker) -> None:

@@ -97,19 +97,6 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_what_one_host_puts_the_other_fetches(
-    shared_store: MooncakeStore, stack: ExitStack
-) -> None:
-    here, there = Host(shared_store, stack), Host(shared_store, stack)
-    space = "a1" * 8
-    assert (there.tier.contains([1], space), here.tier.put([1], space)) == ([False], [FULL])
-    assert (here.settle(space), there.settle(space)) == (0, 0)
-    assert there.tier.contains([1], space) == [False]
-    assert here.tier.put([1, 2], space) == [OK, OK]
-    until(lambda: there.tier.contains([1, 2, 3], space) == [True, True, False])
-    assert there.tier.fetch([1, 2, 3], space) == [OK, OK, MISS]
-
-
 def test_after_a_restart_of_the_master_blocks_are_shared_again(
     own_store: MooncakeStore, stack: ExitStack
 ) -> None:
