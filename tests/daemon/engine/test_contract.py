@@ -133,11 +133,12 @@ def test_many_concurrent_jobs_of_both_directions(fixture: ContractFixture, name:
 
 
 def test_many_jobs_of_one_direction(fixture: ContractFixture) -> None:
-    shape = MIXED["staged"]
+    """More of them than chunks may be in flight."""
+    shape = LAYOUTS["two groups"]
     engine = fixture.open(shape)
     rng = np.random.default_rng(12)
     for direction in (*Direction, *Direction):
-        jobs = [transfer(shape, engine.block_layout.host_blocks, rng) for _ in range(JOBS // 2)]
+        jobs = [transfer(shape, engine.block_layout.host_blocks, rng) for _ in range(JOBS)]
         started = [engine.start(direction, *job) for job in jobs]
         ended = [fixture.report(TransferCompleted) for _ in started]
         assert [(end.serial, end.outcome) for end in ended] == [(s, Outcome.DONE) for s in started]

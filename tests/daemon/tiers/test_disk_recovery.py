@@ -74,6 +74,20 @@ def test_a_namespace_is_dropped_while_its_headers_are_read(
     assert fetch_all(disk, MANY) == [OK] * len(MANY)
 
 
+def test_a_truncated_slab_is_replaced(disk: KillableDisk) -> None:
+    put_all(disk, MANY)
+    os.truncate(disk.slabs()[0], 1000)
+    results = fetch_all(disk, MANY)
+    assert set(results) == {OK, MISS}
+    disk.tier.maintain()
+    put_all(disk, range(100, 140))
+    assert disk.usage().used_bytes <= SIZE
+    assert fetch_all(disk, range(100, 140)) == [OK] * 40
+    os.truncate(disk.slabs()[0], 0)
+    disk.restart()  # found at start
+    assert OK in fetch_all(disk, range(100, 140))
+
+
 def test_a_smaller_size_is_kept_from_the_start_on(disk: KillableDisk) -> None:
     put_all(disk, range(150))
     disk.close()
