@@ -95,6 +95,22 @@ def test_hosts_that_settle_at_once_agree(pointer: str, epochs: tuple[int, int]) 
                 check(first, switches)
 
 
+def test_a_host_that_was_away_during_resets_adopts_the_last(model: ObjectStoreModel) -> None:
+    here, there = ModelHost(model), ModelHost(model, 1)
+    check_agreement(model, [here, there])
+    there.client.is_cut_off = True
+    here.put()
+    for _ in range(3):
+        here.reset()
+        assert here.settle() == here.epoch
+        here.put()
+    there.client.is_cut_off = False
+    assert there.find() is None  # the marker is gone
+    assert there.put() is Result.FULL
+    assert there.settle() == here.epoch
+    assert there.find() == here.epoch
+
+
 @pytest.mark.parametrize("what", ["marker", "pointer", "both", "store", "damaged pointer"])
 def test_what_the_store_loses_begins_another_incarnation(
     model: ObjectStoreModel, what: str
