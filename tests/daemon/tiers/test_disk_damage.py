@@ -105,20 +105,6 @@ def test_another_entry_in_place_of_a_file_of_the_root_is_replaced(
     assert not (two.root / file).is_symlink()
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_damage_is_listed(two: KillableDisk, entry: Callable[[Path], None]) -> None:
-    two.kill()
-    for file in ("hints", "slab-00000"):
-        (two.root / NAMESPACE / file).unlink()
-        entry(two.root / NAMESPACE / file)
-    listed = {each.namespace: each for each in command.list_namespaces(two.root)}
-    assert listed[OTHER].blocks == len(MANY)
-    assert listed[NAMESPACE].blocks == 0
-    assert listed[NAMESPACE].problem
-    assert {each.namespace for each in command.verify(two.root, lambda _: None)} == set(listed)
-    two.open()
-
-
 def test_hints_that_may_not_be_read_are_replaced(
     two: KillableDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
