@@ -11,6 +11,7 @@ import os
 import random
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,15 +43,16 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvferry.client import shared_empty
+from kvferry.client import OffloadClient, shared_empty
 from kvferry.client.vllm import compat
+from kvferry.proto.status import NamespaceStatus
 from kvferry.testing.engine import until
 from support.time_limits import TIMEOUT
-from support.vllm_engine import ONE_ALLOCATION
 from support.vllm_runner import (
     ALIGNED,
     COMPRESSOR_PAGE,
     COMPRESSOR_TOKENS,
+    ONE_ALLOCATION,
     PAGE,
     PREFIX_UNIT,
     TOKENS,
@@ -78,14 +80,24 @@ class EngineCore:
         host_bytes: int = 1 << 20,
         overlaps: bool = False,
         drafts: int = 0,
+        pipeline: bool = False,
+        retention: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+        configure: Callable[[VllmConfig], None] | None = None,
         **transfer: Any,
     ) -> None:
         if drafts:
             transfer["drafts"] = drafts
-        config = _config(kvferry_options(directory, host_bytes), **transfer)
+        options = kvferry_options(directory, host_bytes) | dict(extra or {})
+        config = engine_config(options, **transfer)
         _set_cache_layout(config, groups)
         self._set_up(config, groups)
+        if configure is not None:
+            configure(config)
         caches = self._plan_caches(groups, blocks, drafts)
+        if retention is not None:
+            config.cache_config.prefix_cache_retention_interval = retention
+            caches.prefix_cache_retention_interval = retention
         config.cache_config.num_gpu_blocks = blocks
         scheduler_block, hash_block = resolve_kv_cache_block_sizes(caches, config)
         if "partial states" in groups:  # as vLLM resolves it
@@ -111,7 +123,8 @@ class EngineCore:
         self.writes_early = bool(config.use_v2_model_runner)
         self._wait_connected()
         self._drafts = drafts
-        self._overlaps = overlaps
+        self._batches_in_flight = int(overlaps or pipeline)
+        self._is_closed = False
         # The scheduler's output and the model's output of steps that have run.
         self._ran: list[tuple[Any, ModelRunnerOutput]] = []
         self._numbers = iter(range(1 << 30))
@@ -124,12 +137,14 @@ class EngineCore:
         self.transfers: dict[str, Any] = {}
         # Tokens that the connector provided, by source, from 0.32 on.
         self.sources: dict[str, int] = {}
+        # The connector's values of vLLM's metrics, as reported after steps.
+        self.connector_stats: list[dict[str, Any]] = []
 
     def _set_up(self, config: VllmConfig, groups: tuple[str, ...]) -> None:
         """Called before the connectors are created."""
 
     def _plan_caches(self, groups: tuple[str, ...], blocks: int, drafts: int) -> KVCacheConfig:
-        return _caches(groups, blocks, drafts)
+        return plan_caches(groups, blocks, drafts)
 
     def _wait_connected(self) -> None:
         wait_connected(self.manager)
@@ -167,6 +182,20 @@ class EngineCore:
         self.run_until(lambda: all(name in self.finished for name in names), seconds)
         return [self.finished[name] for name in names]
 
+    def run_anew(self, *prompts: list[int]) -> list[int]:
+        """Run requests when all stores have ended, with an empty GPU cache."""
+        self.settle()
+        assert self.scheduler.kv_cache_manager.reset_prefix_cache()
+        return self.run(*prompts)
+
+    def run_until_idle(self) -> None:
+        """Run steps as long as vLLM's core loop does."""
+        while self._ran or self.scheduler.has_requests():
+            if self.scheduler.has_requests():
+                self.step()
+            else:
+                self.finish_steps()
+
     def run_until(self, condition: Any, seconds: float = TIMEOUT) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
@@ -184,9 +213,9 @@ class EngineCore:
         self.run_until(lambda: not connector.has_pending_push_work())
         for client in self.manager._clients:
             client.status()
-        until(self._is_reset)
+        until(self.is_reset)
 
-    def _is_reset(self) -> bool:
+    def is_reset(self) -> bool:
         """Whether the daemon has done all resets."""
         self.manager.poll()
         return not self.manager.is_resetting
@@ -195,6 +224,12 @@ class EngineCore:
     def manager(self) -> Any:
         """The scheduler's OffloadingManager."""
         return kvferry_of(self.scheduler.connector).connector_scheduler.manager._manager
+
+    def namespace(self) -> NamespaceStatus:
+        """As the daemon reports it."""
+        with OffloadClient(self.manager.clients[0].directory, engine="observer") as client:
+            (status,) = client.namespaces()
+        return status
 
     def known_chunks(self) -> int:
         """The chunks in host memory that can be looked up. Those of another engine come later."""
@@ -209,7 +244,7 @@ class EngineCore:
     def step(self) -> None:
         output = self.scheduler.schedule()
         self._ran.append((output, self.execute(output)))
-        if len(self._ran) > self._overlaps:
+        if len(self._ran) > self._batches_in_flight:
             self._update(*self._ran.pop(0))
 
     def execute(self, output: Any) -> ModelRunnerOutput:
@@ -249,7 +284,7 @@ class EngineCore:
 
     def _update(self, output: Any, result: ModelRunnerOutput) -> None:
         for each in self.scheduler.update_from_output(output, result).values():
-            self._count_sources(each.scheduler_stats)
+            self._count_stats(each.scheduler_stats)
             for request in each.outputs:
                 if request.finish_reason is not None:
                     self.transfers[request.request_id] = request.kv_transfer_params
@@ -267,10 +302,19 @@ class EngineCore:
         return len(source.keys)
 
     def close(self) -> None:
-        self.scheduler.connector.shutdown()
-        self.worker.shutdown()
+        if not self._is_closed:
+            self.scheduler.connector.shutdown()
+            self.worker.shutdown()
+        self._is_closed = True
 
-    def _count_sources(self, stats: Any) -> None:
+    def counted(self, name: str) -> int:
+        """The sum of a counter of the connector, over its labels."""
+        found = [stats["data"].get(name, 0) for stats in self.connector_stats if "data" in stats]
+        return sum(sum(one.values()) if isinstance(one, dict) else one for one in found)
+
+    def _count_stats(self, stats: Any) -> None:
+        if values := getattr(stats, "kv_connector_stats", None):
+            self.connector_stats.append(values)
         hits = getattr(stats, "connector_prefix_cache_stats", None)
         for source, tokens in getattr(hits, "hits_by_source", {}).items():
             self.sources[source.value] = self.sources.get(source.value, 0) + tokens
@@ -353,7 +397,7 @@ def _model(directory: str | None = None, longest: int = 4096) -> ModelConfig:
     return ModelConfig(model=str(folder), skip_tokenizer_init=True, max_model_len=longest, seed=0)
 
 
-def _config(
+def engine_config(
     options: dict[str, Any],
     drafts: int = 0,
     folder: str | None = None,
@@ -412,7 +456,7 @@ def _layer(rows: torch.Tensor, group: str) -> Any:
     return rows.view(rows.shape[0], *shape)
 
 
-def _caches(groups: tuple[str, ...], blocks: int, drafts: int) -> KVCacheConfig:
+def plan_caches(groups: tuple[str, ...], blocks: int, drafts: int) -> KVCacheConfig:
     drafting = groups[0] if drafts and len(groups) == 1 else "draft"
     return KVCacheConfig(
         num_blocks=blocks,

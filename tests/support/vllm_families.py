@@ -208,6 +208,8 @@ class StartedEngine:
         self._worker.register_kv_caches(self._layers)
         self._side: Any = self._worker.connector_worker.worker
         wait_connected(self._side.session.client)
+        manager = self._scheduler.connector_scheduler.manager
+        assert manager._config.fingerprint == self._side._config.fingerprint
 
     @property
     def packs(self) -> bool:

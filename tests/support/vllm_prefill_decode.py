@@ -35,8 +35,7 @@ from support.vllm_core import (  # noqa: E402
     kvferry_options,
     kvferry_transfer,
 )
-from support.vllm_engine import ONE_ALLOCATION  # noqa: E402
-from support.vllm_runner import TOKENS  # noqa: E402
+from support.vllm_runner import ONE_ALLOCATION, TOKENS  # noqa: E402
 
 
 class SmallBlockBackend(CPUAttentionBackend):  # type: ignore[misc]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,12 +22,15 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    KVCacheTensor,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
+# From vLLM 0.29 on, all layers are in one allocation.
+ONE_ALLOCATION = "layers" in {field.name for field in fields(KVCacheTensor)}
 # Tokens of a block, of a window, and of a chunk of local attention.
 TOKENS, WINDOW, LOCAL = 16, 40, 48
 # Bytes of a token: a hash. Of a block, of each group but "compressor".

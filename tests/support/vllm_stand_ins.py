@@ -20,6 +20,11 @@ BLOCKS = 16
 KEY_BYTES = 8
 
 
+def prompt(number: int, tokens: int = 200) -> list[int]:
+    """Tokens of a request. Those of another number have no common beginning."""
+    return [(number * 37 + n * 11) % 900 for n in range(tokens)]
+
+
 def engine_config_at(directory: Path | str, **options: Unpack[NamespaceOptions]) -> EngineConfig:
     """The configuration of an engine with one rank, whose host blocks are one page."""
     return EngineConfig(

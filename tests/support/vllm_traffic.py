@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvferry.client.vllm.request_hints import PREFETCH, RELEASE, RETAIN
 from support.time_limits import TIMEOUT
 from support.traffic_statistics import TrafficStatistics
 
@@ -25,15 +26,16 @@ BEGINNINGS = 6
 REQUESTS, ARRIVES = 6, 0.4
 # Probability per step that a request is aborted.
 ABORTS = 0.02
+# The kv_transfer_params of requests: half of them have a hint.
+HINTS: tuple[dict[str, Any], ...] = (
+    *[{}] * 4,
+    {RELEASE: {}},
+    {PREFETCH: {}},
+    {RETAIN: {"seconds": 0.1}},
+    {RETAIN: {"seconds": 600}},
+)
 # Probability per step that a beginning is replaced by one that no request has had.
 RENEWS = 0.004
-
-
-def create_engine(directory: object, groups: tuple[str, ...], drafts: int, **options: Any) -> Any:
-    from support.vllm_core import EngineCore
-
-    blocks = gpu_blocks(groups, drafts)
-    return EngineCore(directory, groups, blocks=blocks, drafts=drafts, **options)
 
 
 def gpu_blocks(groups: tuple[str, ...], drafts: int) -> int:
@@ -42,7 +44,8 @@ def gpu_blocks(groups: tuple[str, ...], drafts: int) -> int:
 
 
 class RandomRequests:
-    """Requests that share beginnings, decode past their windows, are aborted and preempted.
+    """Requests that share beginnings, decode past their windows, are aborted and preempted. Some
+    have hints.
 
     resets: probability per step that the prefix cache is reset. connector_resets: that the
     connector is reset with it. If both discard the KV of all requests, the model has other weights
@@ -91,7 +94,8 @@ class RandomRequests:
         beginning = rng.choice(self._beginnings)[: rng.randrange(20, SHARED)]
         self._prompts.append(beginning + self._tokens(rng.randrange(1, OWN)))
         prompt = rng.choice(self._prompts) if rng.random() < 0.5 else self._prompts[-1]
-        self._running.add(self._engine.add(prompt, rng.choice((4, 40, OUTPUT))))
+        tokens, hint = rng.choice((4, 40, OUTPUT)), rng.choice(HINTS)
+        self._running.add(self._engine.add(prompt, tokens, **hint))
 
     def _reset(self) -> None:
         engine, rng = self._engine, self._rng
@@ -133,6 +137,8 @@ class VLLMTraffic:
     """
 
     def __init__(self, directory: Path, options: VLLMTrafficOptions) -> None:
+        from support.vllm_core import EngineCore
+
         # Model runner v2 is the default from vLLM 0.29.
         os.environ |= {"PYTHONHASHSEED": "0", "VLLM_USE_V2_MODEL_RUNNER": "1"}
         logging.disable(logging.WARNING)  # of each reset, and of each daemon that is killed
@@ -140,10 +146,11 @@ class VLLMTraffic:
         model = directory.parent / f"model of {options.name}"
         model.mkdir(exist_ok=True)
         self._statistics = TrafficStatistics(options.name)
-        self._engine = create_engine(
+        self._engine = EngineCore(
             directory,
             options.groups,
-            options.drafts,
+            gpu_blocks(options.groups, options.drafts),
+            drafts=options.drafts,
             host_bytes=options.host_bytes,
             overlaps=options.overlaps,
             engine_id=options.name,

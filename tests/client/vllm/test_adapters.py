@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 
 from kvferry.client.vllm.adapters import Adapters
-from kvferry.testing.plugin import StartKvferryd
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+from support.vllm_stand_ins import prompt
 
 HASHED = ("sql", "/adapters/sql")
-PROMPT = [n * 7 % 900 for n in range(200)]
-Start: TypeAlias = Callable[..., Any]
 
 
 def lora(number: int = 1, path: object = HASHED[1], *, inplace: bool = False) -> Any:
@@ -108,86 +103,52 @@ def test_a_request_that_vllm_loads_the_adapter_for_in_each_step_is_never_offload
         adapters.reset()
 
 
-@pytest.fixture
-def start(
-    core: Any, start_kvferryd: StartKvferryd, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Start]:
-    """Start an engine with LoRA."""
-    from vllm.config import LoRAConfig
-
-    class LoRAEngine(core.EngineCore):  # type: ignore[misc]  # vLLM has no types
-        def _set_up(self, config: Any, groups: tuple[str, ...]) -> None:
-            config.lora_config = LoRAConfig(max_lora_rank=8, max_loras=1)
-            config.cache_config.enable_prefix_caching = self.caches_prefixes
-
-        def run_with(self, adapter: Any) -> int:
-            """Run a request. Returns the tokens that were found in a cache."""
-            name = self.add(PROMPT, lora=adapter)
-            self.run_until(lambda: name in self.finished)
-            self.settle()
-            found: int = self.finished[name]
-            return found
-
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    engines = []
-
-    def start_engine(caches_prefixes: bool = True) -> Any:
-        LoRAEngine.caches_prefixes = caches_prefixes
-        engines.append(LoRAEngine(start_kvferryd().directory, ("full",)))
-        return engines[-1]
-
-    yield start_engine
-    for engine in engines:
-        engine.close()
-
-
 def request(number: int = 1, **options: Any) -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("sql", number, "/adapters/sql", **options)
 
 
-@pytest.mark.parametrize("caches_prefixes", [True, False])
-@pytest.mark.parametrize("loads", ["another id", "in place"])
+@pytest.mark.parametrize(
+    ("changes", "caches_prefixes"),
+    [("another id", True), ("another id", False), ("in place", True), ("removed", True)],
+)
 def test_the_kv_of_an_adapter_ends_with_its_weights(
-    start: Start, loads: str, caches_prefixes: bool
+    start: Any, changes: str, caches_prefixes: bool
 ) -> None:
     """As vLLM's own cache after reset_prefix_cache, and as vLLM without prefix caching."""
+    from vllm.config import LoRAConfig
     from vllm.v1.engine.core import EngineCore
 
-    engine = start(caches_prefixes)
-    assert engine.run_with(request()) == 0
-    assert engine.scheduler.reset_prefix_cache()
-    assert engine.run_with(request()) >= 128
-    engine.runner.weights = 2
-    new = request(2) if loads == "another id" else request()
-    if loads == "in place":
-        executor = SimpleNamespace(add_lora=lambda lora: lora.load_inplace)
-        vllm_engine: Any = SimpleNamespace(scheduler=engine.scheduler, model_executor=executor)
-        assert EngineCore.add_lora(vllm_engine, request(load_inplace=True))
-    for _ in range(2):
+    def configure(config: Any) -> None:
+        config.lora_config = LoRAConfig(max_lora_rank=8, max_loras=1)
+        config.cache_config.enable_prefix_caching = caches_prefixes
+
+    engine = start(configure=configure)
+
+    def find(adapter: Any) -> int:
+        """Run a request. Returns the tokens that were found in host memory."""
+        engine.settle()
         assert engine.scheduler.reset_prefix_cache()
-        assert engine.run_with(new) == 0
-    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-    engine.settle()  # the daemon has answered
-    assert engine.run_with(new) == 0
-    assert engine.scheduler.reset_prefix_cache()
-    assert engine.run_with(new) >= 128
-    assert not engine.wrong
+        name = engine.add(prompt(0), lora=adapter)
+        engine.run_until(lambda: name in engine.finished)
+        found: int = engine.finished[name]
+        return found
 
-
-def test_an_adapter_that_the_engine_removes_is_loaded_again(start: Start) -> None:
-    from vllm.v1.engine.core import EngineCore
-
-    engine = start()
-    assert engine.run_with(request()) == 0
-    executor = SimpleNamespace(remove_lora=lambda _: True)
-    vllm_engine: Any = SimpleNamespace(scheduler=engine.scheduler, model_executor=executor)
-    assert EngineCore.remove_lora(vllm_engine, 1)
+    assert find(request()) == 0
+    assert find(request()) >= 128
     engine.runner.weights = 2
-    assert engine.scheduler.reset_prefix_cache()
-    assert engine.run_with(request()) == 0
-    assert not engine.wrong
+    new = request(2) if changes == "another id" else request()
+    executor = SimpleNamespace(add_lora=lambda lora: lora.load_inplace, remove_lora=lambda _: True)
+    vllm_engine: Any = SimpleNamespace(scheduler=engine.scheduler, model_executor=executor)
+    if changes == "in place":
+        assert EngineCore.add_lora(vllm_engine, request(load_inplace=True))
+    elif changes == "removed":
+        assert EngineCore.remove_lora(vllm_engine, 1)
+    assert [find(new), find(new)] == [0, 0]
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert find(new) == 0
+    assert find(new) >= 128
 
 
 def test_vllm_still_reads_the_types_of_its_methods(core: Any) -> None:

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from kvferry.client import Refused
 from support.vllm_stand_ins import vllm_config
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
-
-@pytest.fixture(scope="module")
-def vllm() -> Any:
-    if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    from support import vllm_engine
-
-    return vllm_engine
-
-
-def test_prompt_tokens_and_events_name_their_source(vllm: Any) -> None:
+def test_prompt_tokens_and_events_name_their_source(core: Any) -> None:
     from vllm.v1.kv_offload import base
 
     from kvferry.client.vllm import compat
@@ -43,23 +30,22 @@ def test_prompt_tokens_and_events_name_their_source(vllm: Any) -> None:
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.33.1", "0.34.0", "0.1.dev1+g123"])
 def test_supported_and_newer_versions_are_accepted(
-    vllm: Any, version: str, caplog: pytest.LogCaptureFixture
+    core: Any, version: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kvferry.client.vllm import compat
-
-    compat.check_version(version)
+    core.compat.check_version(version)
     assert bool(caplog.records) == (version in ("0.34.0", "0.1.dev1+g123"))
 
 
-def test_an_older_version_is_refused(vllm: Any) -> None:
-    from kvferry.client.vllm import compat
-
+def test_other_versions_are_refused(core: Any) -> None:
+    """Also one without the hook for its block pool."""
     with pytest.raises(Refused, match=r"0\.25\.1 is too old.*0\.26 to 0\.33"):
-        compat.check_version("0.25.1")
+        core.compat.check_version("0.25.1")
+    with pytest.raises(Refused, match=r"use vLLM 0\.26 to"):
+        core.compat.check_version("0.26.0", object)
 
 
 @pytest.mark.parametrize("exported", [None, False, True])
-def test_sleep_mode_needs_exported_memory_and_notices(vllm: Any, exported: bool | None) -> None:
+def test_sleep_mode_needs_exported_memory_and_notices(core: Any, exported: bool | None) -> None:
     from kvferry.client.vllm import compat
     from kvferry.client.vllm.connector import KVFerryConnector
     from kvferry.client.vllm.kv_memory import check_sleep_mode
@@ -75,30 +61,24 @@ def test_sleep_mode_needs_exported_memory_and_notices(vllm: Any, exported: bool 
         check_sleep_mode(config, extra)
 
 
-def test_a_vllm_without_the_hook_for_its_block_pool_is_refused(vllm: Any) -> None:
-    from kvferry.client.vllm import compat
-
-    with pytest.raises(Refused, match=r"use vLLM 0\.26 to"):
-        compat.check_version("0.26.0", object)
-
-
-def test_with_mamba_layers_only_the_newer_model_runner_writes_blocks_early(vllm: Any) -> None:
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    from kvferry.client.vllm import compat
-
-    config, caches = vllm_config("engine", {}), vllm.kv_cache_config(8)
-    config.use_v2_model_runner = True
-    assert not compat.writes_blocks_early(config, caches)
-    caches.kv_cache_groups[0].kv_cache_spec = MambaSpec(
-        block_size=16, shapes=((1,),), dtypes=(torch.int8,)
-    )
-    assert compat.writes_blocks_early(config, caches)
-    config.use_v2_model_runner = False
-    assert not compat.writes_blocks_early(config, caches)
+def test_with_mamba_layers_only_the_newer_model_runner_writes_blocks_early(core: Any) -> None:
+    if not core.compat.OFFLOADS_MAMBA_STATES:
+        pytest.skip("this vLLM has the older model runner")
+    config = vllm_config("engine", {})
+    full, mamba = (core.plan_caches(groups, 8, 0) for groups in (("full",), ("full", "all states")))
+    for newer, caches, early in ((True, full, False), (True, mamba, True), (False, mamba, False)):
+        config.use_v2_model_runner = newer
+        assert core.compat.writes_blocks_early(config, caches) is early
 
 
-def test_synchronous_loads_are_turned_off(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_that_vllm_sets_to_zero_or_copies_are_written(core: Any) -> None:
+    copies = [SimpleNamespace(src_block_id=3, dst_block_id=4)]
+    for zeroed, copied, written in (([1, 2], copies, {1, 2, 3, 4}), (None, None, set())):
+        output = SimpleNamespace(new_block_ids_to_zero=zeroed, kv_cache_block_copies=copied)
+        assert core.compat.written_blocks(output) == written
+
+
+def test_synchronous_loads_are_turned_off(core: Any, caplog: pytest.LogCaptureFixture) -> None:
     from kvferry.client.vllm.connector import turn_synchronous_loads_off
 
     config = vllm_config("engine", {"sync_load_budget_bytes": 1 << 20})
@@ -108,23 +88,20 @@ def test_synchronous_loads_are_turned_off(vllm: Any, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("error", [None, ValueError])
-def test_hidden_loads_are_restored(vllm: Any, error: type[Exception] | None) -> None:
+def test_hidden_loads_are_restored(core: Any, error: type[Exception] | None) -> None:
     """Also if vLLM raises an error."""
-    from kvferry.client.vllm import compat
-
     state = SimpleNamespace(transfer_jobs={1, 2})
     scheduler = SimpleNamespace(_current_batch_load_jobs={2: None}, _req_status={"r": state})
     raised = nullcontext() if error is None else pytest.raises(error)
-    with raised, compat.without_new_loads(scheduler, ["r", "unknown"]):
+    with raised, core.compat.without_new_loads(scheduler, ["r", "unknown"]):
         assert state.transfer_jobs == {1}
         if error is not None:
             raise error
     assert state.transfer_jobs == {1, 2}
 
 
-def test_states_beyond_a_requests_limit_are_not_offered(vllm: Any) -> None:
+def test_states_beyond_a_requests_limit_are_not_offered(core: Any) -> None:
     """In some versions they are in the output itself."""
-    from kvferry.client.vllm import compat
 
     @dataclass
     class BlockState:
@@ -140,9 +117,9 @@ def test_states_beyond_a_requests_limit_are_not_offered(vllm: Any) -> None:
     offers = {name: [(0, 1, 16), (0, 2, 24)] for name in (*limits, "unknown")}
     kept = {"limited": [(0, 1, 16)], "none": [], "free": [(0, 1, 16), (0, 2, 24)]}
     output = Output(BlockState(offers))
-    assert compat.limit_offers(output, states) == Output(BlockState(kept))
+    assert core.compat.limit_offers(output, states) == Output(BlockState(kept))
     assert output == Output(BlockState(offers))  # which other connectors have, too
     output = Output(partial_tail_offloads=offers)
-    assert compat.limit_offers(output, states) == Output(partial_tail_offloads=kept)
+    assert core.compat.limit_offers(output, states) == Output(partial_tail_offloads=kept)
     for output in (Output(), Output(BlockState(kept))):
-        assert compat.limit_offers(output, states) is output
+        assert core.compat.limit_offers(output, states) is output

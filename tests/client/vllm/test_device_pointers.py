@@ -1,9 +1,13 @@
-"""Device pointers instead of block ids, as vLLM's pull request 56076 gives them to workers."""
+"""Device pointers instead of block ids, as vLLM's pull request 56076 gives them to workers.
+
+The pull request (https://github.com/vllm-project/vllm/pull/56076, open) has DevicePointers in
+vllm/v1/kv_offload/base.py, and their order in vllm/v1/kv_offload/pointer_utils.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +21,6 @@ from kvferry.client.vllm.scheduler_side import KeysSpec
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.specs import KVLayout, TensorLayout, TensorRef
 from kvferry.testing.plugin import StartKvferryd
-from support.vllm_pointer_worker import DevicePointers, device_pointers, give_pointers
 from support.vllm_stand_ins import finished, gpu_blocks, kv_caches, open_worker
 
 KEY = b"a" * 8
@@ -26,6 +29,42 @@ KEY = b"a" * 8
 PAGES, STRIDES, BLOCKS = (64, 32, 48), (64, 32, 96), (8, 8, 6)
 GROUPS = ((TensorRef(0, 64), TensorRef(1, 32)), (TensorRef(1, 16), TensorRef(2, 48)))
 IDS = SimpleNamespace(block_ids=[5, 0, 3, 2, 1], group_sizes=[3, 2], block_indices=[7, 0])
+
+
+@dataclass
+class DevicePointers:
+    """Addresses and bytes (uint64): of each group, for each tensor, for each block.
+
+    group_block_counts, group_data_ref_counts: blocks and tensors of each group. block_indices: as
+    in vLLM's GPULoadStoreSpec.
+    """
+
+    ptrs: Any
+    sizes: Any
+    group_block_counts: tuple[int, ...]
+    group_data_ref_counts: tuple[int, ...]
+    block_indices: tuple[int, ...]
+
+
+def device_pointers(spec: Any, kv_caches: Any) -> DevicePointers:
+    """Those of a GPULoadStoreSpec. kv_caches: vLLM's CanonicalKVCaches."""
+    pointers: list[int] = []
+    sizes: list[int] = []
+    ids = iter(int(block) for block in spec.block_ids)
+    for count, refs in zip(spec.group_sizes, kv_caches.group_data_refs, strict=True):
+        blocks = [next(ids) for _ in range(count)]
+        for ref in refs:
+            tensor = kv_caches.tensors[ref.tensor_idx].tensor
+            pointers += [tensor.data_ptr() + block * tensor.stride(0) for block in blocks]
+            sizes += [ref.page_size_bytes] * count
+    assert not [*ids]
+    return DevicePointers(
+        np.array(pointers, np.uint64),
+        np.array(sizes, np.uint64),
+        tuple(spec.group_sizes),
+        tuple(len(refs) for refs in kv_caches.group_data_refs),
+        tuple(spec.block_indices),
+    )
 
 
 def two_groups() -> tuple[CanonicalKVCaches, Any]:
@@ -129,31 +168,3 @@ def test_a_worker_stores_and_loads_by_pointers(
         assert result.error.code == Code.BAD_SPEC
     assert caplog.text.count("transfers of this vLLM fail") == 1
     worker.shutdown()
-
-
-@pytest.mark.filterwarnings("ignore")  # vLLM's own
-@pytest.mark.parametrize("groups", [("full",), ("full", "window")])
-def test_vllms_scheduler_over_workers_with_pointers(
-    core: Any,
-    start_kvferryd: StartKvferryd,
-    monkeypatch: pytest.MonkeyPatch,
-    groups: tuple[str, ...],
-) -> None:
-    """The second engine finds what the first one has stored, and all KV is right."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import worker
-
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    give_pointers(monkeypatch, worker.OffloadingConnectorWorker)
-    daemon = start_kvferryd()
-    prompts = [[(number * 37 + n * 11) % 900 for n in range(200)] for number in range(4)]
-    found = []
-    for _ in range(2):
-        engine = core.EngineCore(daemon.directory, groups)
-        found.append(engine.run(*prompts))
-        engine.settle()
-        assert not engine.wrong
-        pointer_worker = engine.worker.connector_worker.worker
-        engine.close()
-    assert found[0] == [0] * 4
-    assert min(found[1]) >= 128
-    assert pointer_worker.loads

@@ -11,17 +11,15 @@ import pytest
 
 from kvferry.client import LocalDaemon, OffloadClient
 from kvferry.client import namespace as client_namespace
+from kvferry.client.vllm.request_hints import PREFETCH
 from kvferry.proto.status import TierStatus
 from kvferry.testing.engine import until
 from support.patient_daemon import PatientDaemon
 from support.time_limits import TIMEOUT
+from support.vllm_stand_ins import prompt
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
-
-PROMPTS = [[(number * 37 + n * 11) % 900 for n in range(200)] for number in range(4)]
-
-
-Start = Callable[..., LocalDaemon]
+PROMPTS = [prompt(number) for number in range(4)]
+Start = Callable[[], LocalDaemon]
 
 
 def tier_of(daemon: LocalDaemon) -> TierStatus:
@@ -31,49 +29,59 @@ def tier_of(daemon: LocalDaemon) -> TierStatus:
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """start(folder, **options) -> a daemon with a disk tier in this folder."""
+def start_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """start_daemon() -> a daemon with a disk tier, always in the same folder, that is on."""
+    monkeypatch.setattr(client_namespace, "SEARCH_TIMEOUT", TIMEOUT)
+    options = {"tiers_disk_path": tmp_path / "tier", "tiers_disk_size": "64MiB"}
+    options |= {"tiers_disk_write": "write_through", "pool_bytes": 16 << 20}
     with ExitStack() as running:
 
-        def with_tier(folder: Path, **options: Any) -> LocalDaemon:
-            given = {"tiers_disk_path": folder / "tier", "tiers_disk_size": "64MiB", **options}
-            return running.enter_context(PatientDaemon(pool_bytes=16 << 20, **given))
+        def start_one() -> LocalDaemon:
+            daemon = running.enter_context(PatientDaemon(**options))
+            until(lambda: tier_of(daemon).state == "on")
+            return daemon
 
-        yield with_tier
+        yield start_one
 
 
-@pytest.mark.parametrize("groups", [("full",), ("full", "window")])
-def test_prompts_are_found_on_disk(
-    core: Any,
-    start: Start,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    groups: tuple[str, ...],
-) -> None:
-    from kvferry.client.vllm import compat
-
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    monkeypatch.setattr(client_namespace, "SEARCH_TIMEOUT", TIMEOUT)
-    daemon = start(tmp_path, tiers_disk_write="write_through")
-    first = core.EngineCore(daemon.directory, groups)
-    first.run(*PROMPTS)
-    first.settle()
-    first.close()
-    with OffloadClient(daemon.directory, engine="observer") as client:
-        stored = sum(namespace.stored for namespace in client.namespaces())
+def fill(start: Any, daemon: LocalDaemon, groups: tuple[str, ...]) -> None:
+    """Store all prompts on disk, and stop the daemon."""
+    engine = start(*groups, directory=daemon.directory)
+    engine.run(*PROMPTS)
+    engine.settle()
+    stored = engine.namespace().stored
+    engine.close()
     assert stored
     until(lambda: tier_of(daemon).written >= stored)
     daemon.stop()
 
-    other = start(tmp_path)
-    until(lambda: tier_of(other).state == "on")
-    second = core.EngineCore(other.directory, groups)
+
+@pytest.mark.parametrize("groups", [("full",), ("full", "window")])
+def test_prompts_are_found_on_disk(
+    core: Any, start: Any, start_daemon: Start, groups: tuple[str, ...]
+) -> None:
+    fill(start, start_daemon(), groups)
+    engine = start(*groups, directory=start_daemon().directory)
     core.kvferry_of(
-        second.scheduler.connector
+        engine.scheduler.connector
     ).connector_scheduler.manager._lookup_timeout = TIMEOUT
-    cached = second.run(*PROMPTS)
+    cached = engine.run(*PROMPTS)
     assert min(cached) >= 128
-    if compat.DISK_SOURCE is not None:
-        assert second.sources == {"disk": sum(cached)}
-    assert not first.wrong + second.wrong
-    second.close()
+    if core.compat.DISK_SOURCE is not None:
+        assert engine.sources == {"disk": sum(cached)}
+
+
+def test_a_prefetch_hint_reads_a_prompt_although_computing_it_is_faster(
+    core: Any, start: Any, start_daemon: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(start, start_daemon(), ("full",))
+    daemon = start_daemon()
+    engine = start(directory=daemon.directory)
+    rate = core.kvferry_of(engine.scheduler.connector)._prefill_rate
+    monkeypatch.setattr(rate, "seconds", lambda tokens: 1e-12 * tokens)
+    assert engine.run(PROMPTS[0]) == [0]
+    assert tier_of(daemon).skipped == 3
+    name = engine.add(PROMPTS[1], **{PREFETCH: {}})
+    engine.run_until(lambda: name in engine.finished)
+    assert engine.finished[name] == 192
+    assert tier_of(daemon).skipped == 3

@@ -12,17 +12,8 @@ import pytest
 
 from kvferry.client import Fingerprint
 from kvferry.client.vllm.fingerprint import read_fingerprint
-from support.fingerprint_helpers import (
-    BLOCKS,
-    caches,
-    read,
-)
+from support.fingerprint_helpers import BLOCKS, caches, read
 from support.vllm_stand_ins import vllm_config
-
-
-@pytest.fixture(autouse=True)
-def seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
 
 
 def engines(count: int = 2) -> list[Fingerprint]:
@@ -32,7 +23,10 @@ def engines(count: int = 2) -> list[Fingerprint]:
     ]
 
 
-def test_engines_with_other_ids_share() -> None:
+@pytest.mark.parametrize("seed", ["0", ""])
+def test_engines_with_other_ids_share(monkeypatch: pytest.MonkeyPatch, seed: str) -> None:
+    """An empty seed is a seed."""
+    monkeypatch.setenv("PYTHONHASHSEED", seed)
     one, other = engines()
     assert one == other
 
@@ -75,12 +69,6 @@ def test_engines_with_vllms_default_seed_share(
     assert one == other
     assert one.hash_seed == "fixed"
     assert not caplog.text
-
-
-def test_an_empty_seed_is_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "")
-    one, other = engines()
-    assert one == other
 
 
 @pytest.mark.parametrize(("algorithm", "size"), [("sha256", 36), ("xxhash_cbor", 20)])

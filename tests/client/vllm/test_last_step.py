@@ -6,136 +6,127 @@ the next step. vLLM's core loop runs steps until the stores have ended, also wit
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
 
 from kvferry.testing.plugin import StartKvferryd
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+from support.vllm_stand_ins import prompt
 
 # A step computes up to 256 tokens, so these take two: 24 blocks.
-PROMPT = [n * 11 % 900 for n in range(384)]
-OTHER = [n * 7 % 900 for n in range(384)]
+PROMPT, OTHER = prompt(0, 384), prompt(1, 384)
 MODELS = [("full",), ("full", "window"), ("full", "aligned states")]
-# Whether scheduling is asynchronous, and how many batches are in flight.
-MODES = {"synchronous": (False, 1), "asynchronous": (True, 2), "pipeline": (False, 2)}
+MODES: dict[str, Any] = {
+    "synchronous": {},
+    "asynchronous": {"overlaps": True},
+    "pipeline": {"pipeline": True},
+}
+SMALL_CHUNKS = {"blocks_per_chunk": 1}
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+class RecordedSteps:
+    """Of each step the tokens that it computes, by request, and the keys whose stores it submits.
 
+    `executed` is called after each step of the worker, before the scheduler gets its output.
+    """
 
-@pytest.fixture(scope="module")
-def loop(core: Any) -> Any:
-    from support import vllm_loop
+    def __init__(self, engine: Any) -> None:
+        self.tokens: list[dict[str, int]] = []
+        self.stored: list[list[bytes]] = []
+        self.executed: Any = lambda tokens: None
+        worker = engine.worker.connector_worker.worker
+        execute, submit = engine.execute, worker.submit_store
 
-    return vllm_loop
+        def record(output: Any) -> Any:
+            self.tokens.append(dict(output.num_scheduled_tokens))
+            self.stored.append([])
+            result = execute(output)
+            self.executed(self.tokens[-1])
+            return result
 
+        def record_store(job_id: int, blocks: Any, keys: Any) -> bool:
+            self.stored[-1] += keys.keys
+            return bool(submit(job_id, blocks, keys))
 
-def start(
-    core: Any,
-    daemon: Any,
-    mode: str = "synchronous",
-    groups: tuple[str, ...] = ("full",),
-    blocks: int = 128,
-) -> Any:
-    """An engine with one block per chunk."""
-    extra = core.kvferry_options(daemon.directory, 1 << 20) | {"blocks_per_chunk": 1}
-    overlaps, _ = MODES[mode]
-    return core.EngineCore(
-        daemon.directory, groups, blocks, overlaps=overlaps, kv_connector_extra_config=extra
-    )
+        engine.execute, worker.submit_store = record, record_store
 
-
-def found_elsewhere(
-    core: Any, daemon: Any, prompt: list[int], groups: tuple[str, ...] = ("full",)
-) -> int:
-    """The tokens of a prompt that another engine loads. They must have the right KV."""
-    engine = start(core, daemon, groups=groups)
-    (found,) = engine.run([*prompt, 7])
-    assert not engine.wrong
-    engine.close()
-    return int(found)
+    def last_prefill(self, name: str, tokens: int) -> int:
+        """The number of the step that computes the last one of this many tokens of a request."""
+        computed = accumulate(step.get(name, 0) for step in self.tokens)
+        return next(number for number, total in enumerate(computed) if total >= tokens)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("groups", MODELS, ids=", ".join)
 def test_the_next_step_submits_all_stores_of_a_prompt(
-    core: Any,
-    loop: Any,
-    start_kvferryd: StartKvferryd,
-    groups: tuple[str, ...],
-    tokens: int,
-    mode: str,
+    core: Any, start: Any, groups: tuple[str, ...], tokens: int, mode: str
 ) -> None:
     """With one token to generate, the engine is idle after the prompt."""
-    from kvferry.client.vllm import compat
-
-    if "aligned states" in groups and not compat.OFFLOADS_MAMBA_STATES:
+    if "aligned states" in groups and not core.compat.OFFLOADS_MAMBA_STATES:
         pytest.skip("kvferry refuses Mamba with this vLLM")
-    daemon = start_kvferryd()
-    engine = start(core, daemon, mode, groups)
-    running = loop.CoreLoop(engine, batches=MODES[mode][1])
+    engine = start(*groups, extra=SMALL_CHUNKS, **MODES[mode])
+    steps = RecordedSteps(engine)
     name = engine.add(PROMPT, tokens)
-    running.run_until_idle()
-    last = running.last_prefill_step(name, len(PROMPT))
-    assert running.steps[last + 1].stored
+    engine.run_until_idle()
+    last = steps.last_prefill(name, len(PROMPT))
+    assert steps.stored[last + 1]
     if tokens == 1:
-        assert not running.steps[last + 1].tokens
-    assert not any(step.stored for step in running.steps[last + 2 :])
+        assert not steps.tokens[last + 1]
+    assert not any(steps.stored[last + 2 :])
     if groups == ("full",):
-        assert len({key for step in running.steps for key in step.stored}) == 24
+        assert len({key for keys in steps.stored for key in keys}) == 24
     engine.close()
     # Of a window, vLLM 0.33 stores what a request with the same prompt needs.
-    assert found_elsewhere(core, daemon, PROMPT, groups) >= 368
+    assert start(*groups, extra=SMALL_CHUNKS).run([*PROMPT, 7])[0] >= 368
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_reused", [False, True])
 def test_a_request_that_is_aborted_in_its_last_prefill_step(
-    core: Any, loop: Any, start_kvferryd: StartKvferryd, is_reused: bool, mode: str
+    start: Any, start_kvferryd: StartKvferryd, is_reused: bool, mode: str
 ) -> None:
     """is_reused: another request gets its blocks at once, before a copy can have ended."""
-    daemon = start_kvferryd(reference_stall=0.1)
-    engine = start(core, daemon, mode, blocks=26)
+    place: dict[str, Any] = {
+        "directory": start_kvferryd(reference_stall=0.1).directory,
+        "extra": SMALL_CHUNKS,
+    }
+    engine = start(**place, blocks=26, **MODES[mode])
+    steps, name = RecordedSteps(engine), engine.add(PROMPT, 40)
 
-    def abort(step: Any) -> None:
-        if step.tokens.get(name) == 128:
-            running.aborts_queue.put([name])
+    def abort(tokens: dict[str, int]) -> None:
+        if tokens.get(name) == 128:
+            engine.abort(name)
             if is_reused:
                 engine.add(OTHER, 1)
 
-    running = loop.CoreLoop(engine, abort, batches=MODES[mode][1])
-    name = engine.add(PROMPT, 40)
-    running.run_until_idle()
-    last = running.last_prefill_step(name, len(PROMPT))
-    assert running.steps[last + 1].stored
-    assert not engine.wrong
+    steps.executed = abort
+    engine.run_until_idle()
+    assert steps.stored[steps.last_prefill(name, len(PROMPT)) + 1]
     engine.close()
-    assert found_elsewhere(core, daemon, PROMPT) == 384
-    assert found_elsewhere(core, daemon, OTHER) == (384 if is_reused else 0)
+    second = start(**place)
+    assert second.run([*PROMPT, 7], [*OTHER, 7]) == [384, 384 if is_reused else 0]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_request_that_is_preempted_after_its_last_prefill_step(
-    core: Any, loop: Any, start_kvferryd: StartKvferryd, mode: str
+    start: Any, start_kvferryd: StartKvferryd, mode: str
 ) -> None:
     """The first token that the older request generates takes a block of the newer one."""
-    daemon = start_kvferryd(reference_stall=0.1)
+    place: dict[str, Any] = {
+        "directory": start_kvferryd(reference_stall=0.1).directory,
+        "extra": SMALL_CHUNKS,
+    }
     older, newer = PROMPT[:48], OTHER[:96]
-    engine = start(core, daemon, mode, blocks=1 + 3 + 6)
-    running = loop.CoreLoop(engine, batches=MODES[mode][1])
+    engine = start(**place, blocks=1 + 3 + 6, **MODES[mode])
+    steps = RecordedSteps(engine)
     names = engine.add(older, 4), engine.add(newer, 2)
     preempted = engine.scheduler.requests[names[1]]
-    running.run_until_idle()
+    engine.run_until_idle()
     assert preempted.num_preemptions == 1
-    assert running.steps[0].tokens == {names[0]: 48, names[1]: 96}
-    assert names[1] not in running.steps[1].tokens
-    assert len(running.steps[1].stored) == 3 + 6
-    assert not engine.wrong
+    assert steps.tokens[0] == {names[0]: 48, names[1]: 96}
+    assert names[1] not in steps.tokens[1]
+    assert len(steps.stored[1]) == 3 + 6
     engine.close()
-    assert found_elsewhere(core, daemon, newer) == 96
+    assert start(**place).run([*newer, 7]) == [96]

@@ -40,20 +40,26 @@ NO_COMMIT = {"model_config.hf_config": SimpleNamespace(_commit_hash=None)}
         {"model_config.model": "HERE", "model_config.model_weights": "s3://bucket/model"},
         {"model_config.model": "HERE", "load_config.load_format": "tensorizer"},
         {"weight_transfer_config": SimpleNamespace(backend="nccl")},
+        {"cache_config.calculate_kv_scales": True},
+        {"lora_config": True},
+        {"model_config.enable_sleep_mode": True},
     ],
 )
-def test_weights_that_nothing_tells_from_others_are_of_this_start(
+def test_what_nothing_tells_from_others_is_of_this_start(
     changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In object storage, without a commit, or sent to a running engine."""
+    """Weights in object storage, without a commit, or sent to a running engine, for example."""
     changes = {path: tmp_path if one == "HERE" else one for path, one in changes.items()}
-    assert traits("one", changes) != traits("two", changes)
-    assert "kvferry_salt" in caplog.text
-    unset = {"kvferry_salt": ""}
-    assert traits("one", changes, **unset) != traits("two", changes, **unset)
+    for unset in ({}, *({"kvferry_salt": salt} for salt in (None, "", " \n"))):
+        caplog.clear()
+        assert traits("one", changes, **unset) != traits("two", changes, **unset)
+        assert "kvferry_salt" in caplog.text
     assert traits("one", changes) == traits("one", changes)  # workers', and the scheduler's
-    said = {"kvferry_salt": "mine"}
-    assert traits("one", changes, **said) == traits("two", changes, **said)
+    caplog.clear()
+    mine = traits("one", changes, kvferry_salt="mine")
+    assert mine == traits("two", changes, kvferry_salt="mine")
+    assert mine != traits("one", changes, kvferry_salt="yours")
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(
@@ -94,30 +100,25 @@ def test_weights_in_the_hubs_cache_are_identified_by_content(tmp_path: Path) -> 
 
 
 def test_files_of_a_local_model_that_change_are_another_model(tmp_path: Path) -> None:
+    """A small one may be written again with the same bytes, as a start of an engine may do."""
+
     def now() -> dict[str, str]:
         return traits("start", {"model_config.model": tmp_path})
 
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"one")
-    (tmp_path / "README.md").write_text("one")
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    for name in (weights, config, tmp_path / "README.md"):
+        name.write_bytes(b"one")
     one = now()
     (tmp_path / "README.md").write_text("another")
+    os.utime(config, ns=(1, 1))
     assert now() == one
     weights.write_bytes(b"two")
     assert now() != one
     assert traits("start", {"model_config.model": weights}) != one
-
-
-def test_a_configuration_that_is_written_anew_and_says_the_same_is_the_same(tmp_path: Path) -> None:
-    """As a start of an engine may do; a large file with another time is another one."""
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes(b"one")
-    os.truncate(tmp_path / "model.safetensors", model_files.MAX_HASHED_BYTES + 1)
-    one = traits("start", {"model_config.model": tmp_path})
-    os.utime(tmp_path / "config.json", ns=(1, 1))
-    assert traits("start", {"model_config.model": tmp_path}) == one
-    os.utime(tmp_path / "model.safetensors", ns=(1, 1))
-    assert traits("start", {"model_config.model": tmp_path}) != one
+    os.truncate(weights, model_files.MAX_HASHED_BYTES + 1)
+    one = now()
+    os.utime(weights, ns=(1, 1))
+    assert now() != one
 
 
 def test_a_file_that_cannot_be_read_is_no_failure(tmp_path: Path) -> None:

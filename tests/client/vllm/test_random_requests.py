@@ -13,26 +13,31 @@ from typing import Any, NamedTuple, get_args
 
 import pytest
 
-from kvferry.testing.plugin import StartKvferryd
-from support.vllm_traffic import RandomRequests, create_engine, gpu_blocks
+from support.vllm_stand_ins import prompt
+from support.vllm_traffic import RandomRequests, gpu_blocks
 from support.vllm_version import has_vllm
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 
 class ModelCase(NamedTuple):
-    """A model of random requests. groups: of vllm_runner.specs. drafts: tokens drafted per step."""
+    """A model of random requests. groups: of vllm_runner.specs. drafts: tokens drafted per step.
+
+    chunk: blocks. Of larger ones, prompts with drafting layers would load none.
+    """
 
     groups: tuple[str, ...]
     drafts: int = 0
     runner: str = "v2"
+    chunk: int = 1
 
     def __str__(self) -> str:
-        return ", ".join((*self.groups, f"{self.drafts} drafts", self.runner))
+        return ", ".join((*self.groups, f"{self.drafts} drafts", self.runner, str(self.chunk)))
 
 
 MODELS = [
     ModelCase(("full",), drafts=2),
+    ModelCase(("full",), chunk=4),
+    ModelCase(("window",)),
+    ModelCase(("full", "window"), chunk=4),
     ModelCase(("full", "aligned states")),
     ModelCase(("full", "all states")),
     ModelCase(("full", "narrow")),
@@ -63,20 +68,17 @@ LONG_CHUNKS = 100_000
 
 
 @pytest.fixture(autouse=True)
-def environment(core: Any, monkeypatch: pytest.MonkeyPatch, case: ModelCase) -> None:
+def runner(core: Any, monkeypatch: pytest.MonkeyPatch, case: ModelCase) -> None:
     """Model runner v2 is the default from vLLM 0.29."""
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
     uses_v2 = core.ONE_ALLOCATION and case.runner == "v2"
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(uses_v2)))
-    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
 
 
 def has_model(core: Any, case: ModelCase) -> bool:
     """Whether this vLLM has models with these groups, and kvferry does not refuse them."""
     from vllm.config import cache
 
-    from kvferry.client.vllm import compat
-
+    compat = core.compat
     has = {
         "aligned states": compat.OFFLOADS_MAMBA_STATES,
         "all states": compat.OFFLOADS_MAMBA_STATES and "all" in get_args(cache.MambaCacheMode),
@@ -88,20 +90,13 @@ def has_model(core: Any, case: ModelCase) -> bool:
     return all(has.get(group, True) for group in case.groups)
 
 
-def start(
-    core: Any,
-    daemon: Any,
-    case: ModelCase,
-    mode: str = "at_once",
-    nbytes: int = HOST_BYTES,
-    **options: Any,
+def open_engine(
+    start: Any, case: ModelCase, mode: str = "at_once", nbytes: int = HOST_BYTES, **options: Any
 ) -> Any:
-    """With one block per chunk: of larger ones, prompts with drafting layers would load none."""
-    extra = core.kvferry_options(daemon.directory, nbytes) | {"blocks_per_chunk": 1}
-    extra["kvferry_store"] = mode
-    return create_engine(
-        daemon.directory, case.groups, case.drafts, kv_connector_extra_config=extra, **options
-    )
+    blocks = gpu_blocks(case.groups, case.drafts)
+    extra = {"blocks_per_chunk": case.chunk, "kvferry_store": mode}
+    options |= {"drafts": case.drafts, "host_bytes": nbytes}
+    return start(*case.groups, blocks=blocks, extra=extra, **options)
 
 
 def wanted_chunks(core: Any, config: pytest.Config) -> int:
@@ -121,7 +116,7 @@ def run(requests: RandomRequests, steps: int) -> None:
 @pytest.mark.parametrize("case", MODELS, ids=str)
 def test_nothing_wrong_is_read(
     core: Any,
-    start_kvferryd: StartKvferryd,
+    start: Any,
     pytestconfig: pytest.Config,
     case: ModelCase,
     overlaps: bool,
@@ -131,27 +126,27 @@ def test_nothing_wrong_is_read(
     if not has_model(core, case):
         pytest.skip("this vLLM has no such model, or kvferry refuses it")
     nbytes = 2 * core.PAGE * gpu_blocks(case.groups, case.drafts) if mode == "auto" else HOST_BYTES
-    engine = start(core, start_kvferryd(), case, mode, nbytes, overlaps=overlaps)
+    engine = open_engine(start, case, mode, nbytes, overlaps=overlaps)
     if mode != "at_once" and engine.scheduler.connector._late is None:
-        engine.close()
         pytest.skip("this model always stores at once")
     requests = RandomRequests(engine, random.Random(pytestconfig.option.seed))
     wanted = wanted_chunks(core, pytestconfig)
     while not requests.resets or (engine.loaded < wanted and not engine.wrong):
         run(requests, 300)
+    engine.settle()
     print(f"{engine.runner.compared} blocks compared, {engine.loaded} chunks loaded")
+    assert engine.namespace().hints_accepted
     assert not engine.wrong, f"seed {pytestconfig.option.seed}"
-    engine.close()
 
 
 @pytest.mark.parametrize("case", CHANGING, ids=str)
 def test_other_bytes_are_read_if_blocks_change_before_they_are_stored(
-    core: Any, start_kvferryd: StartKvferryd, case: ModelCase
+    core: Any, start: Any, case: ModelCase
 ) -> None:
     """So these tests can see it."""
     if not core.ONE_ALLOCATION:
         pytest.skip("this vLLM lets a connector wait for stores before it writes blocks")
-    engine = start(core, start_kvferryd(), case)
+    engine = open_engine(start, case)
     assert engine.writes_early == (engine.scheduler.connector._held is not None)
     engine.writes_early = True
     engine.scheduler.connector._held = None
@@ -160,24 +155,17 @@ def test_other_bytes_are_read_if_blocks_change_before_they_are_stored(
         if not engine.wrong:
             run(requests, 500)
     assert engine.wrong
-    engine.close()
+    engine.wrong.clear()
 
 
 @pytest.mark.parametrize("case", [ModelCase(("full", "partial states"))], ids=str)
-def test_a_state_in_the_middle_of_a_block_is_found(
-    core: Any, start_kvferryd: StartKvferryd, case: ModelCase
-) -> None:
+def test_a_state_in_the_middle_of_a_block_is_found(core: Any, start: Any, case: ModelCase) -> None:
     """The last multiple of four tokens in a prompt that leaves one to compute."""
     if not has_model(core, case):
         pytest.skip("this vLLM has no such states")
-    engine = start(core, start_kvferryd(), case)
-    prompt = [n * 11 % 900 for n in range(151)]
-    assert engine.run(prompt) == [0]
-    engine.settle()
-    assert engine.scheduler.kv_cache_manager.reset_prefix_cache()
-    assert engine.run(prompt) == [148]
-    assert not engine.wrong
-    engine.close()
+    engine = open_engine(start, case)
+    assert engine.run(prompt(0, 151)) == [0]
+    assert engine.run_anew(prompt(0, 151)) == [148]
 
 
 @pytest.mark.timeout(3600)  # the long form

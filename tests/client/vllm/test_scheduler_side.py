@@ -61,13 +61,6 @@ def test_lookups_are_counted(fake_daemon: FakeDaemon, side: SchedulerSide) -> No
     assert fake_daemon.received == [wire.Touch((), 3, 1)]
 
 
-def test_a_request_waits_for_pending_stores_until_a_timeout(side: SchedulerSide) -> None:
-    assert answers(side, B) == ["pending"]
-    side._lookup_timeout = 0.0
-    time.sleep(0.001)
-    assert answers(side, B, A) == ["miss", "hit"]
-
-
 @pytest.mark.parametrize(
     ("seconds", "waited", "answer"),
     [
@@ -198,11 +191,6 @@ def reconnect(fake_daemon: FakeDaemon, side: SchedulerSide) -> None:
     fake_daemon.received.clear()
 
 
-def test_steps_without_lookups_reconnect(fake_daemon: FakeDaemon, side: SchedulerSide) -> None:
-    reconnect(fake_daemon, side)
-    until(lambda: side._manager.gone is None, side)
-
-
 def test_a_reset_without_a_daemon_is_sent_after_reconnecting(
     fake_daemon: FakeDaemon, side: SchedulerSide
 ) -> None:
@@ -218,25 +206,6 @@ def test_a_reset_without_a_daemon_is_sent_after_reconnecting(
     fake_daemon.store(A)
     until(lambda: answers(side, A) == ["hit"], side)
     assert len(fake_daemon.received_of(wire.Reset)) == 1
-
-
-def test_a_reset_without_a_reply_is_sent_to_the_next_daemon(
-    fake_daemon: FakeDaemon, side: SchedulerSide
-) -> None:
-    fake_daemon.silent = True
-    side.reset_cache()
-    fake_daemon.silent = False
-    for _ in range(2):
-        fake_daemon.slow = True
-        reconnect(fake_daemon, side)
-        until(lambda: "hit" in answers(side, A) or bool(fake_daemon.received_of(wire.Reset)), side)
-        assert answers(side, A) == ["miss"]
-    fake_daemon.finish_resets()
-    reconnect(fake_daemon, side)
-    fake_daemon.slow = False
-    fake_daemon.store(A)
-    until(lambda: answers(side, A) == ["hit"], side)
-    assert not fake_daemon.received_of(wire.Reset)
 
 
 # Stores

@@ -2,77 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kvferry.testing.plugin import StartKvferryd
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+from support.vllm_stand_ins import prompt
 
 WINDOW, MAMBA, DRAFT = ("full", "window"), ("full", "aligned states"), ("full", "window", "draft")
 
 
-def prompt(number: int, shared: int, own: int) -> list[int]:
-    """`number` names its tokens after the shared ones."""
-    return [n * 7 % 900 for n in range(shared)] + [(number * 37 + n * 11) % 900 for n in range(own)]
-
-
 @pytest.mark.parametrize(
-    ("groups", "prompts", "empties", "found"),
+    ("groups", "shared", "numbers", "empties", "found"),
     [
-        (WINDOW, [(1, 128, 100), (2, 128, 100)], False, (0, 128)),
-        (WINDOW, [(1, 128, 100), (2, 128, 100), (3, 128, 100)], False, (128, 128)),
-        (WINDOW, [(1, 128, 100), (2, 128, 100), (3, 128, 100)], True, (0, 128)),
-        (DRAFT, [(1, 128, 100), (1, 128, 100)], False, (0, 208)),
-        (MAMBA, [(1, 1024, 300), (2, 1024, 300)], False, (0, 1024)),
+        (WINDOW, 128, (1, 2), False, (0, 128)),
+        (WINDOW, 128, (1, 2, 3), False, (128, 128)),
+        (WINDOW, 128, (1, 2, 3), True, (0, 128)),
+        (DRAFT, 128, (1, 1), False, (0, 208)),
+        (MAMBA, 1024, (1, 2), False, (0, 1024)),
     ],
 )
 def test_windows_and_states_are_found_at_the_retention_interval(
-    core: Any,
-    start_kvferryd: StartKvferryd,
-    monkeypatch: pytest.MonkeyPatch,
+    start: Any,
     groups: tuple[str, ...],
-    prompts: list[tuple[int, int, int]],
+    shared: int,
+    numbers: tuple[int, ...],
     empties: bool,
     found: tuple[int, int],
 ) -> None:
-    """The last prompt, after a reset of the GPU's cache. empties: and after one before each."""
+    """Of the last prompt, after a reset of the GPU's cache. empties: and after one before each."""
     from vllm.config import CacheConfig
 
     if getattr(CacheConfig(), "prefix_cache_retention_interval", None) != 0:
         pytest.skip("this vLLM keeps all windows and states")
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    daemon = start_kvferryd()
+    *first, last = (prompt(0, shared) + prompt(number, 100) for number in numbers)
     for interval, tokens in zip((0, 64), found, strict=True):
-
-        class Engine(core.EngineCore):  # type: ignore[misc]  # vLLM has no types
-            retention = interval
-
-            def _set_up(self, config: Any, groups: tuple[str, ...]) -> None:
-                config.cache_config.prefix_cache_retention_interval = self.retention
-
-            def _plan_caches(self, groups: Any, blocks: int, drafts: int) -> Any:
-                plan = super()._plan_caches(groups, blocks, drafts)
-                return replace(plan, prefix_cache_retention_interval=self.retention)
-
-        engine = Engine(
-            daemon.directory,
-            groups,
-            blocks=512,
-            host_bytes=4 << 20,
-            drafts=2 if "draft" in groups else 0,
-        )
+        drafts = 2 if "draft" in groups else 0
+        engine = start(*groups, blocks=512, host_bytes=4 << 20, drafts=drafts, retention=interval)
         engine.scheduler.reset_prefix_cache(reset_connector=True)
         engine.settle()
-        *first, last = (prompt(*numbers) for numbers in prompts)
         for one in first:
             engine.run(one)
             engine.settle()
             if empties:
                 assert engine.scheduler.reset_prefix_cache()
-        engine.scheduler.reset_prefix_cache()
-        assert engine.run(last) == [tokens], interval
-        assert not engine.wrong
+        assert engine.run_anew(last) == [tokens], interval
         engine.close()

@@ -11,11 +11,8 @@ import pytest
 import torch
 
 from kvferry.client import Refused
-from kvferry.testing.plugin import StartKvferryd
 from support.vllm_stand_ins import vllm_config
 from support.vllm_version import has_vllm
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 SHAPE: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.int8}
 
@@ -102,8 +99,8 @@ def test_local_attention_needs_a_newer_vllm(core: Any, monkeypatch: pytest.Monke
     local = ChunkedLocalAttentionSpec(block_size=16, **SHAPE, attention_chunk_size=32)
     monkeypatch.setattr(type(current_platform), "support_hybrid_kv_cache", lambda _: True)
     options = {"kvferry_dirs": "nowhere", "cpu_bytes_to_use": 1 << 20}
-    monkeypatch.setattr(core._config(options).model_config, "attention_chunk_size", 32)
-    configured = refusal(check_config, core._config(options), options)
+    monkeypatch.setattr(core.engine_config(options).model_config, "attention_chunk_size", 32)
+    configured = refusal(check_config, core.engine_config(options), options)
     if compat.can_offload_local_attention():
         assert not configured
         assert not of_layer(local)
@@ -149,9 +146,9 @@ def test_options_are_checked_before_vllm_loads_weights(
     core: Any, transfer: Callable[[dict[str, Any]], Any]
 ) -> None:
     options = {"kvferry_dirs": "nowhere", "cpu_bytes_to_use": "64 apples"}
-    assert "64 apples" in refusal(lambda: core._config({}, **transfer(options)))
+    assert "64 apples" in refusal(lambda: core.engine_config({}, **transfer(options)))
     options["cpu_bytes_to_use"] = "64GiB"
-    assert not refusal(lambda: core._config({}, **transfer(options)))
+    assert not refusal(lambda: core.engine_config({}, **transfer(options)))
 
 
 @pytest.mark.usefixtures("full_graphs")
@@ -160,7 +157,7 @@ def test_the_layout_of_the_environment_is_checked_before_vllm_loads_weights(
 ) -> None:
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LHBNC")
     options = {"kvferry_dirs": "nowhere"}
-    assert "unset VLLM_KV_CACHE_LAYOUT" in refusal(core._config, options)
+    assert "unset VLLM_KV_CACHE_LAYOUT" in refusal(core.engine_config, options)
 
 
 def test_sleep_mode_is_checked_before_vllm_loads_weights(
@@ -171,8 +168,8 @@ def test_sleep_mode_is_checked_before_vllm_loads_weights(
     if not compat.CALLS_BEFORE_SLEEP:
         pytest.skip("this vLLM asks no connector whether it supports sleep mode")
     options = {"kvferry_dirs": "nowhere", "kvferry_exported_kv": False}
-    monkeypatch.setattr(core._config({}).model_config, "enable_sleep_mode", True)
-    message = refusal(lambda: core._config({}, **transfer(options)))
+    monkeypatch.setattr(core.engine_config({}).model_config, "enable_sleep_mode", True)
+    message = refusal(lambda: core.engine_config({}, **transfer(options)))
     assert "remove kvferry_exported_kv" in message
 
 
@@ -184,12 +181,12 @@ def test_the_configuration_is_checked_before_vllm_profiles_the_memory(
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.attention.backends import utils
 
-    config = core._config({}, **transfer({"kvferry_dirs": "nowhere"}))
+    config = core.engine_config({}, **transfer({"kvferry_dirs": "nowhere"}))
     config.scheduler_config.disable_hybrid_kv_cache_manager = True
     config.cache_config.enable_prefix_caching = False
     model = type(config.model_config)
     monkeypatch.setattr(model, "is_prefix_caching_supported", False, raising=False)
-    create, caches = KVConnectorFactory.create_connector, core._caches(("full",), 8, 0)
+    create, caches = KVConnectorFactory.create_connector, core.plan_caches(("full",), 8, 0)
     for role in KVConnectorRole:
         assert "vLLM caches no prefixes" in refusal(create, config, role, caches)
     if (resolve := getattr(utils, "resolve_kv_cache_layout", None)) is not None:
@@ -205,7 +202,7 @@ def test_the_flag_that_replaces_the_connector_is_named(
     sized = {"kv_offloading_size": 1.0, "kv_offloading_backend": backend}
     configured = core.CacheConfig
     monkeypatch.setattr(core, "CacheConfig", lambda **fields: configured(**fields, **sized))
-    message = refusal(core._config, {"kvferry_dirs": "nowhere"})
+    message = refusal(core.engine_config, {"kvferry_dirs": "nowhere"})
     assert "--kv-offloading-size" in message
     assert "set cpu_bytes_to_use" in message
 
@@ -278,29 +275,21 @@ def test_prefixes_that_end_inside_blocks_are_warned_of(
         assert "every 16 tokens, inside blocks of 32" in found
 
 
+@pytest.mark.parametrize(("states", "warns"), [("aligned states", False), ("partial states", True)])
 def test_an_engine_whose_prefixes_end_inside_blocks_warns_at_start(
-    core: Any, start_kvferryd: StartKvferryd, caplog: pytest.LogCaptureFixture
+    core: Any, start: Any, caplog: pytest.LogCaptureFixture, states: str, warns: bool
 ) -> None:
-    from kvferry.client.vllm import compat
-
-    if not compat.OFFLOADS_MAMBA_STATES:
+    if not core.compat.OFFLOADS_MAMBA_STATES:
         pytest.skip("this vLLM cannot offload Mamba states")
-    daemon = start_kvferryd()
-    for states, warns in (("aligned states", False), ("partial states", True)):
-        caplog.clear()
-        core.EngineCore(daemon.directory, ("full", states)).close()
-        assert ("inside blocks of 16" in caplog.text) is warns
+    start("full", states)
+    assert ("inside blocks of 16" in caplog.text) is warns
 
 
-def test_vllm_copies_a_block_that_is_not_written_yet(
-    core: Any, start_kvferryd: StartKvferryd
-) -> None:
+def test_vllm_copies_a_block_that_is_not_written_yet(start: Any) -> None:
     """Why `warn_of_unwritten_copies` warns. kvferry stores and loads nothing here."""
     if not has_vllm(0, 33):
         pytest.skip("shown with vLLM 0.33 and newer")
-    daemon = start_kvferryd()
-    groups = ("full", "partial states")
-    engine = core.EngineCore(daemon.directory, groups, blocks=23, kv_role="kv_consumer")
+    engine = start("full", "partial states", blocks=23, kv_role="kv_consumer")
     numbers = iter(range(1, 900))
 
     def tokens(count: int) -> list[int]:
@@ -315,4 +304,4 @@ def test_vllm_copies_a_block_that_is_not_written_yet(
     # In one step, the first computes the prefix, and the second begins at that state.
     assert engine.run([*prefix, *tokens(40)], [*prefix, *tokens(30)]) == [0, 12]
     assert engine.wrong[0].startswith("request-11 in full, at 12 tokens")
-    engine.close()
+    engine.wrong.clear()

@@ -46,20 +46,6 @@ def ended(worker: WorkerSide, count: int) -> dict[int, bool]:
     return {job_id: result.success for job_id, result in finished(worker, count).items()}
 
 
-def test_a_stored_block_is_loaded(start_kvferryd: StartKvferryd) -> None:
-    caches = kv_caches()
-    tensor = caches.tensors[0].tensor
-    worker = open_worker(start_kvferryd(), caches)
-    tensor[1], tensor[2] = 1, 2
-    worker.store(1, gpu_blocks(1, 2), KeysSpec((A, B)))
-    assert ended(worker, 1) == {1: True}
-    worker.load(2, KeysSpec((B, A)), gpu_blocks(3, 4))
-    assert ended(worker, 1) == {2: True}
-    assert (tensor[3] == 2).all()
-    assert (tensor[4] == 1).all()
-    worker.shutdown()
-
-
 def test_a_rank_stores_the_keys_that_it_writes(start_kvferryd: StartKvferryd) -> None:
     """Rank 0 of two writes A, B and C."""
     caches, other = kv_caches(), b"d" * 8
