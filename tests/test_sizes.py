@@ -30,14 +30,11 @@ INTERFACES = {
 LARGE = {
     "daemon/kvferry/daemon/core/core.py Core": 305,
     "daemon/kvferry/daemon/core/namespaces.py Namespaces": 317,
-    "tests/client/vllm/test_connector.py": 423,
-    "tests/client/vllm/test_scheduler_side.py": 419,
     "tests/gpu/sglang_figures.py": 485,
     "tests/gpu/vllm_scenarios.py": 544,
     "tests/support/namespaces_fixture.py NamespacesFixture.__init__": 9,
     "tests/support/sglang_tree.py TreeServer.__init__": 9,
     "tests/support/sibling_cores.py SiblingCore": 318,
-    "tests/support/vllm_core.py": 441,
     "tests/support/vllm_process.py VLLM.__init__": 7,
 }
 

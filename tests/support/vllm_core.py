@@ -6,28 +6,13 @@ detected in the step that uses it (vllm_runner.py). Importing this needs vLLM.
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import tempfile
 import time
-from collections.abc import Callable, Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from vllm import SamplingParams
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-    VllmConfig,
-)
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
@@ -38,7 +23,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -48,18 +33,8 @@ from kvferry.client.vllm import compat
 from kvferry.proto.status import NamespaceStatus
 from kvferry.testing.engine import until
 from support.time_limits import TIMEOUT
-from support.vllm_runner import (
-    ALIGNED,
-    COMPRESSOR_PAGE,
-    COMPRESSOR_TOKENS,
-    ONE_ALLOCATION,
-    PAGE,
-    PREFIX_UNIT,
-    TOKENS,
-    WIDTH,
-    CheckedRunner,
-    specs,
-)
+from support.vllm_plan import engine_config, layer_of, plan_caches, set_cache_layout
+from support.vllm_runner import ONE_ALLOCATION, PAGE, CheckedRunner
 from support.vllm_stand_ins import wait_connected
 
 
@@ -68,8 +43,14 @@ class EngineCore:
 
     groups: names in vllm_runner.specs, of a layer each. blocks: of the GPU. overlaps: asynchronous
     scheduling: a step is scheduled before the output of the last one is known. drafts: tokens that
-    are drafted per step. transfer: of vLLM's KVTransferConfig, instead of what `kvferry_transfer`
-    gives; `folder`, of the model; and `longest`, of a request, and `batch`, of a step, in tokens.
+    are drafted per step. Among the options are:
+
+    extra: options of kvferry beside `kvferry_options`.
+    configure: a function that changes the VllmConfig.
+    pipeline: two batches are in flight, without asynchronous scheduling.
+    retention: tokens between windows and states that are kept; without it, all are kept.
+    folder, longest, batch: of the model, of a request, and of a step, in tokens.
+    others: of vLLM's KVTransferConfig, instead of what `kvferry_transfer` gives.
     """
 
     def __init__(
@@ -80,17 +61,14 @@ class EngineCore:
         host_bytes: int = 1 << 20,
         overlaps: bool = False,
         drafts: int = 0,
-        pipeline: bool = False,
-        retention: int | None = None,
-        extra: Mapping[str, Any] | None = None,
-        configure: Callable[[VllmConfig], None] | None = None,
-        **transfer: Any,
+        **options: Any,
     ) -> None:
+        extra, configure = options.pop("extra", {}), options.pop("configure", None)
+        pipeline, retention = options.pop("pipeline", False), options.pop("retention", None)
         if drafts:
-            transfer["drafts"] = drafts
-        options = kvferry_options(directory, host_bytes) | dict(extra or {})
-        config = engine_config(options, **transfer)
-        _set_cache_layout(config, groups)
+            options["drafts"] = drafts
+        config = engine_config(kvferry_options(directory, host_bytes) | extra, **options)
+        set_cache_layout(config, groups)
         self._set_up(config, groups)
         if configure is not None:
             configure(config)
@@ -326,7 +304,7 @@ class EngineCore:
 def register_rows(worker: Any, groups: tuple[str, ...], blocks: int) -> torch.Tensor:
     """Register a KV cache that all groups share: (blocks, PAGE)."""
     rows = shared_empty((blocks, PAGE), torch.int8, "cpu")
-    worker.register_kv_caches({group: _layer(rows, group) for group in groups})
+    worker.register_kv_caches({group: layer_of(rows, group) for group in groups})
     return rows
 
 
@@ -354,132 +332,8 @@ def kvferry_options(directory: object, host_bytes: int) -> dict[str, Any]:
     }
 
 
-def kvferry_transfer(options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of KVTransferConfig."""
-    return {
-        "kv_connector": "KVFerryConnector",
-        "kv_connector_module_path": "kvferry.client.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": options,
-    }
-
-
 def kvferry_of(connector: Any) -> Any:
     """Our connector, which may be in a MultiConnector."""
     children = getattr(connector, "_connectors", [connector])
     (ours,) = [child for child in children if hasattr(child, "_prefill_rate")]
     return ours
-
-
-@cache
-def _model(directory: str | None = None, longest: int = 4096) -> ModelConfig:
-    """The configuration of a model whose weights are not loaded.
-
-    directory: for its files; processes may use one at the same time. longest: tokens of a request.
-    """
-    folder = Path(directory or tempfile.mkdtemp(prefix="kvferry-model-"))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "vocab_size": 1000,
-        "max_position_embeddings": longest,
-        "torch_dtype": "bfloat16",
-    }
-    written = folder / f"{os.getpid()}.json"
-    written.write_text(json.dumps(config))
-    written.rename(folder / "config.json")
-    return ModelConfig(model=str(folder), skip_tokenizer_init=True, max_model_len=longest, seed=0)
-
-
-def engine_config(
-    options: dict[str, Any],
-    drafts: int = 0,
-    folder: str | None = None,
-    longest: int = 4096,
-    batch: int = 256,
-    **transfer: Any,
-) -> VllmConfig:
-    model = _model(folder, longest)
-    return VllmConfig(
-        model_config=model,
-        speculative_config=SpeculativeConfig(
-            method="eagle",
-            model=model.model,
-            num_speculative_tokens=drafts,
-            target_model_config=model,
-            target_parallel_config=ParallelConfig(),
-        )
-        if drafts
-        else None,
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=8,
-            max_num_batched_tokens=batch,
-            max_model_len=longest,
-            enable_chunked_prefill=True,
-            is_encoder_decoder=False,
-            async_scheduling=False,
-        ),
-        cache_config=CacheConfig(block_size=TOKENS, enable_prefix_caching=True),
-        kv_transfer_config=KVTransferConfig(**kvferry_transfer(options) | transfer),
-        device_config=DeviceConfig("cpu"),
-    )
-
-
-def _set_cache_layout(config: VllmConfig, groups: tuple[str, ...]) -> None:
-    """As vLLM does after it has loaded the model."""
-    cache = config.cache_config
-    if ONE_ALLOCATION:
-        cache.kv_cache_layout = "BLHNC" if "compressor" in groups else "LBHNC"
-    if any(group.endswith("states") for group in groups):
-        cache.mamba_cache_mode = "align" if any(group in ALIGNED for group in groups) else "all"
-        cache.mamba_block_size = TOKENS
-    if "partial states" in groups:  # --prefix-match-unit
-        cache.prefix_match_unit = PREFIX_UNIT
-
-
-def _layer(rows: torch.Tensor, group: str) -> Any:
-    """A layer's KV cache in the form in which vLLM gives it to connectors."""
-    if group.endswith("states"):
-        return rows
-    if group == "compressor":
-        rows = rows[:, :COMPRESSOR_PAGE].view(torch.float32)
-        shape: tuple[int, ...] = COMPRESSOR_TOKENS, 2
-    else:
-        shape = TOKENS, WIDTH
-    shape = (1, *shape) if ONE_ALLOCATION else shape
-    return rows.view(rows.shape[0], *shape)
-
-
-def plan_caches(groups: tuple[str, ...], blocks: int, drafts: int) -> KVCacheConfig:
-    drafting = groups[0] if drafts and len(groups) == 1 else "draft"
-    return KVCacheConfig(
-        num_blocks=blocks,
-        kv_cache_tensors=_tensors(groups, blocks * PAGE, packed="compressor" in groups),
-        kv_cache_groups=[
-            # The layers that draft are in a group of their own, or in the only one.
-            KVCacheGroupSpec([name], specs(drafts)[name], is_eagle_group=name == drafting)
-            for name in groups
-        ],
-    )
-
-
-def _tensors(groups: tuple[str, ...], size: int, packed: bool) -> list[KVCacheTensor]:
-    """packed: as vLLM packs groups whose blocks have different sizes, into rows of PAGE bytes."""
-    if ONE_ALLOCATION:
-        pages = {name: COMPRESSOR_PAGE if name == "compressor" else PAGE for name in groups}
-        strides = {name: page if packed else size for name, page in pages.items()}
-        return [KVCacheTensor(size, [name], strides[name], PAGE) for name in groups]
-    if not packed:
-        return [KVCacheTensor(size=size, shared_by=list(groups))]
-    # Before 0.29 a tensor is a slot of the row.
-    large = [name for name in groups if name != "compressor"]
-    return [
-        KVCacheTensor(size=size, shared_by=list(groups), block_stride=PAGE),
-        KVCacheTensor(size=size, shared_by=large, offset=COMPRESSOR_PAGE, block_stride=PAGE),
-    ]

@@ -30,11 +30,8 @@ from vllm.distributed import parallel_state  # noqa: E402
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: E402
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # noqa: E402
 
-from support.vllm_core import (  # noqa: E402
-    EngineCore,
-    kvferry_options,
-    kvferry_transfer,
-)
+from support.vllm_core import EngineCore, kvferry_options  # noqa: E402
+from support.vllm_plan import kvferry_transfer  # noqa: E402
 from support.vllm_runner import ONE_ALLOCATION, TOKENS  # noqa: E402
 
 

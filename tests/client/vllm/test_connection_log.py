@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.client import Code, Gone
 from kvferry.client.engines.connection_log import ConnectionLog
 from kvferry.client.vllm.engine_config import EngineConfig
 from kvferry.client.vllm.scheduler_side import KeysSpec, SchedulerSide
@@ -131,9 +132,13 @@ def worker(config: EngineConfig) -> Any:
 
 @pytest.mark.parametrize("start", [scheduler, worker])
 def test_an_absent_daemon_is_waited_for_while_the_engine_runs(
-    tmp_path: Path, said: Callable[[], list[str]], start: Any
+    said: Callable[[], list[str]], start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(engine_config_at(tmp_path)).shutdown()
+    def find(*_: object) -> Path:
+        raise Gone(Code.DAEMON_GONE, "no daemon")
+
+    monkeypatch.setattr(EngineConfig, "find_daemon", find)
+    start(engine_config_at("unused")).shutdown()
     (line,) = [line for line in said() if "for now" in line]
     assert line.startswith(f"WARNING kvferry: the {start.__name__} continues without its daemon")
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.client.vllm.engine_config import BlockSizes
 from kvferry.client.vllm.fingerprint import ENVIRONMENT, SPEC_FIELDS, read_fingerprint
 from kvferry.proto.fingerprint import Fingerprint
 from kvferry.proto.version import installed_version
+from support.fingerprint_helpers import BLOCKS, caches
 from support.vllm_fields import ELSEWHERE, FIELDS, PAGE_FIELDS
 from support.vllm_stand_ins import vllm_config
 
@@ -74,10 +74,7 @@ def names(groups: Iterable[str]) -> Iterator[str]:
 
 
 def fingerprint(config: Any) -> Fingerprint:
-    tensors = [SimpleNamespace(size=4096, block_stride=0)]
-    groups = [SimpleNamespace(layer_names=["a"])]
-    caches = SimpleNamespace(num_blocks=1, kv_cache_tensors=tensors, kv_cache_groups=groups)
-    return read_fingerprint(config, caches, BlockSizes((16,), 16, 1))
+    return read_fingerprint(config, caches(), BLOCKS)
 
 
 def full_path(table: Any, name: str) -> str:

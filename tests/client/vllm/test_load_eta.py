@@ -14,8 +14,8 @@ from kvferry.client.vllm.load_eta import (
 )
 
 GIB = 1 << 30
+# Before the lead, and in it.
 EARLY, LATE = -1.1 * MAX_WAIT, -0.9 * MAX_WAIT
-"""Before the lead, and in it."""
 
 
 @pytest.fixture
@@ -29,11 +29,8 @@ def loaded(arrivals: LoadEta, job_id: int, began: float, delay: float, seconds: 
     arrivals.job_completed(job_id, GIB, seconds, began + delay + seconds)
 
 
-def test_nothing_is_awaited_where_nothing_is_loaded(arrivals: LoadEta) -> None:
-    assert arrivals.wait_seconds(0.0) == 0
-
-
 def test_a_load_is_awaited_when_its_bytes_can_be_there(arrivals: LoadEta) -> None:
+    assert arrivals.wait_seconds(0.0) == 0
     arrivals.load_submitted(1, GIB, 10.0)
     due = 10.0 + GIB / DEFAULT_RATE
     assert arrivals.wait_seconds(due + EARLY) == 0

@@ -30,7 +30,9 @@ def test_groups_are_views_of_the_buffer() -> None:
     assert [len(refs) for refs in found.layout.groups] == [2, 1]
 
 
-def test_only_the_bytes_of_a_group_are_stored(core: Any, start: Any) -> None:
+def test_only_the_bytes_of_a_group_are_stored(start: Any) -> None:
+    from support.vllm_runner import COMPRESSOR_PAGE, PAGE
+
     engine = start("latent", "window", "compressor")
     for number in range(4):
         engine.run(prompt(number))
@@ -38,7 +40,7 @@ def test_only_the_bytes_of_a_group_are_stored(core: Any, start: Any) -> None:
     (keys,) = engine.manager.ready_keys
     groups = [int.from_bytes(key[-4:], "big") for key in keys]
     assert set(groups) == {0, 1, 2}
-    pages = core.PAGE, core.PAGE, core.COMPRESSOR_PAGE
+    pages = PAGE, PAGE, COMPRESSOR_PAGE
     assert engine.counted("vllm:kv_offload_store_bytes") == sum(pages[n] for n in groups)
 
 

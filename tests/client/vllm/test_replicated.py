@@ -141,26 +141,6 @@ def test_blocks_on_the_disks_of_their_writers_are_loaded_by_all_ranks(
         second.close()
 
 
-def test_if_siblings_do_not_find_each_other_each_rank_stores_all_blocks(
-    ranks: Any, short_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the third request on whose blocks a rank has not found; and what the GPU still has."""
-    monkeypatch.setattr(request_state, "SEARCH_SECONDS", 0.0)
-    with ExitStack() as running:
-        directories = [
-            running.enter_context(
-                PatientDaemon(pool_bytes=4 << 20, runtime_dir=folder, siblings_enabled="true")
-            ).directory
-            for folder in (short_path / "a" / "0", short_path / "b" / "1")
-        ]
-        for found in (0, 0, 192):
-            core = ranks.RankedCore(directories, host_bytes=4 << 20)
-            assert [core.run(prompt)[0] for prompt in PROMPTS] == [found] * len(PROMPTS)
-            core.settle()
-            assert not core.wrong
-            core.close()
-
-
 @pytest.mark.parametrize("when", ["searching", "loading"])
 def test_the_daemon_of_one_rank_dies(ranks: Any, daemons: list[LocalDaemon], when: str) -> None:
     """While it should search for or load the blocks of prompts."""

@@ -125,9 +125,10 @@ def in_multi_connector(child: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(params=[False, True], ids=["alone", "in a MultiConnector"])
 def transfer(core: Any, request: pytest.FixtureRequest) -> Callable[[dict[str, Any]], Any]:
     """Fields of a KVTransferConfig for kvferry with these options."""
+    from support.vllm_plan import kvferry_transfer
 
     def fields(options: dict[str, Any]) -> dict[str, Any]:
-        own: dict[str, Any] = core.kvferry_transfer(options)
+        own = kvferry_transfer(options)
         return in_multi_connector(own) if request.param else own
 
     return fields
@@ -199,9 +200,11 @@ def test_the_configuration_is_checked_before_vllm_profiles_the_memory(
 def test_the_flag_that_replaces_the_connector_is_named(
     core: Any, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
+    from support import vllm_plan
+
     sized = {"kv_offloading_size": 1.0, "kv_offloading_backend": backend}
-    configured = core.CacheConfig
-    monkeypatch.setattr(core, "CacheConfig", lambda **fields: configured(**fields, **sized))
+    configured = vllm_plan.CacheConfig
+    monkeypatch.setattr(vllm_plan, "CacheConfig", lambda **fields: configured(**fields, **sized))
     message = refusal(core.engine_config, {"kvferry_dirs": "nowhere"})
     assert "--kv-offloading-size" in message
     assert "set cpu_bytes_to_use" in message
@@ -273,16 +276,6 @@ def test_prefixes_that_end_inside_blocks_are_warned_of(
     if hasattr(FullAttentionSpec, "dcp_sharded"):
         found = warning(caplog, mamba=16, attention=16, tokens=16, context=2)
         assert "every 16 tokens, inside blocks of 32" in found
-
-
-@pytest.mark.parametrize(("states", "warns"), [("aligned states", False), ("partial states", True)])
-def test_an_engine_whose_prefixes_end_inside_blocks_warns_at_start(
-    core: Any, start: Any, caplog: pytest.LogCaptureFixture, states: str, warns: bool
-) -> None:
-    if not core.compat.OFFLOADS_MAMBA_STATES:
-        pytest.skip("this vLLM cannot offload Mamba states")
-    start("full", states)
-    assert ("inside blocks of 16" in caplog.text) is warns
 
 
 def test_vllm_copies_a_block_that_is_not_written_yet(start: Any) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -28,12 +29,20 @@ from support.vllm_stand_ins import (
 
 A, B, C = b"a" * 8, b"b" * 8, b"c" * 8
 
-Start: TypeAlias = Callable[[LocalDaemon], WorkerSide]
+Start: TypeAlias = Callable[..., WorkerSide]
 
 
 @pytest.fixture
-def start_worker() -> Start:
-    return lambda daemon: open_worker(daemon, wait_timeout=0.5)
+def start_worker() -> Iterator[Start]:
+    """start_worker(daemon, **options) -> a worker, which is shut down after the test."""
+    with ExitStack() as running:
+
+        def start(daemon: LocalDaemon, **options: Any) -> WorkerSide:
+            worker = open_worker(daemon, **{"wait_timeout": 0.5, **options})
+            running.callback(worker.shutdown)
+            return worker
+
+        yield start
 
 
 def is_connected(worker: WorkerSide) -> bool:
@@ -46,11 +55,13 @@ def ended(worker: WorkerSide, count: int) -> dict[int, bool]:
     return {job_id: result.success for job_id, result in finished(worker, count).items()}
 
 
-def test_a_rank_stores_the_keys_that_it_writes(start_kvferryd: StartKvferryd) -> None:
+def test_a_rank_stores_the_keys_that_it_writes(
+    start_kvferryd: StartKvferryd, start_worker: Start
+) -> None:
     """Rank 0 of two writes A, B and C."""
     caches, other = kv_caches(), b"d" * 8
     tensor = caches.tensors[0].tensor
-    worker = open_worker(start_kvferryd(), caches)
+    worker = start_worker(start_kvferryd(), caches=caches)
     tensor[1], tensor[2], tensor[3] = 1, 2, 3
     worker.store(1, gpu_blocks(2), KeysSpec((other,), writers=2))
     assert [(r.job_id, r.success, r.transfer_size) for r in worker.get_finished()] == [(1, True, 0)]
@@ -60,7 +71,6 @@ def test_a_rank_stores_the_keys_that_it_writes(start_kvferryd: StartKvferryd) ->
     worker.load(4, KeysSpec((other,)), gpu_blocks(6))
     assert ended(worker, 2) == {3: True, 4: False}
     assert tensor[[4, 5], 0].tolist() == [1, 3]
-    worker.shutdown()
 
 
 def test_waiting_for_loads_reports_each_result_once(
@@ -80,7 +90,6 @@ def test_waiting_for_loads_reports_each_result_once(
         worker.wait_next_load()
         told += [result.job_id for result in worker.get_finished()]
     assert told == list(range(2, 20))
-    worker.shutdown()
 
 
 def test_a_load_that_does_not_end_is_awaited_for_a_moment_only(
@@ -96,13 +105,14 @@ def test_a_load_that_does_not_end_is_awaited_for_a_moment_only(
     assert not worker.get_finished()
     daemon.process.send_signal(signal.SIGCONT)
     assert ended(worker, 1) == {2: True}
-    worker.shutdown()
 
 
-def test_jobs_end_before_the_kv_caches_lose_their_memory(start_kvferryd: StartKvferryd) -> None:
+def test_jobs_end_before_the_kv_caches_lose_their_memory(
+    start_kvferryd: StartKvferryd, start_worker: Start
+) -> None:
     """And a job that is submitted during the sleep fails."""
     daemon = start_kvferryd()
-    worker = open_worker(daemon)
+    worker = start_worker(daemon)
     worker.store(1, gpu_blocks(1), KeysSpec((A,)))
     worker.session.suspend()
     with OffloadClient(daemon.directory) as observer:
@@ -112,30 +122,20 @@ def test_jobs_end_before_the_kv_caches_lose_their_memory(start_kvferryd: StartKv
     worker.session.resume()
     worker.load(3, KeysSpec((A,)), gpu_blocks(2))
     assert ended(worker, 1) == {3: True}
-    worker.shutdown()
 
 
-def test_a_key_that_is_not_there_fails_the_load(
+def test_jobs_with_wrong_keys_or_from_before_a_reset_fail(
     start_kvferryd: StartKvferryd, start_worker: Start
 ) -> None:
     worker = start_worker(start_kvferryd())
     worker.load(1, KeysSpec((A,)), gpu_blocks(3))
     worker.load(2, KeysSpec((b"short",)), gpu_blocks(3))
-    results = finished(worker, 2)
+    worker.store(3, gpu_blocks(1), KeysSpec((A,), epochs=(7,)))
+    results = finished(worker, 3)
     codes = {job_id: result.error.code for job_id, result in results.items() if result.error}
-    assert codes == {1: Code.KEY_ABSENT, 2: Code.BAD_KEY}
-    worker.shutdown()
-
-
-def test_a_store_from_before_a_reset_is_dropped(
-    start_kvferryd: StartKvferryd, start_worker: Start
-) -> None:
-    worker = start_worker(start_kvferryd())
-    worker.store(1, gpu_blocks(1), KeysSpec((A,), epochs=(7,)))
-    assert ended(worker, 1) == {1: False}
-    worker.store(2, gpu_blocks(1), KeysSpec((A,), epochs=(0,)))
-    assert ended(worker, 1) == {2: True}
-    worker.shutdown()
+    assert codes == {1: Code.KEY_ABSENT, 2: Code.BAD_KEY, 3: Code.STALE}
+    worker.store(4, gpu_blocks(1), KeysSpec((A,), epochs=(0,)))
+    assert ended(worker, 1) == {4: True}
 
 
 def test_a_job_whose_stream_cannot_be_followed_has_failed(
@@ -151,18 +151,16 @@ def test_a_job_whose_stream_cannot_be_followed_has_failed(
         broken.setattr(Timeline, "signal", break_down)
         worker.store(1, gpu_blocks(1), KeysSpec((A,)))
     assert ended(worker, 1) == {1: False}
-    worker.shutdown()
 
 
 def test_jobs_that_do_not_end_are_given_up(
     start_kvferryd: StartKvferryd, start_worker: Start
 ) -> None:
-    worker = start_worker(start_kvferryd(reference_stall=5, stop_drain_seconds=0))
+    worker = start_worker(start_kvferryd(reference_stall=2, stop_drain_seconds=0))
     worker.store(1, gpu_blocks(1), KeysSpec((A,)))
     worker.store(2, gpu_blocks(2), KeysSpec((B,)))
     worker.wait({1, 2})
     assert ended(worker, 2) == {1: False, 2: False}
-    worker.shutdown()
 
 
 def test_a_daemon_that_stood_still_keeps_nothing_of_blocks_that_were_given_away(
@@ -191,7 +189,6 @@ def test_a_daemon_that_stood_still_keeps_nothing_of_blocks_that_were_given_away(
     worker.load(3, KeysSpec((A,)), gpu_blocks(2))
     assert ended(worker, 1) == {3: True}
     assert int(cache[2, 0]) == 1
-    worker.shutdown()
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -211,21 +208,14 @@ def test_jobs_of_a_daemon_that_was_killed_have_failed(
     assert worker.session.timeline.revoked
     worker.store(2, gpu_blocks(2), KeysSpec((B,)))
     assert ended(worker, 1 + waits) == dict.fromkeys((1, 2) if waits else (2,), False)
-    worker.shutdown()
 
 
-def test_without_a_daemon_every_job_fails(tmp_path: Path) -> None:
-    worker = WorkerSide(engine_config_at(tmp_path / "nowhere"), kv_caches())
+def test_without_a_daemon_every_job_fails_and_attempts_leave_nothing_open(tmp_path: Path) -> None:
+    """While a daemon is disconnected there are many attempts."""
+    worker = WorkerSide(engine_config_at(tmp_path / "nowhere"), kv_caches(), connect_timeout=0.01)
     worker.load(1, KeysSpec((A,)), gpu_blocks(3))
     worker.wait({1})
     assert ended(worker, 1) == {1: False}
-    worker.shutdown()
-
-
-def test_attempts_that_fail_leave_nothing_open(tmp_path: Path) -> None:
-    """While a daemon is disconnected there are many attempts."""
-    worker = WorkerSide(engine_config_at(tmp_path / "nowhere"), kv_caches(), connect_timeout=0.01)
-    worker.get_finished()
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     assert worker.session.client is not None
