@@ -91,8 +91,12 @@ def test_a_load_is_submitted_before_the_forward_pass_unless_vllm_writes_its_bloc
         (engine.worker.connector_worker.worker, "submit_load"),
     ):
         call = getattr(owner, name)
-        noted = lambda *job, name=name, call=call: done.append(name) or call(*job)  # noqa: E731
-        monkeypatch.setattr(owner, name, noted)
+
+        def note(*job: Any, name: str = name, call: Any = call) -> Any:
+            done.append(name)
+            return call(*job)
+
+        monkeypatch.setattr(owner, name, note)
     assert engine.run_anew(PROMPTS[0]) == [192]
     assert done.count("submit_load") == 1
     before = done[done.index("submit_load") - 1]

@@ -32,7 +32,7 @@ def tier_of(daemon: LocalDaemon) -> TierStatus:
 def start_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """start_daemon() -> a daemon with a disk tier, always in the same folder, that is on."""
     monkeypatch.setattr(client_namespace, "SEARCH_TIMEOUT", TIMEOUT)
-    options = {"tiers_disk_path": tmp_path / "tier", "tiers_disk_size": "64MiB"}
+    options: dict[str, Any] = {"tiers_disk_path": tmp_path / "tier", "tiers_disk_size": "64MiB"}
     options |= {"tiers_disk_write": "write_through", "pool_bytes": 16 << 20}
     with ExitStack() as running:
 

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import time
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
-
 BLOCKS = 8
 
 
 @pytest.fixture
-def pool() -> Any:
-    if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
+def pool(core: Any) -> Any:
     from vllm.v1.core.block_pool import BlockPool
 
     return BlockPool(BLOCKS, enable_caching=True, hash_block_size=16)

@@ -92,7 +92,8 @@ def test_a_part_of_a_prompt_is_retained(hinted: Hinted) -> None:
 def test_released_prompts_are_not_stored_and_their_chunks_go_first(
     hinted: Hinted, start_kvferryd: StartKvferryd
 ) -> None:
-    engine, release = hinted(mode="at_once"), {RELEASE: {}}
+    engine = hinted(mode="at_once")
+    release: dict[str, Any] = {RELEASE: {}}
     serve(engine, *range(HOST - 1))
     serve(engine, HOST - 1, **release)
     serve(engine, 100)

@@ -17,6 +17,7 @@ import pytest
 
 from kvferry.testing.plugin import StartKvferryd
 from support.time_limits import TIMEOUT
+from support.vllm_stand_ins import prompt
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
@@ -26,9 +27,9 @@ pytestmark = [
     ),
 ]
 
-PROMPT = [n * 11 % 900 for n in range(200)]
+PROMPT = prompt(0)
 # It begins with six blocks of PROMPT.
-OTHER = PROMPT[:100] + [n * 7 % 900 for n in range(100)]
+OTHER = PROMPT[:100] + prompt(1, 100)
 BLOCKS = 127
 # Tokens of a chunk in host memory.
 CHUNK = 64
@@ -46,7 +47,6 @@ class EngineProcess:
         self._port.bind(("127.0.0.1", 0))
         environment = {
             **os.environ,
-            "PYTHONHASHSEED": "0",
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # older versions log to stdout
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._port.getsockname()[1]),
@@ -116,7 +116,7 @@ class Pair:
         return dict(transfer)
 
 
-@pytest.fixture(params=ORDERS, ids="-".join)
+@pytest.fixture
 def pair(
     request: pytest.FixtureRequest, start_kvferryd: StartKvferryd, tmp_path: Path
 ) -> Iterator[Pair]:
@@ -130,6 +130,7 @@ def pair(
         pair.decode.close()
 
 
+@pytest.mark.parametrize("pair", ORDERS, ids="-".join, indirect=True)
 def test_a_prompt_is_loaded_from_the_prefill_engine_and_later_from_host_memory(pair: Pair) -> None:
     """It is read by NIXL up to its last token, and by kvferry up to its last whole chunk."""
     assert pair.decode.run(PROMPT, 8, pair.prefilled(PROMPT)) == (None, 199)
@@ -142,7 +143,9 @@ def test_a_prompt_is_loaded_from_the_prefill_engine_and_later_from_host_memory(p
         engine.wait(lambda answer: answer["free"] == BLOCKS)
 
 
-@pytest.mark.parametrize("connected", [False, True])
+@pytest.mark.parametrize(
+    ("pair", "connected"), [(ORDERS[0], False), (ORDERS[1], True)], indirect=["pair"]
+)
 def test_a_prompt_of_a_killed_prefill_engine_is_loaded_from_host_memory(
     pair: Pair, connected: bool
 ) -> None:

@@ -60,8 +60,7 @@ def daemons(short_path: Path) -> Iterator[list[LocalDaemon]]:
 def open_core(ranks: Any, daemons: list[LocalDaemon]) -> Any:
     """An engine whose daemons find each other's blocks."""
     core = ranks.RankedCore([daemon.directory for daemon in daemons], host_bytes=4 << 20)
-    for daemon in daemons:
-        until(lambda daemon=daemon: is_linked(daemon))
+    until(lambda: all(is_linked(daemon) for daemon in daemons))
     return core
 
 

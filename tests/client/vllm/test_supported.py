@@ -200,10 +200,12 @@ def test_the_configuration_is_checked_before_vllm_profiles_the_memory(
 def test_the_flag_that_replaces_the_connector_is_named(
     core: Any, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
+    from vllm.config import CacheConfig
+
     from support import vllm_plan
 
     sized = {"kv_offloading_size": 1.0, "kv_offloading_backend": backend}
-    configured = vllm_plan.CacheConfig
+    configured = CacheConfig
     monkeypatch.setattr(vllm_plan, "CacheConfig", lambda **fields: configured(**fields, **sized))
     message = refusal(core.engine_config, {"kvferry_dirs": "nowhere"})
     assert "--kv-offloading-size" in message
