@@ -17,8 +17,6 @@ from support.client_keys import FINGERPRINT, A, B
 from support.client_session import WELCOME
 from support.fake_daemon import FakeDaemon
 
-__all__ = ["FakeDaemon"]
-
 
 @pytest.fixture
 def start_fake_daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeDaemon]]:

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,12 +20,10 @@ from kvferry.client.vllm.scheduler_side import (
 from kvferry.proto import messages as wire
 from kvferry.proto.errors import ErrorInfo, Refused
 from kvferry.proto.keys import EventKind
-from support.vllm_stand_ins import engine_config_at, request
-
-if TYPE_CHECKING:
-    from client.conftest import FakeDaemon
+from support.fake_daemon import FakeDaemon
 from support.scheduler_helpers import LOOKUP_CODES, A, B, C, D, answers, open_side, until
 from support.time_limits import TIMEOUT
+from support.vllm_stand_ins import engine_config_at, request
 
 
 @pytest.fixture
