@@ -1,4 +1,4 @@
-"""The KV cache of a model like DeepSeek V4, planned by vLLM's own code.
+"""The KV cache of a model like DeepSeek V4, planned and allocated by vLLM's own code.
 
 Layers attend to a window of 128 tokens and to compressed tokens: four to a state (with an indexer),
 or 128. Compressors keep float32 states of the last tokens. vLLM packs all of it into rows of one
@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
 )
 
+from kvferry.client import shared_empty
 from support.vllm_runner import ONE_ALLOCATION
 
 # The ratios of compression of the layers of DeepSeek V4 Flash; 1: only the window.
@@ -82,3 +83,29 @@ def plan(config: Any, specs: dict[str, Any], blocks: int) -> KVCacheConfig:
     planned = kv_cache_planning.get_kv_cache_config_from_groups(config, groups, 1 << 40)
     planned.kv_cache_layout = "BLHNC"
     return planned
+
+
+def allocate(caches: KVCacheConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The buffer as rows, (blocks, row bytes), in shared memory, and the tensor of each layer."""
+    buffer = shared_empty((caches.kv_cache_tensors[0].size,), torch.int8, "cpu")
+    rows = buffer.view(caches.num_blocks, -1)
+    specs = {
+        name: spec
+        for group in caches.kv_cache_groups
+        for name, spec in group.kv_cache_spec.kv_cache_specs.items()
+    }
+    layers: dict[str, torch.Tensor] = {}
+    for tensor in caches.kv_cache_tensors:
+        if not ONE_ALLOCATION:
+            for name in tensor.shared_by:
+                end = tensor.offset + specs[name].page_size_bytes
+                layers[name] = rows[:, tensor.offset : end]
+            continue
+        from vllm.v1.kv_cache_interface import create_kv_cache_views
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        created = create_kv_cache_views(
+            buffer, specs[tensor.layers[0]], caches.num_blocks, KVCacheLayout.BLHNC, tensor
+        )
+        layers |= zip(tensor.layers, created, strict=True)
+    return rows, layers

@@ -2,9 +2,9 @@
 
     make vllm-tests VLLM=0.33.0
 
-kvferry's classes replace vLLM's before the tests are imported (classes_of_tests.py).
-deviations.toml lists the tests that are expected to fail, with reasons and the errors that they
-raise, for each minor version; of a newer vLLM, those of the newest supported one.
+kvferry's classes replace vLLM's before the tests are imported, and a daemon does the transfers
+(daemon_worker.py). deviations.toml lists the tests that are expected to fail, with reasons and the
+errors that they raise, for each minor version; of a newer vLLM, those of the newest supported one.
 The run fails if a listed test passes, raises another error, or does not exist, or if another test
 fails.
 """
@@ -19,6 +19,7 @@ import shutil
 import sys
 import tempfile
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def replace_classes() -> None:
 
     from kvferry.client.vllm.adapters import Adapters
     from kvferry.client.vllm.options import StoreMode
-    from vllm_upstream.classes_of_tests import ConnectorOfTests, WorkerOfTests, extend_mocks
+    from vllm_upstream.daemon_worker import ConnectorOverDaemon, WorkerOfTests, give_daemon
 
     # Some tests give the connector one of vLLM's managers, which lacks what kvferry's has besides.
     for name in MANAGER_METHODS:
@@ -82,9 +83,9 @@ def replace_classes() -> None:
     OffloadingManager.store_mode, OffloadingManager.late_stores = StoreMode.AT_ONCE, None
     UnspecifiedPlatform.device_type = "cpu"
     UnspecifiedPlatform.support_hybrid_kv_cache = classmethod(lambda cls: True)
-    offloading_connector.OffloadingConnector = ConnectorOfTests
+    offloading_connector.OffloadingConnector = ConnectorOverDaemon
     worker.OffloadingConnectorWorker = WorkerOfTests
-    extend_mocks(importlib.import_module(f"{OFFLOADING}.utils"))
+    give_daemon(importlib.import_module(f"{OFFLOADING}.utils"))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -136,11 +137,29 @@ def without_parameters(name: str) -> str:
     return name.partition("[")[0]
 
 
+@pytest.fixture(autouse=True)
+def close_workers() -> Iterator[None]:
+    from vllm_upstream.daemon_worker import daemon
+
+    yield
+    daemon.end_test()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.config.stash.get(UNKNOWN, []):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    from vllm_upstream.daemon_worker import daemon
+
     for test in config.stash.get(UNKNOWN, []):
         terminalreporter.write_line(f"deviations.toml lists {test}, which this vLLM does not have")
+    blocks = daemon.transferred_blocks
+    terminalreporter.write_line(f"{blocks} GPU blocks were stored or loaded and checked")
+
+
+def pytest_unconfigure() -> None:
+    from vllm_upstream.daemon_worker import daemon
+
+    daemon.close()

@@ -1,16 +1,23 @@
-"""The bytes of each KV cache group of a packed model, as vLLM plans it."""
+"""The bytes of each KV cache group of a packed model, planned by vLLM, over a real daemon."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kvferry.client.vllm.engine_config import BlockSizes
 from kvferry.client.vllm.fingerprint import read_fingerprint
-from kvferry.client.vllm.packed_groups import ByteRun, PackedGroups, read_packed_groups
-from support.vllm_stand_ins import prompt
+from kvferry.client.vllm.packed_groups import read_packed_groups
+from kvferry.client.vllm.scheduler_side import KeysSpec
+from kvferry.testing.plugin import StartKvferryd
+from support.vllm_stand_ins import finished, wait_connected
+
+BLOCKS = 24
 
 
 @pytest.fixture(scope="module")
@@ -20,28 +27,86 @@ def model(core: Any) -> Any:
     return packed_model
 
 
-def test_groups_are_views_of_the_buffer() -> None:
-    """The tensor of any layer tells where it is."""
-    rows = torch.arange(96, dtype=torch.int8).view(3, 32)
-    packed = PackedGroups(3, 32, ((ByteRun(0, 4), ByteRun(16, 8)), (ByteRun(0, 32),)))
-    found = packed.canonical(rows.view(torch.float32)[:, 4:6], 2)
-    for view, expected in zip(found.tensors, (rows[:, :4], rows[:, 16:24], rows), strict=True):
-        assert torch.equal(view, expected)
-    assert [len(refs) for refs in found.layout.groups] == [2, 1]
+class PackedWorker:
+    """The worker's connector with a small model. rows: the buffer. own: bytes of each group."""
+
+    def __init__(self, core: Any, model: Any, directory: object) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+        from kvferry.client.vllm import KVFerryConnector
+
+        config = core.engine_config({"kvferry_dirs": str(directory), "cpu_bytes_to_use": 64 << 20})
+        self.caches = model.plan(config, model.layer_specs(model.SMALL), BLOCKS)
+        self.rows, layers = model.allocate(self.caches)
+        self.connector = KVFerryConnector(config, KVConnectorRole.WORKER, self.caches)
+        # So the first layer is not at the start of a row.
+        self.connector.register_kv_caches(dict(reversed(layers.items())))
+        self.side: Any = self.connector.connector_worker.worker
+        wait_connected(self.side.session.client)
+        # Of each group, which bytes of a row its layers use.
+        self.masks = [self._mask(group, layers) for group in self.caches.kv_cache_groups]
+
+    def _mask(self, group: Any, layers: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Written through the layers' own tensors."""
+        self.rows.zero_()
+        for name in group.layer_names:
+            layers[name].view(torch.uint8).fill_(1)
+        used: torch.Tensor = self.rows[1] != 0
+        return used
+
+    def keys(self, group: int, count: int) -> list[bytes]:
+        """Keys of vLLM: a hash and the group."""
+        return [bytes([n]) * 32 + group.to_bytes(4, "big") for n in range(count)]
+
+    def close(self) -> None:
+        self.connector.shutdown()
 
 
-def test_only_the_bytes_of_a_group_are_stored(start: Any) -> None:
-    from support.vllm_runner import COMPRESSOR_PAGE, PAGE
+@pytest.fixture
+def worker(core: Any, model: Any, start_kvferryd: StartKvferryd) -> Iterator[PackedWorker]:
+    opened = PackedWorker(core, model, start_kvferryd(pool_size="128MiB").directory)
+    yield opened
+    opened.close()
 
-    engine = start("latent", "window", "compressor")
-    for number in range(4):
-        engine.run(prompt(number))
-    engine.settle()
-    (keys,) = engine.manager.ready_keys
-    groups = [int.from_bytes(key[-4:], "big") for key in keys]
-    assert set(groups) == {0, 1, 2}
-    pages = PAGE, PAGE, COMPRESSOR_PAGE
-    assert engine.counted("vllm:kv_offload_store_bytes") == sum(pages[n] for n in groups)
+
+def blocks_of(ids: list[list[int]]) -> Any:
+    """A GPULoadStoreSpec: the blocks of each group."""
+    return SimpleNamespace(
+        block_ids=np.concatenate([np.array(each, np.int64) for each in ids]),
+        group_sizes=[len(each) for each in ids],
+        block_indices=[0] * len(ids),
+    )
+
+
+def test_each_group_gets_its_own_bytes_back_and_no_others(worker: PackedWorker) -> None:
+    """Two blocks of each group are stored, and loaded to other blocks in the other order."""
+    generator = np.random.default_rng(0)
+    noise = generator.integers(-128, 128, tuple(worker.rows.shape), np.int8)
+    groups = len(worker.masks)
+    sources = [[1 + 2 * group, 2 + 2 * group] for group in range(groups)]
+    targets = [[BLOCKS - 1 - 2 * group, BLOCKS - 2 - 2 * group] for group in range(groups)]
+    worker.rows.copy_(torch.from_numpy(noise))
+    keys = [worker.keys(group, 2) for group in range(groups)]
+    worker.side.submit_store(
+        1, blocks_of(sources), KeysSpec(tuple(k for each in keys for k in each))
+    )
+    (stored,) = finished(worker.side, 1).values()
+    assert stored.success
+    packed = worker.side._config.packed
+    assert stored.transfer_size == 2 * sum(packed.group_bytes)
+    worker.rows.fill_(77)
+    back = KeysSpec(tuple(k for each in keys for k in reversed(each)))
+    worker.side.submit_load(2, back, blocks_of(targets))
+    assert finished(worker.side, 1)[2].success
+    for group, mask in enumerate(worker.masks):
+        assert 0 < int(mask.sum()) <= packed.group_bytes[group] <= worker.rows.shape[1]
+        end = max(run.end for run in packed.runs[group])
+        for source, target in zip(sources[group], reversed(targets[group]), strict=True):
+            loaded = worker.rows[target]
+            assert torch.equal(loaded[mask], torch.from_numpy(noise)[source][mask])
+            assert bool((loaded[end:] == 77).all())
+    untouched = set(range(BLOCKS)) - {block for each in targets for block in each}
+    assert bool((worker.rows[sorted(untouched)] == 77).all())
 
 
 def test_the_scheduler_and_the_workers_read_the_same_fingerprint(core: Any, model: Any) -> None:
@@ -50,7 +115,7 @@ def test_the_scheduler_and_the_workers_read_the_same_fingerprint(core: Any, mode
 
     config = core.engine_config({"kvferry_salt": "test"})
     prints = []
-    for blocks in (24, 48):
+    for blocks in (BLOCKS, 2 * BLOCKS):
         caches = model.plan(config, model.layer_specs(model.SMALL), blocks)
         sizes = tuple(group.kv_cache_spec.block_size for group in caches.kv_cache_groups)
         for planned in (caches, generate_scheduler_kv_cache_config([caches])):
