@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,6 +76,14 @@ def test_a_transfer_that_is_not_legal_has_a_part_that_is_not(
         assert faults_of(model, transfer)
     else:
         assert not faults
+
+
+@pytest.mark.parametrize("hosts", [3, 5])
+def test_host_blocks_that_do_not_match_are_refused_before_anything_is_sent(hosts: int) -> None:
+    spec = GPULoadStoreSpec(range(8)), CPULoadStoreSpec(range(hosts))
+    with pytest.raises(Refused, match="name 4 host blocks") as refused:
+        split_transfer(spec, 2, max_ids=2)
+    assert refused.value.code == Code.SIZE_MISMATCH
 
 
 @settings(PROFILE)

@@ -154,3 +154,6 @@ def test_more_keys_than_an_event_may_have_are_several_events() -> None:
     key_events = namespace.take_key_events()
     assert key_events is not None
     assert [event.keys for event in key_events.events] == [keys[:MAX_KEYS], keys[MAX_KEYS:]]
+    sequence = namespace.sequence
+    assert namespace.take_key_events() is None
+    assert namespace.sequence == sequence

@@ -158,7 +158,8 @@ async def test_a_late_event_loop_is_reported(fake_core: FakeCore) -> None:
     await eventually(lambda: fixture.health.status().healthy)
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualTimeLoop)
-    loop.advance(TIMES.deadline + 2)  # a call that blocks it
+    loop.advance(2 * TIMES.every + TIMES.deadline + 1)  # a call that blocks it
+    assert "the last probe was 26.0 s ago" in fixture.reasons()
     await eventually(lambda: "the event loop was" in fixture.reasons())
     assert fixture.health.status().loop_lag > TIMES.deadline
     await eventually(lambda: fixture.health.status().healthy)

@@ -1,4 +1,4 @@
-"""The pidfd of the process at the other end of a connection."""
+"""Which process a message is from, and its pidfd."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zmq
 
-from kvferry.daemon.transport.peers import SO_PEERPIDFD, open_pidfd
+from kvferry.daemon.transport.peers import SO_PEERPIDFD, Peers, open_pidfd
+from kvferry.proto.errors import Code, Refused
+from kvferry.proto.messages import Hello
 from support.time_limits import TIMEOUT
 
 CLIENT = """
@@ -61,3 +65,45 @@ def test_the_pidfd_reports_the_exit_of_the_process(
         assert has_exited(pidfd, TIMEOUT)
     finally:
         os.close(pidfd)
+
+
+class Connection:
+    """A connection of this process, with its descriptor number. `get`: as that of its frames."""
+
+    def __init__(self) -> None:
+        self.ends = socket.socketpair()
+        self.number = self.ends[0].fileno()
+
+    def get(self, name: Any) -> Any:
+        return self.number if name == zmq.SRCFD else f"localhost:{os.getuid()}::{os.getpid()}"
+
+    def close(self) -> None:
+        for end in self.ends:
+            end.close()
+
+
+async def test_a_message_that_outlives_its_connection_opens_no_session() -> None:
+    """Although the number of its connection is that of another client now."""
+    ended = list[tuple[str, str]]()
+    peers = Peers(lambda peer, why: ended.append((peer.session, why)))
+    connection: Any = Connection()
+
+    def add(session: str, number: int) -> None:
+        identity = b"\0" + number.to_bytes(4)
+        peers.add_peer(session, identity, connection, Hello(1, 1, "client", "engine"))
+
+    def refuses(session: str, number: int) -> bool:
+        with pytest.raises(Refused) as refused:
+            add(session, number)
+        return refused.value.code == Code.NO_SESSION
+
+    peers.connection_closed(connection.number)
+    assert refuses("of a closed connection", 1)
+    peers.connection_opened(connection.number)
+    add("first", 3)
+    assert refuses("of an earlier connection", 2)
+    assert ended == []
+    add("second", 4)  # the end of the first one is noticed late
+    assert ended == [("first", "connection closed")]
+    peers.close()
+    connection.close()
