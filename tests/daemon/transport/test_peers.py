@@ -67,8 +67,8 @@ def test_the_pidfd_reports_the_exit_of_the_process(
         os.close(pidfd)
 
 
-class Connection:
-    """A connection of this process, with its descriptor number. `get`: as that of its frames."""
+class ConnectedFrame:
+    """A frame that came through a connection of this process. number: its descriptor."""
 
     def __init__(self) -> None:
         self.ends = socket.socketpair()
@@ -86,7 +86,7 @@ async def test_a_message_that_outlives_its_connection_opens_no_session() -> None
     """Although the number of its connection is that of another client now."""
     ended = list[tuple[str, str]]()
     peers = Peers(lambda peer, why: ended.append((peer.session, why)))
-    connection: Any = Connection()
+    connection: Any = ConnectedFrame()
 
     def add(session: str, number: int) -> None:
         identity = b"\0" + number.to_bytes(4)
