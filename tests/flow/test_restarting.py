@@ -94,7 +94,7 @@ def test_a_block_that_changes_while_the_daemon_runs_is_found_by_the_scrub(tmp_pa
             assert engine.load(keys(2), range(2)).success
             assert engine.client.status().errors[Code.CORRUPT_BLOCK] == 1
             assert engine.store(range(2), keys(1)).success
-            assert engine.lookup(1) == [Lookup.HIT]
+            until(lambda: engine.lookup(1) == [Lookup.HIT])
         assert "host blocks corrupt" in restarted_service.manager.log()
 
 
