@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 def test_soak(device: str, seed: int) -> None:
     """The tier becomes full; the pool above it is smaller."""
     options = SoakOptions(
-        30.0, faults=0.7, tier_bytes=16 << 20, pool_bytes=12 << 20, device=device, seed=seed
+        30.0, faults=0.7, tier_bytes=16 << 20, pool_bytes=14 << 20, device=device, seed=seed
     )
     verdict = soak(options, print)
     print(verdict.record())
