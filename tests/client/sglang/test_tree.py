@@ -155,13 +155,8 @@ def test_a_pool_that_is_allocated_after_graphs_is_refused(server_args: Any) -> N
 PAGE_BYTES = {"mha": 1536, "fp8": 768, "mla": 1152, "swa": 512, "mamba": 256}
 
 
-@pytest.mark.parametrize(
-    ("kind", "core"),
-    [
-        *(("mha", "python"), ("mha", "rust"), ("fp8", "python")),
-        *(("mla", "rust"), ("swa", "python"), ("mamba", "rust")),
-    ],
-)
+@pytest.mark.parametrize("core", ["python", "rust"])
+@pytest.mark.parametrize("kind", PAGE_BYTES)
 def test_random_requests(
     daemon: LocalDaemon,
     start_server: StartServer,

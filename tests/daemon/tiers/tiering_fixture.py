@@ -32,7 +32,7 @@ Moved = tuple[Sequence[Result], asyncio.Future[Sequence[Result]]]
 class FakeTierClient:
     """As a TierClient. It has keys, and its calls end when the test lets them.
 
-    result, found: of all keys of fetches and puts, and of lookups; None: what is true.
+    result: what every fetch and put answers. found: what every lookup answers. None: the truth.
     holds_blocks: fetches and puts do not release their blocks until `release`.
     """
 
