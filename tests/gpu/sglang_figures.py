@@ -82,7 +82,7 @@ class TreeBench(JsonRows):
         super().__init__(chosen.json)
         self.device, self.small, self.reps = chosen.device, chosen.small, chosen.reps
         self.pages, self.seconds, self.tokens = chosen.pages, chosen.seconds, chosen.tokens
-        self._root, self._core = root, chosen.core
+        self._root, self._options = root, {"core": chosen.core, "kvferry_pack": chosen.pack}
 
     def fail(self, what: str) -> None:
         self.check(what, False)
@@ -106,8 +106,7 @@ class TreeBench(JsonRows):
         directory = self._root / f"pages of {page_size}"
         directory.mkdir(exist_ok=True)
         args = publish_server_args(directory, page_size)
-        options |= {"device": self.device, "core": self._core}
-        server = TreeServer(args, daemon.directory, **options)
+        server = TreeServer(args, daemon.directory, device=self.device, **self._options, **options)
         running.callback(server.close)
         return server
 
@@ -459,6 +458,7 @@ def main() -> None:
     )
     parser.add_argument("what", help=f"figures, comma-separated: {', '.join(FIGURES)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--pack", choices=("auto", "on", "off"), default="off")
     parser.add_argument("--core", choices=("python", "rust"), default="python", help="the tree's")
     parser.add_argument("--small", action="store_true", help="small shapes, for a trial")
     parser.add_argument("--pages", type=int, default=5000, help="to load, of each kind")

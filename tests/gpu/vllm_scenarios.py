@@ -124,7 +124,8 @@ def share(daemon: GpuDaemon) -> None:
 def daemon_killed(daemon: GpuDaemon) -> None:
     prompts = make_prompts(256, 3, TOKENS, shared=TOKENS // 2)
     tokens = 64
-    with start_engine(daemon, max_num_seqs=16) as running:
+    extra = {"kvferry_store": "at_once"}  # a full pool stores new prompts, too
+    with start_engine(daemon, extra=extra, max_num_seqs=16) as running:
         before = running.generate(prompts, tokens)
         running.settle()
         running.forget()

@@ -10,9 +10,9 @@ loads   prompts of 1,024 to 8,192 tokens by 32 and 64 clients at once, 256 token
         computed, and then all of their KV loaded from host memory
 
 Connectors: none; vllm and lazy, vLLM's OffloadingConnector and its SimpleCPUOffloadConnector with
-lazy_offload; at_once, at_eviction and auto, kvferry with this `kvferry_store`. All servers run at
-the same time and are asked in turn. `found`: the share of the tokens of earlier rounds, or of the
-prompts, that were in a cache.
+lazy_offload; at_once, at_eviction and auto, kvferry with this `kvferry_store`; unpacked, at_once
+with "kvferry_pack": "off". All servers run at the same time and are asked in turn. `found`: the
+share of the tokens of earlier rounds, or of the prompts, that were in a cache.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ LENGTHS, CLIENT_COUNTS, LOADS_GENERATED = (1024, 4096, 8192), (32, 64), 256
 # Of the GPU's cache and of host memory, in `loads`: all prompts of one measurement.
 LOADS_GIB = 68
 CONNECTORS["lazy"] = {"kv_connector": "SimpleCPUOffloadConnector"}
-MODES = "at_once", "at_eviction", "auto"
+MODES = {mode: {"kvferry_store": mode} for mode in ("at_once", "at_eviction", "auto")}
+MODES["unpacked"] = MODES["at_once"] | {"kvferry_pack": "off"}
 
 
 def main() -> None:
@@ -99,7 +100,7 @@ class ServedEngine:
         if name in MODES:
             self._daemon = running.enter_context(GpuDaemon(pool=f"{gib}GiB"))
             # All of the pool, also after a resize.
-            extra = {"kvferry_dirs": self._daemon.directory, "kvferry_store": name}
+            extra = {"kvferry_dirs": self._daemon.directory, **MODES[name]}
         elif name == "lazy":
             extra["lazy_offload"] = True
         self.http = VLLMServer(
