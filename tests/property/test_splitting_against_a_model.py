@@ -59,6 +59,12 @@ def test_the_parts_move_the_bytes_of_the_transfer(data: st.DataObject, max_ids: 
     assert moved == moved_bytes(model, transfer)
 
 
+def test_the_parts_of_a_load_have_its_section() -> None:
+    spec = CPULoadStoreSpec(range(5)), GPULoadStoreSpec(range(5), section=3)
+    parts = [sides(part)[0] for part in split_transfer(spec, 1, max_ids=2)]
+    assert [part.section for part in parts] == [3, 3, 3]
+
+
 @settings(PROFILE)
 @given(st.data(), LIMITS)
 def test_a_transfer_that_is_not_legal_has_a_part_that_is_not(

@@ -57,6 +57,7 @@ TWO_GROUPS = KVLayout(
     ((TensorRef(0, 4096), TensorRef(1, 1000)), (TensorRef(0, 4000),)),
     4,
 )
+SECTIONS = KVLayout(ONE_TENSOR.tensors * 2, ((TensorRef(0, 4096), TensorRef(1, 4096)),), sections=2)
 HANDLE = bytes(range(64))
 CUDA = memory.CudaAllocation("GPU-00000000-1111-2222-3333-444444444444", HANDLE, 1 << 34)
 FD = memory.FdAllocation(7, 1 << 30)
@@ -169,6 +170,7 @@ KEY_EVENTS = wire.KeyEvents(
 MESSAGES: dict[str, Any] = {
     "client/hello": wire.Hello(1, 1, "vllm worker 0", "model-a"),
     "client/register-fd": wire.RegisterKVCaches(1, TWO_GROUPS, (FD, FD), LOCATIONS, 1 << 30, 3),
+    "client/register-sections": wire.RegisterKVCaches(2, SECTIONS, (FD,), LOCATIONS[:1]),
     "client/register-cuda": wire.RegisterKVCaches(2, TWO_GROUPS, (CUDA, CUDA), LOCATIONS),
     "client/allocate": wire.AllocateKVCaches(3, ONE_TENSOR),
     "client/allocate-bounded": wire.AllocateKVCaches(4, TWO_GROUPS, 1 << 40, 0),
@@ -189,6 +191,9 @@ MESSAGES: dict[str, Any] = {
     ),
     "client/submit-part": wire.Submit(
         20, GPULoadStoreSpec(INT64, (2,), (8,)), KeyLoadStoreSpec((KEY, OTHER), 3, (KEY,)), 5, 1
+    ),
+    "client/submit-load-section": wire.Submit(
+        20, KeyLoadStoreSpec((KEY,)), GPULoadStoreSpec(INT32, (3,), (0,), 1)
     ),
     "client/submit-load-keys": wire.Submit(19, KeyLoadStoreSpec((KEY,)), GPULoadStoreSpec(INT32)),
     "client/open": wire.OpenNamespace(7, FINGERPRINT, 1 << 30, "arc", 2),
@@ -331,22 +336,17 @@ MESSAGES: dict[str, Any] = {
 
 
 # Messages whose bytes lack later fields. Decoding uses the defaults of these fields.
-EARLIER = {
-    "client/allocate",
-    "client/allocate-bounded",
-    "daemon/allocated-cuda",
-    "daemon/allocated-fd",
-    "daemon/namespaces",
-    "daemon/opened",
-    "daemon/status",
-    "daemon/status-health",
-    "daemon/status-healthy",
-    "daemon/status-kept",
-    "daemon/status-new",
-    "daemon/status-tiers",
-    "daemon/status-verification",
-    "daemon/welcome",
+EARLIER_NAMES = {
+    "client": """
+        allocate allocate-bounded allocate-kept register-cuda register-fd submit-empty
+        submit-keys submit-load-int64 submit-load-keys submit-part submit-store-int32
+    """,
+    "daemon": """
+        allocated-cuda allocated-fd namespaces opened status status-health status-healthy
+        status-kept status-new status-tiers status-verification welcome
+    """,
 }
+EARLIER = {f"{union}/{name}" for union, names in EARLIER_NAMES.items() for name in names.split()}
 
 
 def golden() -> dict[str, str]:

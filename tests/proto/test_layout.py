@@ -62,6 +62,18 @@ def layout(tensors: int, groups: list[int]) -> KVLayout:
             str(MAX_TENSORS + 1),
         ),
         (
+            KVLayout(TENSORS, ((TensorRef(0, 8), TensorRef(1, 8)), (TensorRef(1, 8),)), sections=2),
+            Code.BAD_LAYOUT,
+            "2 sections of 2 groups, one of which has 1 references",
+            "2",
+        ),
+        (
+            KVLayout(TENSORS, ((TensorRef(0, 8), TensorRef(1, 8)),) * 129, sections=2),
+            Code.BAD_LAYOUT,
+            "2 sections of 129 groups",
+            "2",
+        ),
+        (
             layout(1, [1] * (MAX_GROUPS + 1)),
             Code.BAD_LAYOUT,
             f"{MAX_GROUPS + 1} groups",
@@ -92,6 +104,9 @@ def test_an_inconsistent_or_too_large_layout_is_refused(
         pytest.param(layout(64, [2] * MAX_GROUPS), id="the most groups"),
         pytest.param(layout(MAX_TENSORS, [MAX_TENSORS] * 4), id="the largest"),
         pytest.param(KVLayout(TENSORS, ((TensorRef(1, 7), TensorRef(0, 9)),), 3), id="any order"),
+        pytest.param(
+            KVLayout(TENSORS, ((TensorRef(1, 7), TensorRef(0, 9)),), sections=2), id="sections"
+        ),
     ],
 )
 def test_layouts_of_engines_are_accepted_and_unchanged(layout: KVLayout) -> None:

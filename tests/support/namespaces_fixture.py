@@ -81,7 +81,8 @@ def blocks(ids: Sequence[int], *groups: tuple[int, int]) -> GPULoadStoreSpec:
     """GPU blocks. groups: (number of blocks, index of the first block) of each group."""
     if not groups:
         return GPULoadStoreSpec(ids)
-    return GPULoadStoreSpec(ids, *(tuple(column) for column in zip(*groups, strict=True)))
+    sizes, indices = zip(*groups, strict=True)
+    return GPULoadStoreSpec(ids, sizes, indices)
 
 
 def store(letters: bytes, gpu: GPULoadStoreSpec | None = None) -> TransferSpec:

@@ -86,7 +86,8 @@ def _split(
     for begin in reversed(range(0, len(hosts), step)):
         first, last = gpu_blocks_before(begin), gpu_blocks_before(begin + step)
         ids = gpu.block_ids[first.sum() : last.sum()]
-        part = GPULoadStoreSpec(ids, (last - first).tolist(), (indices + first).tolist())
+        sizes_of_part, indices_of_part = (last - first).tolist(), (indices + first).tolist()
+        part = GPULoadStoreSpec(ids, sizes_of_part, indices_of_part, gpu.section)
         parts.append((part, replace(host, **{field: hosts[begin : begin + step]})))
     return parts
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.packing import TILE_BYTES, packed_bytes
-from kvferry.proto.specs import MAX_GROUPS, MAX_REFS, MAX_TENSORS, KVLayout
+from kvferry.proto.specs import MAX_GROUPS, MAX_REFS, MAX_SECTIONS, MAX_TENSORS, KVLayout
 
 Int64s: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Bools: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
@@ -38,6 +38,7 @@ class LayoutArrays:
         "host_pages",
         "packed",
         "refs",
+        "sections",
         "starts",
         "tensors",
     )
@@ -49,9 +50,10 @@ class LayoutArrays:
         starts: Int64s,
         factor: int,
         packed: bool = False,
+        sections: int = 1,
     ) -> None:
         self.tensors, self.refs, self.starts = tensors, refs, starts
-        self.block_size_factor, self.packed = factor, packed
+        self.block_size_factor, self.packed, self.sections = factor, packed, sections
         self.host_pages: Int64s = packed_bytes(refs[1]) if packed else refs[1]
         self.group_of_ref: Int64s = np.repeat(np.arange(starts.size - 1), np.diff(starts))
         # Bytes of one GPU block of each group in host memory.
@@ -79,6 +81,7 @@ class LayoutArrays:
             np.array(starts, dtype=np.int64),
             layout.block_size_factor,
             layout.packed,
+            layout.sections,
         )
         arrays._check()
         return arrays
@@ -87,7 +90,8 @@ class LayoutArrays:
         """The lists that a KVLayout is encoded as."""
         refs = self.refs.T.tolist()
         groups = [refs[start:end] for start, end in pairwise(self.starts.tolist())]
-        return [self.tensors.T.tolist(), groups, self.block_size_factor, self.packed]
+        tensors = self.tensors.T.tolist()
+        return [tensors, groups, self.block_size_factor, self.packed, self.sections]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LayoutArrays):
@@ -95,6 +99,7 @@ class LayoutArrays:
         return (
             self.block_size_factor == other.block_size_factor
             and self.packed == other.packed
+            and self.sections == other.sections
             and np.array_equal(self.starts, other.starts)
             and np.array_equal(self.refs, other.refs)
             and np.array_equal(self.tensors, other.tensors)
@@ -155,6 +160,13 @@ class LayoutArrays:
                 f"of {TILE_BYTES}; register it without `packed`",
                 int(sizes[ref]),
             )
+        fewest = int(np.diff(self.starts).min())
+        if self.sections > fewest or self.sections * self.num_groups > MAX_SECTIONS:
+            message = (
+                f"{self.sections} sections of {self.num_groups} groups, one of which has {fewest} "
+                f"references; give at most one per reference, and {MAX_SECTIONS} in all"
+            )
+            raise Refused(Code.BAD_LAYOUT, message, self.sections)
         uses = np.sort(self.group_of_ref * self.num_tensors + named)
         for again in uses[1:][uses[1:] == uses[:-1]][:1].tolist():
             group, tensor = divmod(again, self.num_tensors)

@@ -36,6 +36,8 @@ MAX_MESSAGE_IDS = 1 << 15
 MAX_KEYS = 1 << 12
 MAX_TENSORS = 4096
 MAX_GROUPS = 256
+# Sections of all groups.
+MAX_SECTIONS = 256
 # References of all groups. A model with 100 layers has up to 200: K and V of each layer. Checking
 # and registering the maximum takes 10 ms.
 MAX_REFS = 1 << 14
@@ -109,12 +111,16 @@ class KVLayout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
     """The shape of an engine's KV caches, in canonical form.
 
     packed: all pages are bfloat16 values, and are packed in host memory (kvferry.proto.packing).
+    sections: into how many parts the references of each group are divided, in order
+        (`section_starts`). A load may name one of them, so that layers can be computed while later
+        ones are copied.
     """
 
     tensors: Annotated[tuple[TensorLayout, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
     groups: Annotated[tuple[Group, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
     block_size_factor: Annotated[int, Meta(ge=1, le=4096)] = 1
     packed: bool = False
+    sections: Annotated[int, Meta(ge=1, le=MAX_SECTIONS)] = 1
 
     def group_bytes(self, group: int) -> int:
         """Bytes of one GPU block of `group` in host memory."""
@@ -126,6 +132,11 @@ class KVLayout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
         """Bytes of one host block: of the largest group, because all groups share one id space."""
         largest = max(self.group_bytes(group) for group in range(len(self.groups)))
         return largest * self.block_size_factor
+
+
+def section_starts(refs: int, sections: int) -> list[int]:
+    """The first of a group's references in each section, and the number of references."""
+    return [refs * section // sections for section in range(sections + 1)]
 
 
 def as_block_ids(ids: Sequence[int] | BlockIds) -> BlockIds:
@@ -209,10 +220,12 @@ class GPULoadStoreSpec(_Spec, tag="gpu", frozen=True, eq=False):
     block_indices: for each group the logical index, in GPU blocks, of its first block within its
         request; it determines the sub-block of the host block at which the transfer begins.
     Both None: one group, starting at 0.
+    section: of a load, the only part of each block that is copied (KVLayout.sections); None: all.
     """
 
     group_sizes: Annotated[tuple[Count, ...], Meta(max_length=MAX_GROUPS)] | None = None
     block_indices: Annotated[tuple[Count, ...], Meta(max_length=MAX_GROUPS)] | None = None
+    section: Annotated[int, Meta(ge=0, lt=MAX_SECTIONS)] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -223,6 +236,9 @@ class GPULoadStoreSpec(_Spec, tag="gpu", frozen=True, eq=False):
 
     def check(self) -> None:
         """Raise Refused if no daemon could decode this."""
+        if self.section is not None and self.section not in range(MAX_SECTIONS):
+            text = f"section = {self.section!r} is no section; pass a number from 0, or None"
+            raise Refused(Code.BAD_SPEC, text, self.section)
         if self.group_sizes is None and self.block_indices is None:
             return
         for name in ("group_sizes", "block_indices"):

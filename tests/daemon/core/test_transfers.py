@@ -18,7 +18,7 @@ from kvferry.proto import messages as wire
 from kvferry.proto import status as proto_status
 from kvferry.proto.errors import Code
 from kvferry.proto.results import JobResult, Outcome
-from kvferry.proto.specs import Direction, GPULoadStoreSpec, TransferSpec
+from kvferry.proto.specs import CPULoadStoreSpec, Direction, GPULoadStoreSpec, TransferSpec
 from support.core_fixture import FAULT, MAX_GPU_BLOCKS, MAX_JOBS, CoreFixture, finished, load, store
 
 
@@ -51,6 +51,8 @@ def test_an_unsuccessful_job_reports_no_bytes() -> None:
     [
         (store(8), 0, Code.BLOCK_OUT_OF_RANGE),
         ((GPULoadStoreSpec([0]), GPULoadStoreSpec([1])), 0, Code.BAD_SPEC),
+        ((CPULoadStoreSpec([0]), GPULoadStoreSpec([0], section=1)), 0, Code.BAD_SPEC),
+        ((GPULoadStoreSpec([0], section=0), CPULoadStoreSpec([0])), 0, Code.BAD_SPEC),
         (store(0), 1, Code.NO_TIMELINE),
     ],
 )

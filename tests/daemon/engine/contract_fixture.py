@@ -38,7 +38,14 @@ from kvferry.daemon.memory.pool import HostPool
 from kvferry.proto.errors import KVFerryError
 from kvferry.proto.layout import LayoutArrays
 from kvferry.proto.packing import PACKED_TILE_BYTES, TILE_BYTES, packed_bytes
-from kvferry.proto.specs import Direction, GPULoadStoreSpec, KVLayout, TensorLayout, TensorRef
+from kvferry.proto.specs import (
+    Direction,
+    GPULoadStoreSpec,
+    KVLayout,
+    TensorLayout,
+    TensorRef,
+    section_starts,
+)
 from kvferry.proto.status import CalibrationPoint, CopyStatus
 from support.time_limits import TIMEOUT
 
@@ -98,11 +105,12 @@ def layout(
     groups: list[list[int]],
     factor: int,
     packed: bool = False,
+    sections: int = 1,
 ) -> KVLayout:
     """Tensors with these page sizes and paddings of rows. Groups use complete pages."""
     tensors = [TensorLayout(40, p, p + pad) for p, pad in zip(pages, paddings, strict=True)]
     refs = [tuple(TensorRef(t, pages[t]) for t in group) for group in groups]
-    return KVLayout(tuple(tensors), tuple(refs), factor, packed)
+    return KVLayout(tuple(tensors), tuple(refs), factor, packed, sections)
 
 
 LAYOUTS = {
@@ -121,6 +129,12 @@ LAYOUTS = {
     "large": layout([300_000, 300_000], [0, 0], [[0, 1]], 2),
     "packed": layout([4096, 2048, 65536], [0, 16, 32], [[0, 1, 2]], 3, packed=True),
     "packed groups": layout([2048] * 8, [0] * 8, [[0, 1, 2, 3, 4], [5, 6, 7]], 2, packed=True),
+    "sections": layout(
+        [2048, 36] * 12, [0, 4] * 12, [[*range(14)], [*range(14, 24)]], 3, sections=5
+    ),
+    "packed sections": layout(
+        [4096, 2048] * 4, [16] * 8, [[*range(8)]], 2, packed=True, sections=3
+    ),
 }
 # JOBS of these use a staging buffer several times.
 MIXED = {
@@ -263,6 +277,8 @@ class ModelledRegistration:
         self, direction: Direction, spec: GPULoadStoreSpec, hosts: list[int]
     ) -> StartTransfer:
         blocks = self.block_layout.resolve(direction, spec, np.array(hosts, dtype=np.int64))
+        if spec.section is not None:
+            blocks = self.block_layout.section_of(blocks, spec.section)
         return self._started(direction, blocks, self.block_layout.end_offset(blocks.extents))
 
     def _started(
@@ -294,12 +310,19 @@ class ModelledRegistration:
                     + sub * shape.group_bytes(group)
                 )
                 row, fits, begin = gpu_blocks.pop(0), True, at
-                for ref in shape.groups[group]:
+                refs = shape.groups[group]
+                starts = section_starts(len(refs), shape.sections)
+                used = range(len(refs))
+                if spec.section is not None:
+                    used = range(*starts[spec.section : spec.section + 2])
+                for number, ref in enumerate(refs):
                     start = row * shape.tensors[ref.tensor].row_stride_bytes
                     paged = self.rows[ref.tensor][start : start + ref.page_size_bytes]
                     nbytes = packed_bytes(paged.size) if shape.packed else paged.size
                     hosted = self.host[at : at + nbytes]
-                    if direction is Direction.STORE:
+                    if number not in used:
+                        pass
+                    elif direction is Direction.STORE:
                         hosted[:], page_fits = _packed(paged) if shape.packed else (paged, True)
                         fits &= page_fits
                     else:
@@ -332,6 +355,15 @@ class ModelledRegistration:
             (Direction.STORE, *transfer(layout, half, rng, range(20))),
             (Direction.LOAD, *transfer(layout, half, rng, range(20, 40), half)),
         )
+
+
+def of_section(
+    direction: Direction, spec: GPULoadStoreSpec, shape: KVLayout, rng: np.random.Generator
+) -> GPULoadStoreSpec:
+    """A load of one section, if there are several."""
+    if direction is Direction.STORE or shape.sections == 1:
+        return spec
+    return msgspec.structs.replace(spec, section=int(rng.integers(shape.sections)))
 
 
 def _packed(paged: Bytes) -> tuple[Bytes, bool]:

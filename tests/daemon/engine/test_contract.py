@@ -49,6 +49,7 @@ from .contract_fixture import (
     Make,
     has_gpu,
     layout,
+    of_section,
     simulated,
     transfer,
 )
@@ -88,6 +89,7 @@ def test_every_byte_equals_the_model(fixture: ContractFixture, name: str) -> Non
     for _ in range(6):
         for direction in (Direction.STORE, Direction.LOAD):
             spec, hosts = transfer(LAYOUTS[name], engine.block_layout.host_blocks, rng)
+            spec = of_section(direction, spec, LAYOUTS[name], rng)
             serial = engine.start(direction, spec, hosts)
             ended = fixture.report(TransferCompleted)
             assert (ended.serial, ended.outcome, ended.error) == (serial, Outcome.DONE, None)

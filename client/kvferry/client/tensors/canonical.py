@@ -77,6 +77,7 @@ def canonicalize(
     page_size_bytes: Mapping[str, int] | None = None,
     block_dim: int | None = None,
     packed: bool = False,
+    sections: int = 1,
 ) -> CanonicalKVCaches:
     """Canonical form of an engine's KV caches, given as layer name -> tensor or tensors.
 
@@ -87,6 +88,7 @@ def canonicalize(
     block_dim: the dimension that counts blocks, if it is ambiguous.
     packed: all of them are bfloat16, and are packed in host memory. Needs a namespace, and pages of
         a multiple of 2 KiB. A block whose values are too far apart is not stored.
+    sections: parts of each group's layers, in order, that loads may name (KVLayout.sections).
     Raises Refused (BAD_LAYOUT) with the layer's name if there is no canonical form.
     """
     num_blocks = checked_number("num_blocks", num_blocks, least=1)
@@ -115,6 +117,7 @@ def canonicalize(
         tuple(_group(names, refs) for names in groups or [list(kv_caches)]),
         block_size_factor,
         packed,
+        checked_number("sections", sections, least=1),
     )
     LayoutArrays.from_layout(layout)  # checks it
     return CanonicalKVCaches(layout, tuple(view.tensor() for view in views))

@@ -30,6 +30,7 @@ from kvferry.daemon.core.block_ids import (
     join_ids,
     largest,
 )
+from kvferry.daemon.core.group_refs import group_refs, number_of_section
 from kvferry.proto.errors import Code, Refused
 from kvferry.proto.layout import Bools as Bools  # used throughout the daemon
 from kvferry.proto.layout import Int64s as Int64s
@@ -49,8 +50,9 @@ NO_BLOCKS = np.empty(0, dtype=np.int64)
 
 
 class Extent(msgspec.Struct, frozen=True):
-    """GPU blocks of one group, and the byte offset of each in the host pool."""
+    """GPU blocks of one group or section, and the byte offset of each in the host pool."""
 
+    # Or the number of a section (group_refs.py).
     group: int
     # (n,) block ids, in range.
     gpu_blocks: Int64s
@@ -145,7 +147,10 @@ class GroupExtent(msgspec.Struct, frozen=True):
 
 
 class BlockLayout:
-    """Address arithmetic of one registration. Immutable."""
+    """Address arithmetic of one registration. Immutable.
+
+    refs, group_bytes: of the groups, and of their sections (group_refs.py).
+    """
 
     def __init__(
         self,
@@ -159,19 +164,20 @@ class BlockLayout:
         self.region_start = region_start
         self.host_blocks = host_blocks
         self.factor = layout_arrays.block_size_factor
-        self.group_bytes, self.packed = layout_arrays.group_bytes, layout_arrays.packed
+        self.packed = layout_arrays.packed
         self.host_block_bytes = host_block_bytes or layout_arrays.host_block_bytes
-        self.refs = _group_refs(layout_arrays)
+        self.refs = group_refs(layout_arrays)
+        self.group_bytes = [refs.nbytes for refs in self.refs]
         self._host_block = np.array([self.host_block_bytes])  # faster than an int
         # Per group, the byte offsets in the pool of the sub-blocks of host block 0.
         self._sub_blocks = [
-            np.arange(self.factor) * nbytes + region_start for nbytes in self.group_bytes
+            np.arange(self.factor) * nbytes + region_start for nbytes in layout_arrays.group_bytes
         ]
         # Per group, its number of GPU blocks.
         self._blocks: list[int] = layout_arrays.blocks_of_groups(np.minimum).tolist()
-        distinct = sorted(set(self.group_bytes))
+        distinct = sorted(set(layout_arrays.group_bytes))
         self.sizes = len(distinct)
-        self._size_of_group = [distinct.index(nbytes) for nbytes in self.group_bytes]
+        self._size_of_group = [distinct.index(nbytes) for nbytes in layout_arrays.group_bytes]
         self._slot_base, self.gpu_slots = slot_bases(layout_arrays, locations)
         self._sharers = sharers_of(layout_arrays)
 
@@ -234,6 +240,27 @@ class BlockLayout:
         starts[away] = offsets - self.region_start
         extents, slots = self._placed(group_extents, starts, None)
         return ResolvedBlocks(extents, slots, hosts[~away])
+
+    def check_section(self, direction: Direction, section: int | None) -> None:
+        """Raise Refused (BAD_SPEC) if a transfer cannot have this section."""
+        if section is None:
+            return
+        sections = self.layout_arrays.sections
+        if direction is Direction.STORE or section >= sections:
+            message = (
+                f"section {section} of a {direction}, but only loads have sections, and these KV "
+                f"caches are registered with {sections}; leave it out, or register more"
+            )
+            raise Refused(Code.BAD_SPEC, message, section)
+
+    def section_of(self, blocks: ResolvedBlocks, section: int) -> ResolvedBlocks:
+        """The same transfer of one section only."""
+        extents = []
+        for extent in blocks.extents:
+            number = number_of_section(self.layout_arrays, extent.group, section)
+            offsets = extent.host_offsets + self.refs[number].start
+            extents.append(Extent(number, extent.gpu_blocks, offsets))
+        return msgspec.structs.replace(blocks, extents=tuple(extents))
 
     def end_parts(self, part: GroupExtent) -> tuple[tuple[int, int], tuple[int, int]]:
         """The sub-blocks (from, to) that it uses of its first and of its last host block."""
@@ -362,33 +389,6 @@ class BlockLayout:
                 sum(sizes),
             )
         return sizes, indices
-
-
-class GroupRefs:
-    """The references of a group as arrays of shape (refs,); in bytes on the GPU."""
-
-    __slots__ = ("offsets", "pages", "smallest_page", "strides", "tensors")
-
-    def __init__(
-        self, layout_arrays: LayoutArrays, group: int, strides: Int64s, offsets: Int64s
-    ) -> None:
-        own = slice(*layout_arrays.starts[group : group + 2].tolist())
-        self.tensors, self.pages = layout_arrays.refs[:, own]
-        self.strides = strides[own]
-        # Byte offset of each page within a GPU block in host memory.
-        self.offsets = offsets[own]
-        self.smallest_page = int(np.minimum.reduce(self.pages))
-
-
-def _group_refs(layout_arrays: LayoutArrays) -> list[GroupRefs]:
-    pages = layout_arrays.host_pages
-    offsets = np.cumsum(pages) - pages
-    offsets -= offsets[layout_arrays.starts[:-1]][layout_arrays.group_of_ref]
-    strides = layout_arrays.tensors[2][layout_arrays.refs[0]]
-    return [
-        GroupRefs(layout_arrays, group, strides, offsets)
-        for group in range(layout_arrays.num_groups)
-    ]
 
 
 def _wrong_count(name: str, values: Sequence[int], groups: int) -> str:

@@ -157,12 +157,16 @@ class Transfers:
                 "its KV caches with one"
             )
             raise Refused(Code.NO_TIMELINE, missing, message.wait_for)
+        registration.layout.check_section(direction, gpu.section)
         blocks, lease = _resolve_blocks(registration, direction, gpu, host)
+        mode = registration.mode(direction, blocks.extents)
+        if gpu.section is not None:
+            blocks = registration.layout.section_of(blocks, gpu.section)
         states, requires = registration.region.states, tuple[int, ...]()
         if states is not None and direction is Direction.LOAD:
             requires = states.required_stores(blocks)
         nbytes = registration.layout.count_bytes(blocks.extents)
-        serial, mode = next(self._serials), registration.mode(direction, blocks.extents)
+        serial = next(self._serials)
         if states is not None and direction is Direction.STORE:
             states.submit_store(serial, blocks)
         job = Transfer(
@@ -186,7 +190,7 @@ class Transfers:
             0.0 if engine == OWN else now,
             requires,
         )
-        if direction is Direction.LOAD:
+        if direction is Direction.LOAD and not gpu.section:  # a load by sections is one use
             registration.region.table.lines.touch(blocks.host_blocks)
         return [StartTransfer(plan, session, message.job_id)]
 

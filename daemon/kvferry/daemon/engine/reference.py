@@ -198,7 +198,7 @@ class ReferenceEngine:
 
     def copying(self, mapping: Mapping) -> tuple[GroupCopying, ...]:
         self._owner.assert_owner()
-        return tuple(GroupCopying("cpu", "cpu") for _ in mapping.layout.refs)
+        return (GroupCopying("cpu", "cpu"),) * mapping.layout.layout_arrays.num_groups
 
     def shutdown(self) -> None:
         self._owner.assert_owner()

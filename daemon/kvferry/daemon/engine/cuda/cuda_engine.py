@@ -302,11 +302,11 @@ class CudaEngine:
             self._staging.free_slot(chunk.stage.slot)
 
     def _mapping(self, layout: BlockLayout, bases: Int64s, handles: Sequence[object]) -> Mapping:
-        """A mapping whose handles are `handles`, followed by the page tables of its groups."""
+        """A mapping whose handles are `handles`, then a page table per group and section."""
         tables: list[PageTable] = []
         try:
             self._modes.check_fit(layout)
-            for group in range(layout.layout_arrays.num_groups):
+            for group in range(len(layout.refs)):
                 tables.append(self._staged.table(layout, group, bases))
         except BaseException:
             self._close_handles(tables)
@@ -375,7 +375,7 @@ class _Opened:
 
 
 def _table(mapping: Mapping, group: int) -> PageTable:
-    table = mapping.handles[group - mapping.layout.layout_arrays.num_groups]
+    table = mapping.handles[group - len(mapping.layout.refs)]
     assert isinstance(table, PageTable)
     return table
 
