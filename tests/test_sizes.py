@@ -30,7 +30,7 @@ INTERFACES = {
 LARGE = {
     "daemon/kvferry/daemon/core/core.py Core": 305,
     "daemon/kvferry/daemon/core/namespaces.py Namespaces": 317,
-    "tests/gpu/sglang_figures.py": 485,
+    "tests/gpu/sglang_figures.py": 492,
     "tests/gpu/vllm_scenarios.py": 545,
     "tests/support/namespaces_fixture.py NamespacesFixture.__init__": 9,
     "tests/support/sglang_tree.py TreeServer.__init__": 9,

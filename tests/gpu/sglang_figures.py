@@ -18,6 +18,7 @@ figure failed.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 
 from kvferry.client import LocalDaemon, OffloadClient
+from kvferry.client.sglang import loads
 from support.eventually import wait_until
 from support.json_rows import JsonRows
 from support.sglang_pools import SMALL, ModelShape
@@ -115,6 +117,7 @@ class TreeBench(JsonRows):
 
 
 def measure_pages(bench: TreeBench) -> None:
+    loads.MIN_SECTIONED = 0
     with bench.daemon((64 << 20) if bench.small else (8 << 30)) as daemon:
         for name, it in RANDOM.items():
             if not bench.small or it.shape is SMALL:
@@ -186,8 +189,7 @@ class Stopwatch:
 
         def timed_wait(layer: int) -> None:
             wait(layer)
-            if not self.landed:
-                self.landed = time.perf_counter()
+            self.landed = time.perf_counter()
 
         def timed_results() -> Any:
             results = get_finished()
@@ -328,9 +330,11 @@ def measure_fences(bench: TreeBench) -> None:
                         shape=bench.shape(LLAMA),
                         kvferry_salt=what,
                     )
-                    # The first round compiles kernels.
-                    for number in range(-1, 1 if control else bench.reps):
-                        measure(bench, what, server, tokens, number, control)
+                    # The first round compiles kernels. A round shows nothing if the stream was
+                    # no longer busy.
+                    rounds = range(-1, 1 if control else bench.reps)
+                    valid = [measure(bench, what, server, tokens, n, control) for n in rounds]
+                    bench.check(f"{what}, busy", any(valid), rounds=sum(valid))
 
 
 def break_fence(server: TreeServer) -> Callable[[], None]:
@@ -371,7 +375,7 @@ def keep_busy(server: TreeServer) -> None:
 
 def late_writes(
     bench: TreeBench, what: str, server: TreeServer, tokens: int, number: int, control: str
-) -> None:
+) -> bool:
     """The KV of a prompt is written after its pages are offered."""
     prompt = prompt_of(number, tokens)
     server.evict_all()
@@ -401,12 +405,12 @@ def late_writes(
         "stored_late": is_late,
     }
     bench.report(what, round=number, **row)
-    judge(bench, what, number, row, control, was_busy and (bool(control) or is_late))
+    return judge(bench, what, number, row, control, was_busy and (bool(control) or is_late))
 
 
 def late_reads(
     bench: TreeBench, what: str, server: TreeServer, tokens: int, number: int, control: str
-) -> None:
+) -> bool:
     """The slots of a prompt are loaded with those of another while kernels read them."""
     first, second = (prompt_of(2 * number + which, tokens) for which in range(2))
     for prompt in (first, second):
@@ -436,17 +440,18 @@ def late_reads(
     }
     repair()
     bench.report(what, round=number, **row)
-    judge(bench, what, number, row, control, was_busy or control == "no wait")
     server.evict_all()
+    return judge(bench, what, number, row, control, was_busy or control == "no wait")
 
 
 def judge(
     bench: TreeBench, what: str, number: int, row: Record, control: str, is_valid: bool
-) -> None:
-    if number < 0:
-        return
-    if not is_valid or not row["tokens"] or bool(row["wrong"]) != bool(control):
+) -> bool:
+    """Whether the round counts."""
+    is_valid = is_valid and number >= 0
+    if is_valid and (not row["tokens"] or bool(row["wrong"]) != bool(control)):
         bench.fail(f"{what}: {row}")
+    return is_valid
 
 
 FIGURES = {"pages": measure_pages, "speed": measure_speed, "fences": measure_fences}
@@ -471,6 +476,8 @@ def main() -> None:
     if unknown := set(names) - FIGURES.keys():
         parser.error(f"unknown figures: {', '.join(sorted(unknown))}; choose from {[*FIGURES]}")
     if chosen.device == "cuda":
+        # Streams that share a queue of the device wait for each other.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_stream(new_stream())
     with tempfile.TemporaryDirectory() as root:
         bench = TreeBench(chosen, Path(root))

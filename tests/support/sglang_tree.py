@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -247,9 +247,13 @@ class TreeServer:
         with self.forward(slots, wanted):
             self.before_forward()
             self.counter.set_consumer(index)
-            for layer in range(self._layers):
+            wrong, numbered = torch.zeros_like(self._wrong), [*enumerate(self.pools.buffers)]
+            for layer in range(self._layers):  # each as soon as SGLang would read it
                 self.counter.wait_until(layer)
-            wrong = self._compare(slots, wanted[:kept]) + self._compare_state(req, wanted[:kept])
+                its = dict(numbered[layer :: self._layers])
+                wrong += self._compare_pages(slots, wanted[:kept], its)
+            wrong += self._compare_window(slots, wanted[:kept])
+            wrong += self._compare_state(req, wanted[:kept])
             self._write(slots, wanted, kept, pages)
             for layer, states in enumerate(self.pools.states):
                 new = contents(wanted[-1:], layer, states.shape[1])
@@ -310,15 +314,15 @@ class TreeServer:
             self.drain()
             self.cache.evict(short)
 
-    def _compare(self, slots: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """Compare the pages of a prefix: all of full attention, the last of a window."""
-        wrong = self._compare_pages(slots, wanted, self.pools.buffers)
-        if self.pools.window_buffers and len(wanted):
-            last = -(-WINDOW // self.page_size)
-            window = slots[: len(wanted) * self.page_size][-last * self.page_size :]
-            places = self.allocator.translate_loc_from_full_to_swa(window)
-            wrong += self._compare_pages(places, wanted[-last:], self.pools.window_buffers)
-        return wrong
+    def _compare_window(self, slots: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """Compare the last pages of a prefix with those of the sliding window layers."""
+        buffers = self.pools.window_buffers
+        if not buffers or not len(wanted):
+            return torch.zeros_like(self._wrong)
+        last = -(-WINDOW // self.page_size)
+        window = slots[: len(wanted) * self.page_size][-last * self.page_size :]
+        places = self.allocator.translate_loc_from_full_to_swa(window)
+        return self._compare_pages(places, wanted[-last:], dict(enumerate(buffers)))
 
     def _compare_state(self, req: Req, wanted: torch.Tensor) -> torch.Tensor:
         """Compare the state of a request with that of the end of its prefix."""
@@ -334,11 +338,11 @@ class TreeServer:
         return wrong
 
     def _compare_pages(
-        self, slots: torch.Tensor, wanted: torch.Tensor, buffers: Sequence[torch.Tensor]
+        self, slots: torch.Tensor, wanted: torch.Tensor, buffers: Mapping[int, torch.Tensor]
     ) -> torch.Tensor:
         wrong = torch.zeros_like(self._wrong)
         pages = slots[:: self.page_size][: len(wanted)] // self.page_size
-        for number, buffer in enumerate(buffers):
+        for number, buffer in buffers.items():
             wrong += count_wrong(buffer[pages], wanted, number)
         return wrong
 

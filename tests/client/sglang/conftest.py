@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvferry.client import LocalDaemon
+from kvferry.client.sglang import loads
 
 if TYPE_CHECKING:
     from support.sglang_tree import TreeServer
@@ -34,8 +35,11 @@ def daemon() -> Iterator[LocalDaemon]:
 
 
 @pytest.fixture
-def start_server(server_args: Any) -> Iterator[Callable[..., TreeServer]]:
-    """Start a server's cache; closed at the end of the test."""
+def start_server(
+    server_args: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., TreeServer]]:
+    """Start a server's cache; closed at the end of the test. Small loads have sections, too."""
+    monkeypatch.setattr(loads, "MIN_SECTIONED", 0)
     from support.sglang_tree import TreeServer
 
     with ExitStack() as servers:

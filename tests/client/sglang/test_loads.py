@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.client.sglang.loads import Loads
+from kvferry.client.sglang.loads import MIN_SECTIONED, LoadedLayers, Loads
 from kvferry.client.sglang.transfers import RankTransfers
 from kvferry.proto.keys import OffloadKey
 from kvferry.proto.specs import Direction, GPULoadStoreSpec, KeyLoadStoreSpec
@@ -14,16 +14,19 @@ from support.client_keys import A, B, C
 from support.sglang_stand_ins import NamedSource, RecordingSession, pages, result
 
 SOURCE = NamedSource("kv", 4, range(1))
+WHOLE = LoadedLayers(1, MIN_SECTIONED)
+# Two keys have sections, and one key has none.
+LAYERED = LoadedLayers(1, MIN_SECTIONED // 2, layers=5, sections=3)
 
 
 class Batches:
     """The loads of a rank, over a session whose results the test sets."""
 
-    def __init__(self, timeout: float = 60.0) -> None:
+    def __init__(self, timeout: float = 60.0, loaded: LoadedLayers = WHOLE) -> None:
         self.session = RecordingSession()
         session: Any = self.session
         transfers = RankTransfers(session, "forward stream")
-        self.loads = Loads(session, transfers, 1, timeout)
+        self.loads = Loads(session, transfers, loaded, timeout)
 
     def queue(self, rid: str, *keys: OffloadKey, first: int = 1) -> None:
         blocks = range(first, first + len(keys))
@@ -125,6 +128,27 @@ def test_layers_wait_for_the_batch_that_is_computed(batches: Batches) -> None:
     batches.loads.wait_until(2)  # it is no longer known
     batches.session.on_poll = [[result(1)]]
     assert batches.loads.finish(first) == (True, ("one",))
+
+
+def test_each_layer_of_a_large_load_waits_for_its_section() -> None:
+    batches = Batches(loaded=LAYERED)
+    batches.queue("small", C)
+    batches.queue("large", A, B)
+    number = batches.loads.start()
+    submitted: list[Any] = [spec for spec, *_ in batches.session.submitted.values()]
+    sections = [gpu.section for _, gpu in submitted]
+    assert sections == [None, 0, 1, 2]
+    assert [LAYERED.section_of(layer) for layer in range(5)] == [0, 1, 1, 2, 2]
+    assert batches.loads.num_layers == 5
+    batches.loads.set_consumer(number)
+    batches.session.on_poll = [[result(1)], [result(2)]]
+    batches.loads.wait_until(0)  # for the load without sections, too
+    assert batches.session.on_poll == []
+    batches.session.on_poll = [[result(4)], [result(3, success=False)]]
+    batches.loads.wait_until(2)
+    assert batches.session.on_poll == []
+    batches.loads.wait_until(4)
+    assert batches.loads.finish(number) == (False, ("small", "large"))
 
 
 def test_a_result_that_arrives_while_another_batch_waits_is_kept(batches: Batches) -> None:

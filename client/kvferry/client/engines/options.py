@@ -57,10 +57,10 @@ def user_salt(extra: Options) -> str:
     return "" if salt is None else str(salt).strip()
 
 
-def read_pack_mode(extra: Options, default: PackMode = PackMode.AUTO) -> PackMode:
+def read_pack_mode(extra: Options) -> PackMode:
     given = extra.get(PACK)
     try:
-        return default if given is None else PackMode(given)
+        return PackMode.AUTO if given is None else PackMode(given)
     except ValueError:
         names = " or ".join(repr(mode.value) for mode in PackMode)
         raise bad_option(PACK, given, "not known", f"use {names}") from None

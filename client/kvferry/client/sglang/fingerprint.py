@@ -209,7 +209,7 @@ def read_fingerprint(
         revision=_text(server_args, "revision"),
         dtype=_text(server_args, "dtype"),
         kv_dtype=_text(server_args, "kv_cache_dtype"),
-        kv_layout="sglang pages",
+        kv_layout="sglang pages by layer",
         block_size=page_size,
         rank=rank.number,
         world_size=rank.count,

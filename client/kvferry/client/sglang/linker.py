@@ -20,7 +20,6 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from kvferry.client.endpoint import find_daemon, locate_daemon
 from kvferry.client.engines.connection_log import ConnectionLog
 from kvferry.client.engines.options import (
-    PackMode,
     namespace_options,
     read_directories,
     read_pack_mode,
@@ -29,7 +28,7 @@ from kvferry.client.engines.rank_session import RankIdentity, RankSession
 from kvferry.client.manager import OffloadingManager
 from kvferry.client.sglang.block_ids import BlockIds, SourcePages
 from kvferry.client.sglang.fingerprint import Rank, read_fingerprint
-from kvferry.client.sglang.loads import Loads
+from kvferry.client.sglang.loads import LoadedLayers, Loads
 from kvferry.client.sglang.pools import pool_names, read_pools
 from kvferry.client.sglang.promises import PageKeys, Promises
 from kvferry.client.sglang.stores import Stores
@@ -65,8 +64,7 @@ class KVFerryLinker(UnifiedCacheLinker):
         options = resolved_view(server_args)
         check_config(options, params, self._ranks, extra_config)
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-        # No server has packed its KV on a GPU so far: whoever tries it asks for it.
-        mode = read_pack_mode(extra_config, default=PackMode.OFF)
+        mode = read_pack_mode(extra_config)
         self._offloaded = read_pools(kvcache, params, params.page_size, mode)
         self.pools = pool_names(self._offloaded)
         self.forward_stream = forward_stream
@@ -98,7 +96,9 @@ class KVFerryLinker(UnifiedCacheLinker):
         groups = len(layout.groups)
         self._groups = groups
         self._transfers = RankTransfers(self._session, forward_stream)
-        self.layer_done_counter = self._loads = Loads(self._session, self._transfers, groups)
+        layers, sections = self._offloaded.layers, layout.sections
+        loaded = LoadedLayers(groups, layout.host_block_bytes, layers, sections)
+        self.layer_done_counter = self._loads = Loads(self._session, self._transfers, loaded)
         # None if no daemon can serve the device.
         self._manager: OffloadingManager | None = None
         self._has_loaded = False

@@ -10,6 +10,10 @@ so the buffers of a larger source are divided into several KV cache groups of ab
 A key names the bytes of one group, so a page of such a source has several keys, and counts only if
 all of them are found.
 
+If full attention is the only source, its buffers are in the order of their layers, and a load may
+name a section of them (KVLayout.sections): the first layers are computed while later ones are
+copied.
+
 Needs SGLang. Called when a server starts.
 """
 
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,13 +65,20 @@ class Source:
         ]
 
 
+# Sections of a load: the first layer waits for an eighth of the copy. A copy of half a GiB takes
+# 10 ms of the link, and a job less than a millisecond.
+SECTIONS = 8
+
+
 @dataclass(frozen=True, slots=True)
 class OffloadedPools:
-    """sources: in the order of their groups. replicated: whether all ranks hold the same bytes."""
+    """sources: in the order of their groups. replicated: whether all ranks hold the same bytes.
+    layers: whose buffers are in order, and may be loaded by sections; 1: loads arrive whole."""
 
     sources: tuple[Source, ...]
     kv_caches: CanonicalKVCaches
     replicated: bool
+    layers: int = 1
 
     def source(self, name: str) -> Source:
         return next(source for source in self.sources if source.name == name)
@@ -89,10 +101,15 @@ def read_pools(
         buffers = (*kv.buffers, *_pages(draft, page_size))
         target[0] = Source(kv.name, buffers, kv.slots)
         replicated = replicated and isinstance(draft, MLATokenToKVPool)
-    return canonical_pools(target, replicated=replicated, packed=packs(mode, target))
+    layers = 1
+    if len(target) == 1 and not drafts and type(kvcache) in (MHATokenToKVPool, MLATokenToKVPool):
+        layers = kvcache.layer_num
+    return canonical_pools(target, replicated=replicated, packed=packs(mode, target), layers=layers)
 
 
-def canonical_pools(sources: Sequence[Source], *, replicated: bool, packed: bool) -> OffloadedPools:
+def canonical_pools(
+    sources: Sequence[Source], *, replicated: bool, packed: bool, layers: int = 1
+) -> OffloadedPools:
     """Number the buffers, and divide those of each source into groups of about the same bytes."""
     sources = [
         Source(each.name, tuple(buffer.view(torch.int8) for buffer in each.buffers), each.slots)
@@ -118,9 +135,10 @@ def canonical_pools(sources: Sequence[Source], *, replicated: bool, packed: bool
     layouts = tuple(
         TensorLayout(tensor.shape[0], tensor.shape[1], tensor.stride(0)) for tensor in tensors
     )
-    layout = KVLayout(layouts, tuple(groups), packed=packed)
+    sections = min(SECTIONS, layers)
+    layout = KVLayout(layouts, tuple(groups), packed=packed, sections=sections)
     kv_caches = CanonicalKVCaches(layout, tuple(tensors))
-    return OffloadedPools(tuple(divided), kv_caches, replicated)
+    return OffloadedPools(tuple(divided), kv_caches, replicated, layers)
 
 
 def _host_block_bytes(sources: Sequence[Source]) -> int:
@@ -157,7 +175,8 @@ def _pages(pool: Any, page_size: int) -> Iterator[torch.Tensor]:
         scales = pool.k_scale_buffer, getattr(pool, "native_k_scale_buffer", None)
         if any(scale is not None for scale in scales):
             raise _unsupported(kind, "scales beside its KV; use --kv-cache-dtype auto or fp8_e4m3")
-        buffers = [*pool.k_buffer, *pool.v_buffer]
+        layers = zip(pool.k_buffer, pool.v_buffer, strict=True)
+        buffers = list(chain.from_iterable(layers))
     elif kind in (MLATokenToKVPool, DSATokenToKVPool):
         buffers = [*pool.kv_buffer]
     else:
