@@ -270,6 +270,8 @@ class ModelledRegistration:
         starts = layout.region_start + np.array(hosts, np.int64) * layout.host_block_bytes
         blocks = layout.resolve_borrowed(extents, np.full(len(hosts), -1), starts + away)
         assert not blocks.host_blocks.size
+        if spec.section is not None:
+            blocks = layout.section_of(blocks, spec.section)
         self.fixture.worker.post_command(self._started(Direction.LOAD, blocks, host_end=0))
         self.model(Direction.LOAD, spec, hosts)
 
@@ -311,10 +313,9 @@ class ModelledRegistration:
                 )
                 row, fits, begin = gpu_blocks.pop(0), True, at
                 refs = shape.groups[group]
-                starts = section_starts(len(refs), shape.sections)
                 used = range(len(refs))
-                if spec.section is not None:
-                    used = range(*starts[spec.section : spec.section + 2])
+                if (section := spec.section) is not None:
+                    used = range(*section_starts(len(refs), shape.sections)[section : section + 2])
                 for number, ref in enumerate(refs):
                     start = row * shape.tensors[ref.tensor].row_stride_bytes
                     paged = self.rows[ref.tensor][start : start + ref.page_size_bytes]

@@ -99,7 +99,7 @@ def test_every_byte_equals_the_model(fixture: ContractFixture, name: str) -> Non
         engine.check()
 
 
-@pytest.mark.parametrize("name", ["layers", "odd widths", "two groups", "large", "packed"])
+@pytest.mark.parametrize("name", ["layers", "odd widths", "two groups", "large", "packed sections"])
 def test_loads_read_another_pool_that_is_mapped_read_only(
     fixture: ContractFixture, name: str
 ) -> None:
@@ -116,8 +116,9 @@ def test_loads_read_another_pool_that_is_mapped_read_only(
             fixture.engine.pin(address, CHUNK, writable=False)
             stack.callback(fixture.engine.unpin, address)
         for _ in range(6):
-            job = transfer(LAYOUTS[name], engine.block_layout.host_blocks, rng)
-            engine.start_borrowed(*job, memory.address - fixture.pool.address)
+            spec, hosts = transfer(LAYOUTS[name], engine.block_layout.host_blocks, rng)
+            spec = of_section(Direction.LOAD, spec, LAYOUTS[name], rng)
+            engine.start_borrowed(spec, hosts, memory.address - fixture.pool.address)
             assert fixture.report(TransferCompleted).outcome is Outcome.DONE
         engine.host = own
         engine.check()

@@ -25,7 +25,9 @@ class GroupRefs:
 
     __slots__ = ("nbytes", "offsets", "pages", "smallest_page", "start", "strides", "tensors")
 
-    def __init__(self, layout: LayoutArrays, group: int, first: int = 0, last: int | None = None):
+    def __init__(
+        self, layout: LayoutArrays, group: int, first: int = 0, last: int | None = None
+    ) -> None:
         begin, end = layout.starts[group : group + 2].tolist()
         own = slice(begin + first, end if last is None else begin + last)
         self.tensors, self.pages = layout.refs[:, own]
