@@ -132,12 +132,12 @@ def test_layers_wait_for_the_batch_that_is_computed(batches: Batches) -> None:
 
 def test_each_layer_of_a_large_load_waits_for_its_section() -> None:
     batches = Batches(loaded=LAYERED)
-    batches.queue("small", C)
     batches.queue("large", A, B)
+    batches.queue("small", C)
     number = batches.loads.start()
     submitted: list[Any] = [spec for spec, *_ in batches.session.submitted.values()]
-    sections = [gpu.section for _, gpu in submitted]
-    assert sections == [None, 0, 1, 2]
+    sections = [(len(keys.keys), gpu.section) for keys, gpu in submitted]
+    assert sections == [(1, None), (2, 0), (2, 1), (2, 2)]
     assert [LAYERED.section_of(layer) for layer in range(5)] == [0, 1, 1, 2, 2]
     assert batches.loads.num_layers == 5
     batches.loads.set_consumer(number)
@@ -148,7 +148,17 @@ def test_each_layer_of_a_large_load_waits_for_its_section() -> None:
     batches.loads.wait_until(2)
     assert batches.session.on_poll == []
     batches.loads.wait_until(4)
-    assert batches.loads.finish(number) == (False, ("small", "large"))
+    assert batches.loads.finish(number) == (False, ("large", "small"))
+
+
+def test_the_first_layers_of_all_requests_are_loaded_first() -> None:
+    batches = Batches(loaded=LAYERED)
+    batches.queue("one", A, B)
+    batches.queue("two", C, A)
+    batches.loads.start()
+    submitted: list[Any] = [spec for spec, *_ in batches.session.submitted.values()]
+    loaded = [(keys.keys, gpu.section) for keys, gpu in submitted]
+    assert loaded == [(keys, section) for section in range(3) for keys in ((A, B), (C, A))]
 
 
 def test_a_result_that_arrives_while_another_batch_waits_is_kept(batches: Batches) -> None:

@@ -23,6 +23,7 @@ from kvferry.proto.errors import Code, Gone, KVFerryError
 from kvferry.proto.specs import (
     MAX_MESSAGE_IDS,
     Direction,
+    GPULoadStoreSpec,
     KeyLoadStoreSpec,
     section_starts,
 )
@@ -109,12 +110,18 @@ class Loads:
             return -1
         queued, self._queued = self._queued, {}
         batch = Batch(tuple(queued), [[] for _ in range(self._loaded.sections)])
+        specs: list[tuple[KeyLoadStoreSpec, GPULoadStoreSpec]] = []
         for pages in queued.values():
             try:
-                self._submit(batch, pages)
+                specs.append(self._spec(pages))
             except KVFerryError as error:
                 log.warning("kvferry: a load fails: %s", error)
                 batch.success = False
+        for section in (None, *range(self._loaded.sections)):  # the first layers of all requests
+            for keys, gpu in specs:
+                if section in self._loaded.sections_of(len(keys.keys)):
+                    spec = keys, replace(gpu, section=section)
+                    batch.jobs[section or 0].append(self._transfers.submit(spec, Direction.LOAD))
         number = next(self._numbers)
         self._batches[number] = batch
         return number
@@ -144,13 +151,10 @@ class Loads:
         if (batch := self._batches.get(self.consumer_index)) is not None:
             self._wait(batch, self._loaded.section_of(layer) + 1)
 
-    def _submit(self, batch: Batch, pages: list[SourcePages]) -> None:
+    def _spec(self, pages: list[SourcePages]) -> tuple[KeyLoadStoreSpec, GPULoadStoreSpec]:
         blocks = BlockIds(pages, self._loaded.groups)
         blocks.wait()
-        keys, whole = KeyLoadStoreSpec(tuple(blocks.keys())), blocks.spec()
-        for section in self._loaded.sections_of(len(keys.keys)):
-            spec = keys, replace(whole, section=section)
-            batch.jobs[section or 0].append(self._transfers.submit(spec, Direction.LOAD))
+        return KeyLoadStoreSpec(tuple(blocks.keys())), blocks.spec()
 
     def _wait(self, batch: Batch, sections: int) -> None:
         """Wait for the first sections."""
