@@ -159,4 +159,25 @@ MUTANTS = (
         "(report.unpackable - layout.region_start) / layout.host_block_bytes)",
         ("tests/flow/test_packing.py",),
     ),
+    SourceMutant(
+        "a section is loaded from the first bytes of each block",
+        "daemon/kvferry/daemon/core/layout.py",
+        "offsets = extent.host_offsets + self.refs[number].start",
+        "offsets = extent.host_offsets",
+        ("tests/daemon/engine/test_contract.py",),
+    ),
+    SourceMutant(
+        "a store may name a section",
+        "daemon/kvferry/daemon/core/layout.py",
+        "if direction is Direction.STORE or section >= sections:",
+        "if section >= sections:",
+        ("tests/daemon/core/test_transfers.py",),
+    ),
+    SourceMutant(
+        "the parts of a split load have no section",
+        "client/kvferry/client/splitting.py",
+        "part = GPULoadStoreSpec(ids, sizes_of_part, indices_of_part, gpu.section)",
+        "part = GPULoadStoreSpec(ids, sizes_of_part, indices_of_part)",
+        ("tests/property/test_splitting_against_a_model.py",),
+    ),
 )

@@ -78,6 +78,22 @@ MUTANTS = (
         ("tests/client/sglang/test_loads.py",),
     ),
     SourceMutant(
+        "a layer is computed before its section is loaded",
+        f"{SGLANG}/loads.py",
+        "self._loaded.section_of(layer) + 1)",
+        "self._loaded.section_of(layer))",
+        ("tests/client/sglang/test_loads.py",),
+    ),
+    SourceMutant(
+        "the layers of a request are loaded before the first ones of the next",
+        f"{SGLANG}/loads.py",
+        "        for section in (None, *range(self._loaded.sections)):\n"
+        "            for keys, gpu in specs:\n",
+        "        for keys, gpu in specs:\n"
+        "            for section in (None, *range(self._loaded.sections)):\n",
+        ("tests/client/sglang/test_loads.py",),
+    ),
+    SourceMutant(
         "keys of requests that ended without a load stay pinned",
         f"{SGLANG}/promises.py",
         "            del self._promises[rid]\n            self._release(promise)\n",

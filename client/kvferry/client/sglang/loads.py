@@ -117,7 +117,8 @@ class Loads:
             except KVFerryError as error:
                 log.warning("kvferry: a load fails: %s", error)
                 batch.success = False
-        for section in (None, *range(self._loaded.sections)):  # the first layers of all requests
+        # The first layers of all requests come first.
+        for section in (None, *range(self._loaded.sections)):
             for keys, gpu in specs:
                 if section in self._loaded.sections_of(len(keys.keys)):
                     spec = keys, replace(gpu, section=section)

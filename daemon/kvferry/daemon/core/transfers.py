@@ -190,7 +190,7 @@ class Transfers:
             0.0 if engine == OWN else now,
             requires,
         )
-        if direction is Direction.LOAD and not gpu.section:  # a load by sections is one use
+        if direction is Direction.LOAD:
             registration.region.table.lines.touch(blocks.host_blocks)
         return [StartTransfer(plan, session, message.job_id)]
 
