@@ -12,7 +12,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count
 
 from msgspec.structs import replace
 
@@ -159,19 +159,18 @@ class Loads:
 
     def _wait(self, batch: Batch, sections: int) -> None:
         """Wait for the first sections."""
-        deadline = time.monotonic() + self._timeout
-        while jobs := list(chain.from_iterable(batch.jobs[:sections])):
+        deadline, waited = time.monotonic() + self._timeout, batch.jobs[:sections]
+        while any(waited):
             self._transfers.poll()
-            for its in batch.jobs[:sections]:
+            for its in waited:
                 for job_id in tuple(its):
                     success = self._transfers.take(job_id)
                     if success is not None:
                         batch.success &= success
                         its.remove(job_id)
-            if not any(batch.jobs[:sections]):
-                return
-            if time.monotonic() > deadline:
+            left = next((job_id for its in waited for job_id in its), None)
+            if left is not None and time.monotonic() > deadline:
                 message = f"a load has not ended within {self._timeout:g} s"
-                self._session.abandon(Gone(Code.TIMEOUT, message, jobs[0]))
-            else:
+                self._session.abandon(Gone(Code.TIMEOUT, message, left))
+            elif left is not None:
                 time.sleep(POLL_INTERVAL)
